@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's API of a conversation, answered by the chat's own code."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API of a conversation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.chat_completions import ChatCompletions, PreparedChat
-from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, TopK
+from megatron_infer.server.chat_completions import read_as_chat
+from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import ANTHROPIC
-from megatron_infer.server.generation import generate
+from megatron_infer.server.field_tables import LABEL, MESSAGE, PART, SHARED, TOOL
+from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
+from megatron_infer.server.generation_request import GenerationRequest
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.openai_protocol import Body
-from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
-from megatron_infer.server.reply_fields import DeltaReader, usage_of
-from megatron_infer.server.responses import prepare_as_chat
-from megatron_infer.server.routes import Routes
-from megatron_infer.server.served_models import shown_name
+from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReply, Change
+from megatron_infer.server.reply_format import usage_of
+from megatron_infer.server.request_fields import FieldTable, no_effect
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
@@ -34,6 +33,15 @@ NAMES = {
     "tools[].function.strict": "tools[].strict",
 }
 """Fields of the chat's body -> those of this body."""
+FIELDS = FieldTable(
+    SHARED | {"metadata": LABEL, "service_tier": no_effect("there is one tier", "auto", "standard_only")},
+    {
+        "messages": FieldTable(MESSAGE.rules, {"content": FieldTable(PART.rules, {"content": PART})}),
+        "system": PART,
+        "tools": FieldTable(TOOL.rules, kinds=("custom",)),
+        "output_config": FieldTable({"task_budget": no_effect("outputs are bounded by max_tokens only")}),
+    },
+)
 
 
 class ContentBlock(Body, kw_only=True):
@@ -94,68 +102,67 @@ class CountBody(Body, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    stop_sequences: list[str] | None = None
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    max_completion_tokens: NumTokens = msgspec.field(name="max_tokens")
+    stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
     stream: bool | None = None
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-    chat = ChatCompletions(routes, client, settings)
-
-    async def reply(call: Call) -> Reply | Events:
-        body: MessagesBody = call.body
-        prepared = await prepare_as_chat(chat, routes, chat_of(body), call, NAMES)
-        shown = MessagesReply(shown_name(client, body.model), prepared)
-        found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
-        return Events(found.items, named=True) if isinstance(found, Events) else found
+    async def read(body: CountBody, call: Call) -> GenerationRequest:
+        return read_as_chat(body, chat_of(body), routes, call, client)
 
     async def count(call: Call) -> Reply:
-        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call, NAMES)
-        return Reply({"input_tokens": len(prepared.request.prompt_ids)})
+        prepared = await generator.prepare(dialect, call)
+        return Reply({"input_tokens": len(prepared.requests[0].prompt_ids)})
 
-    summary = "Answer a conversation (Anthropic's Messages API)"
-    options = {"fields": ANTHROPIC, "statuses": (404, 429, 503, 504)}
-    kinds = ("application/json", "text/event-stream")
-    routes.add("POST", "/v1/messages", reply, summary, body=MessagesBody, media_types=kinds, **options)
-    routes.add("POST", "/v1/messages/count_tokens", count, "Tokens of a prompt", body=CountBody, **options)
+    generator = Generator(routes, client)
+    dialect = Dialect(
+        bodies={"/v1/messages": MessagesBody},
+        summary="Answer a conversation (Anthropic's Messages API)",
+        fields=FIELDS,
+        read=read,
+        reply=MessagesReply,
+        module_fields=CHAT,
+        names=NAMES,
+        named_events=True,
+    )
+    generator.register(routes.add, dialect, statuses=GENERATION_STATUSES)
+    options = {"body": CountBody, "fields": FIELDS, "statuses": GENERATION_STATUSES}
+    routes.add("POST", "/v1/messages/count_tokens", count, "Tokens of a prompt", **options)
 
 
 # ---------------------------------------------------------------------- body
 
 
 def chat_of(body: CountBody) -> dict[str, Any]:
-    """The fields of the chat's body. Raises ApiError 400."""
+    """The fields of a chat's body that are named or made otherwise here. Raises ApiError 400."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for place, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages[{place}]")
-    choice = body.tool_choice
-    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    config = body.output_config or OutputConfig()
+    fields: dict[str, Any] = {"messages": messages, "reasoning_effort": config.effort}
     if body.messages[-1].role == "assistant":
         _check_continued(messages[-1] if messages else {}, f"messages[{len(body.messages) - 1}]")
         fields["continue_final_message"] = True
-    if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+    fields["tools"] = [_tool(tool) for tool in body.tools or ()] or None
+    choice = body.tool_choice
+    fields["tool_choice"] = None
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    config = body.output_config or OutputConfig()
     form = config.format or body.output_format
     if form is not None:
-        if fields.get("continue_final_message"):
+        if "continue_final_message" in fields:
             text = "the form is that of a whole answer, and the last turn has begun one; give one of both"
             raise bad_request(f"output_config.format: {text}", "output_config.format", "invalid_value")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
-    fields["reasoning_effort"] = config.effort
-    if isinstance(body, MessagesBody):
-        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream}
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def _messages_of(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
@@ -210,63 +217,47 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 # ---------------------------------------------------------------------- reply
 
 
-class MessagesReply:
-    """The ReplyFormat of one call."""
+class MessagesReply(BlockReply):
+    def __init__(self, prepared: PreparedCall) -> None:
+        super().__init__(prepared, f"msg_{uuid.uuid4().hex}")
+        self._num_prompt = len(prepared.requests[0].prompt_ids)
 
-    def __init__(self, model: str, chat: PreparedChat) -> None:
-        self._shows_cached = chat.shows_cached
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self._model = model
-        (self._splitter,) = chat.splitters
-        self._num_prompt = len(chat.request.prompt_ids)
-        self._reader, self._blocks = DeltaReader(), BlockReader()
-        self._latest: RequestOutput | None = None
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        for _ in self.events(0, outputs[0]):
-            pass
-        content = [_shown(block, empty=False) for block in self._blocks.blocks]
-        return {**self._head(), "content": content, **self._end(outputs[0]), "usage": self._usage(outputs[0])}
+    def reply(self) -> dict[str, Any]:
+        content = [_shown(block, empty=False) for block in self.blocks]
+        return {**self._head(), "content": content, **self._end(), "usage": self._usage()}
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": message}
 
-    def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        self._latest = output
-        delta = self._reader.read(output.outputs[0])
-        if delta is None:
-            return
-        finished = delta.finish_reason is not None
-        deltas = self._splitter.feed(delta.text, finished=finished)
-        for change, block, text in self._blocks.read(deltas, finished=finished):
-            if change is Change.OPENED:
-                shown = _shown(block, empty=True)
-                yield {"type": "content_block_start", "index": block.index, "content_block": shown}
-            elif change is Change.GREW:
-                yield {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
-            else:
-                yield {"type": "content_block_stop", "index": block.index}
+    def block_events(self, change: Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        if change is Change.OPENED:
+            shown = _shown(block, empty=True)
+            yield {"type": "content_block_start", "index": block.index, "content_block": shown}
+        elif change is Change.GREW:
+            yield {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
+        else:
+            yield {"type": "content_block_stop", "index": block.index}
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self._latest is not None:
-            end, usage = self._end(self._latest), self._usage(self._latest)
-            yield {"type": "message_delta", "delta": end, "usage": usage}
+        if self.output is not None:
+            yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
 
-    def _end(self, output: RequestOutput) -> dict[str, Any]:
-        one = output.outputs[0]
+    def _end(self) -> dict[str, Any]:
+        assert self.output is not None
+        one = self.output.outputs[0]
         matched = one.stop_reason if isinstance(one.stop_reason, str) else None
-        reason = STOP_REASONS.get(self._splitter.finish_reason(one.finish_reason) or "", "end_turn")
+        reason = STOP_REASONS.get(self.splitter.finish_reason(one.finish_reason) or "", "end_turn")
         return {"stop_reason": "stop_sequence" if matched else reason, "stop_sequence": matched}
 
-    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         """As Anthropic counts: input_tokens are those that were not in the cache."""
-        usage = usage_of([output], shows_cached=self._shows_cached)
+        usage = usage_of(self.latest.values(), shows_cached=self.shows_cached)
         cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,

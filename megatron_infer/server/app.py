@@ -7,7 +7,7 @@ Middleware                          request id, Host, API key, log line, metrics
 Starlette, Endpoint                 path and method; body read and checked; client's disconnect watched
     |  Call
 handler of a module                 chat_completions, completions, embeddings, control/*, health, ...
-    |  generate() (generation.py)   whole reply or server-sent events
+    |  Generator (generation.py)    whole reply or server-sent events
 EngineClient                        see engine_client.py
 """
 
@@ -74,11 +74,17 @@ MODULES: tuple[Module, ...] = (
 """In the order in which their fields apply. `openapi` registers last, as it describes all of them."""
 
 
-def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
-    """The application. modules: register after those of the package."""
+def registered_routes(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Routes:
+    """Every operation. modules: register after those of the package."""
     routes = Routes(settings)
     for module in (*MODULES, *modules, openapi):
         module.register(routes, client, settings)
+    return routes
+
+
+def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
+    """The application. modules: register after those of the package."""
+    routes = registered_routes(client, settings, modules=modules)
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refusal(request, error, routes)

@@ -102,6 +102,13 @@ def encode_within(
     return tokenizer.encode(text, add_special=add_special)
 
 
+def check_num_prompts(count: int, settings: ServerConfig, *, field: str) -> None:
+    """Raises ApiError 400 for more prompts than a call may hold."""
+    limit = settings.max_prompts
+    if count > limit:
+        raise bad_request(f"{field} holds {count:,} prompts, the limit is {limit:,} (max_prompts)", field)
+
+
 def check_num_tokens(count: int, limits: EngineLimits, *, field: str) -> None:
     """Raises ApiError 400 for more token ids than a request may hold."""
     if count >= limits.max_length:

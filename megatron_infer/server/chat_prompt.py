@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_infer.server.body_types import Message
 from megatron_infer.server.call_limits import EngineLimits, check_num_chars, encode_within
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.openai_protocol import Message
 from megatron_infer.text import tool_prompt
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat

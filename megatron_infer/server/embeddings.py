@@ -11,16 +11,29 @@ from msgspec import Meta
 
 from megatron_infer.outputs.embeddings import flattened, params_for, vector_of
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.body_types import Body, Text, TokenId, TokenIds
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import EMBEDDINGS
+from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.openai_protocol import Body, Text, TokenId, TokenIds
-from megatron_infer.server.routes import Routes
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
+
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "priority": no_effect("vectors take one forward each", 0),
+            "embed_dtype": refused("numbers are float32", "float32", "auto"),
+            "endianness": refused("base64 is little-endian", "little", "native"),
+            "messages": refused("send the rendered text as input"),
+        }
+    )
+)
 
 
 class EmbeddingBody(Body, kw_only=True):
@@ -64,8 +77,8 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         embeddings,
         summary,
         body=EmbeddingBody,
-        fields=EMBEDDINGS,
-        statuses=(404, 429, 503, 504),
+        fields=FIELDS,
+        statuses=GENERATION_STATUSES,
     )
 
 

@@ -356,11 +356,10 @@ class EngineClient:
         """A body's text, token ids, or list of either -> the token ids of each prompt. Raises ApiError 400."""
         if isinstance(given, str):
             given = [given]
-        limit = self.settings.max_prompts
         if isinstance(given[0], int):
             call_limits.check_num_tokens(len(given), self.limits, field=field)
-        elif len(given) > limit:
-            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
+        else:
+            call_limits.check_num_prompts(len(given), self.settings, field=field)
         kinds = {type(item) for item in given}
         if len(kinds) > 1:
             raise bad_request(f"{field} mixes texts and token ids or lists of them; give one, not a mixture", field)

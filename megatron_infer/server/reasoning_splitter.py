@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.server.chat_completions import ChatBody
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import ParsedBody, Splitter
-from megatron_infer.server.openai_protocol import ChatBody
+from megatron_infer.server.generation_request import GenerationRequest, Splitter
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import keep_special_marks
@@ -18,18 +18,18 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return
     reasoning = REASONING[settings.reasoning_parser]
 
-    async def split(body: ChatBody, parsed: ParsedBody) -> None:
-        keep_special_marks(client.tokenizer, parsed, reasoning.starts + reasoning.ends, "reasoning")
-        make_inner = parsed.make_splitter
+    async def split(body: ChatBody, asked: GenerationRequest) -> None:
+        keep_special_marks(client.tokenizer, asked, reasoning.starts + reasoning.ends, "reasoning")
+        make_inner = asked.make_splitter
 
         def make() -> Splitter:
-            end = _mark_of_continued(body, reasoning) if body.continue_final_message else parsed.prompt_end
-            if parsed.sampling.get("structured") is not None and not parsed.begins_freely:
+            end = _mark_of_continued(body, reasoning) if body.continue_final_message else asked.prompt_end
+            if asked.sampling.get("structured") is not None and not asked.begins_freely:
                 end = reasoning.ends[0]  # structured output begins at once, without reasoning
             hides = body.include_reasoning is False
             return ReasoningSplitter(ReasoningParser(reasoning, end), make_inner(), hides_reasoning=hides)
 
-        parsed.make_splitter = make
+        asked.make_splitter = make
 
     routes.fields.add_rule("chat", split)
 

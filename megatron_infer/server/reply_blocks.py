@@ -1,11 +1,17 @@
-"""Groups the message deltas of one sequence into blocks: reasoning, text, tool calls, in the order of the output."""
+"""Replies of one sequence as blocks: reasoning, text, tool calls, in the order of the output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.server.reply_format import Delta, ReplyFormat
+
+if TYPE_CHECKING:
+    from megatron_infer.server.generation import PreparedCall
 
 
 class BlockKind(Enum):
@@ -77,3 +83,40 @@ class BlockReader:
         if self._open is not None:
             yield Change.CLOSED, self._open, ""
             self._open = None
+
+
+class BlockReply(ReplyFormat):
+    """A dialect overrides `block_events`, and `reply` with what a whole reply is."""
+
+    def __init__(self, prepared: PreparedCall, id: str) -> None:
+        super().__init__(prepared, id)
+        (self.splitter,) = prepared.splitters
+        self._reader = BlockReader()
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._reader.blocks
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """The newest output."""
+        return self.latest.get(0)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        for _ in self.events(0, outputs[0]):
+            pass
+        return self.reply()
+
+    def chunks(self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta) -> Iterator[Any]:
+        finished = delta.finish_reason is not None
+        deltas = self.splitter.feed(delta.text, finished=finished)
+        for change, block, text in self._reader.read(deltas, finished=finished):
+            yield from self.block_events(change, block, text)
+
+    def block_events(self, change: Change, block: Block, text: str) -> Iterator[Any]:
+        """Events for a change of a block. text: what is new in it."""
+        raise NotImplementedError
+
+    def reply(self) -> dict[str, Any]:
+        """The whole reply, once all blocks are closed."""
+        raise NotImplementedError

@@ -6,7 +6,7 @@ no effect   taken with any value, and listed in the reply's header x-ignored-fie
 refused     taken with a value that asks for nothing; any other value would change the answer and is a 400
 
 A field that is in neither is a 400 with the nearest name. A null field counts as not given, whatever its name.
-The tables are in `field_tables.py`.
+The rows of all dialects are in `field_tables.py`; rows of one dialect are next to its body.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def no_effect(reason: str, *unset: Any) -> Rule:
 
 def refused(reason: str, *unset: Any) -> Rule:
     return Rule(reason, True, unset)
+
+
+def rows(named: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules by field. named: by the names of all fields with the same rule, a space between two names."""
+    return {name: rule for names, rule in named.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

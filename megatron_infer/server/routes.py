@@ -13,10 +13,13 @@ from typing import Any
 from starlette.routing import Route
 
 from megatron_infer.server.endpoint import Endpoint, Handler
-from megatron_infer.server.extra_fields import ExtraFields
+from megatron_infer.server.generation_request import ExtraFields
 from megatron_infer.server.request_body import BodyRoom
 from megatron_infer.server.request_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.server_config import ServerConfig
+
+GENERATION_STATUSES = (404, 429, 503, 504)
+"""`Operation.statuses` of calls that wait for an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

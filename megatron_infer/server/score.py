@@ -12,18 +12,33 @@ from msgspec import Meta
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.body_types import Body, Text, TokenIds
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import SCORE
+from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.openai_protocol import Body, Text, TokenIds
-from megatron_infer.server.routes import Routes
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 Texts = Text | Annotated[list[Text], Meta(min_length=1)]
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "temperature": refused("probabilities are those of the model", 1.0),
+            "max_tokens_per_query max_tokens_per_doc": refused("a text is not cut here; send what is to be read", 0),
+            "instruction": refused("put it into the texts"),
+            "priority": no_effect("scores take one forward each", 0),
+            "return_token_logprobs": refused("scores are probabilities; take their logarithm", False),
+            "return_pooled_hidden_states": refused("use /v1/embeddings", False),
+            "score_extraction_token": refused("labels are scored behind the last token"),
+        }
+    )
+)
 
 
 class ScoreBody(Body):
@@ -55,7 +70,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return Reply(await _likeness(call, client))
 
     summary = "Probabilities of label tokens, or likeness of texts"
-    routes.add("POST", "/v1/score", score, summary, body=ScoreBody, fields=SCORE, statuses=(404, 429, 503, 504))
+    routes.add("POST", "/v1/score", score, summary, body=ScoreBody, fields=FIELDS, statuses=GENERATION_STATUSES)
 
 
 async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:

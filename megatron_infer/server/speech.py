@@ -29,13 +29,14 @@ from megatron_infer.audio.wav import pcm16, wav_header
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.server.audio_decoder import AudioDecoderClient, Hello
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import SPEECH
+from megatron_infer.server.field_tables import LABELS
 from megatron_infer.server.http_errors import api_error_of, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.openai_protocol import Body
-from megatron_infer.server.routes import Routes
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec
@@ -46,6 +47,14 @@ FORMATS = {"wav": "audio/wav", "pcm": "audio/pcm"}
 STREAM_FORMATS = ("audio", "sse", "json")
 SAMPLE_BYTES = 16 / 3
 """Most bytes of a reply for one sample: float32 as base64."""
+FIELDS = FieldTable(
+    LABELS
+    | {
+        "stream": no_effect("sound is sent as it is made; see stream_format", True, False),
+        "top_p": refused("give top_k", 1.0),
+        "language": refused("the model's text decides", ""),
+    }
+)
 
 
 class SpeechBody(Body, kw_only=True):
@@ -108,8 +117,8 @@ class SpeechRoutes:
             self._speak,
             summary,
             body=SpeechBody,
-            fields=SPEECH,
-            statuses=(404, 429, 503, 504),
+            fields=FIELDS,
+            statuses=GENERATION_STATUSES,
             media_types=media,
         )
         routes.add("GET", "/v1/audio/voices", self._voices, "The voices that texts can be spoken with")

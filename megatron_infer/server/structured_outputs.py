@@ -18,7 +18,7 @@ from megatron_infer.config.structured_output import StructuredOutput, check_sche
 from megatron_infer.errors import RequestError
 from megatron_infer.server.call_limits import turned_off
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import ExtraField, ParsedBody
+from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
@@ -85,26 +85,28 @@ class StructuredOutputFields:
         ]
         return [ExtraField(name=name, type=kind, apply=self._apply(name, read)) for name, kind, read in kinds]
 
-    async def apply_of_module(self, body: Any, parsed: ParsedBody) -> None:
-        """Apply what another module put into `ParsedBody.structured`."""
-        if parsed.structured is None:
+    async def apply_of_module(self, body: Any, asked: GenerationRequest) -> None:
+        """Apply what another module put into `GenerationRequest.structured`."""
+        if asked.structured is None:
             return
-        name, values = parsed.structured
-        parsed.sampling["structured"] = await self.compiled(name, values, parsed.caller, parsed.parts)
+        name, values = asked.structured
+        asked.sampling["structured"] = await self.compiled(name, values, asked.caller, asked.parts)
 
-    def _apply(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, ParsedBody], Awaitable[None]]:
+    def _apply(
+        self, name: str, read: Callable[[Any], dict[str, Any]]
+    ) -> Callable[[Any, GenerationRequest], Awaitable[None]]:
         """`ExtraField.apply` of the field `name`. read: its value -> fields of StructuredOutput, {} for any text."""
 
-        async def apply(value: Any, parsed: ParsedBody) -> None:
+        async def apply(value: Any, asked: GenerationRequest) -> None:
             try:
                 values = read(value)
                 if not values:
                     return
-                if parsed.sampling.get("structured") is not None:
+                if asked.sampling.get("structured") is not None:
                     raise RequestError("another field says what the answer must be; give one")
             except RequestError as error:
                 raise _refused(name, error) from None
-            parsed.sampling["structured"] = await self.compiled(name, values, parsed.caller)
+            asked.sampling["structured"] = await self.compiled(name, values, asked.caller)
 
         return apply
 
@@ -117,8 +119,8 @@ class StructuredOutputFields:
     ) -> StructuredOutput:
         """A StructuredOutput of these fields, checked and compiled in the caller's turn.
 
-        parts: see `ParsedBody.parts`. Raises ApiError 400, blaming the field `name`; 503 where others' turns took too
-        long.
+        parts: see `GenerationRequest.parts`. Raises ApiError 400, blaming the field `name`; 503 where others' turns
+        took too long.
         """
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)

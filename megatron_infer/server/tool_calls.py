@@ -13,10 +13,10 @@ from msgspec import Meta
 
 from megatron_infer.config.structured_output import StructuredOutput, check_schema, check_size
 from megatron_infer.errors import ModelError, RequestError
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import ExtraField, ParsedBody
+from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
@@ -95,9 +95,9 @@ class ToolRule:
         self._tokenizer, self._settings = tokenizer, settings
         self._call_format = call_format_of(tokenizer, settings)
 
-    async def apply(self, body: Any, parsed: ParsedBody) -> None:
+    async def apply(self, body: Any, asked: GenerationRequest) -> None:
         """Raises ApiError 400 for fields that contradict each other or cannot be honoured."""
-        parsed.call_format = self._call_format or HERMES
+        asked.call_format = self._call_format or HERMES
         choice = body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):
@@ -106,32 +106,32 @@ class ToolRule:
             return
         tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)
-        parsed.tools = plain_tools(body.tools)
+        asked.tools = plain_tools(body.tools)
         if choice == "none":
             return
         call_format = self._call_format
         if call_format is None:
             text = "tools: the chat template teaches calls in a format that is not known here; start with"
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
-        keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
+        keep_special_marks(self._tokenizer, asked, (call_format.opening, call_format.closing), "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
         mode = choice.allowed_tools.mode if isinstance(choice, Allowed) else choice
         is_free = mode in (None, "auto")
-        form = parsed.sampling.pop("structured", None)  # of an answer without calls
+        form = asked.sampling.pop("structured", None)  # of an answer without calls
         if is_free and form is not None:
-            self._hold_form(call_format, tools, parsed, form, only_one=only_one)
+            self._hold_form(call_format, tools, asked, form, only_one=only_one)
         elif is_free:
-            self._hold_strict(call_format, tools, parsed, is_part=len(tools) < len(body.tools))
+            self._hold_strict(call_format, tools, asked, is_part=len(tools) < len(body.tools))
         else:
-            self._force(call_format, tools, parsed, only_one=only_one)
-        parsed.make_splitter = partial(
+            self._force(call_format, tools, asked, only_one=only_one)
+        asked.make_splitter = partial(
             ToolSplitter,
             call_format,
             frozenset(tool.function.name for tool in tools),
             only_one=only_one,
             only_calls=not is_free,
             ends_with_calls=only_one or form is not None,
-            has_stops=bool(parsed.sampling.get("stop") or parsed.sampling.get("stop_token_ids")),
+            has_stops=bool(asked.sampling.get("stop") or asked.sampling.get("stop_token_ids")),
         )
 
     def _check_schemas(self, tools: list[Tool]) -> None:
@@ -145,15 +145,21 @@ class ToolRule:
             except RequestError as error:
                 raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
 
-    def _force(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, only_one: bool) -> None:
+    def _force(self, call_format: CallFormat, tools: list[Tool], asked: GenerationRequest, *, only_one: bool) -> None:
         """Restrict the output to calls of the tools."""
-        parsed.parts = _parts(tools)
+        asked.parts = _parts(tools)
         described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
-        parsed.structured = ("tools", {"grammar": grammar})
+        asked.structured = ("tools", {"grammar": grammar})
 
     def _hold_form(
-        self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, form: StructuredOutput, *, only_one: bool
+        self,
+        call_format: CallFormat,
+        tools: list[Tool],
+        asked: GenerationRequest,
+        form: StructuredOutput,
+        *,
+        only_one: bool,
     ) -> None:
         """Restrict the output to calls, or to the form of an answer. Raises ApiError 400."""
         special = self._special(call_format)
@@ -161,9 +167,11 @@ class ToolRule:
             grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
         except RequestError as error:
             raise bad_request(f"tools: {error}", "tools") from None
-        parsed.structured, parsed.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
+        asked.structured, asked.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
 
-    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, is_part: bool) -> None:
+    def _hold_strict(
+        self, call_format: CallFormat, tools: list[Tool], asked: GenerationRequest, *, is_part: bool
+    ) -> None:
         """Hold the calls of strict tools to their schemas, where the model may call or not.
 
         is_part: these are not all tools that the model is shown, and it must not call others.
@@ -173,13 +181,13 @@ class ToolRule:
             if not has_strict:
                 return
             text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
-            ignore(parsed.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
+            ignore(asked.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
             return
         if not has_strict and not is_part:
             return
         grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
-        parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
-        parsed.parts = _parts(tools, only_strict=True)
+        asked.structured, asked.begins_freely = ("tools", {"grammar": grammar}), True
+        asked.parts = _parts(tools, only_strict=True)
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
         """Ids of the marks that are special tokens."""
@@ -226,14 +234,16 @@ def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
     return id if tokenizer is not None and id in tokenizer.special_ids else None
 
 
-def keep_special_marks(tokenizer: Tokenizer | None, parsed: ParsedBody, marks: tuple[str, ...], field: str) -> None:
+def keep_special_marks(
+    tokenizer: Tokenizer | None, asked: GenerationRequest, marks: tuple[str, ...], field: str
+) -> None:
     """Keep special tokens in the text where a mark is one. Raises ApiError 400 if skip_special_tokens drops them."""
     if all(_special_id(tokenizer, mark) is None for mark in marks):
         return
-    if parsed.sampling.get("skip_special_tokens"):
+    if asked.sampling.get("skip_special_tokens"):
         text = f"skip_special_tokens: the marks of {field} are special tokens of this model; leave it out"
         raise bad_request(text, "skip_special_tokens")
-    parsed.sampling["skip_special_tokens"] = False
+    asked.sampling["skip_special_tokens"] = False
 
 
 def plain_tools(tools: list[Tool]) -> list[dict[str, Any]]:

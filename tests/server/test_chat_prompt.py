@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from server_case import END, START, tokenizer
 
+from megatron_infer.server.body_types import Message, TextPart
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.http_errors import ApiError
-from megatron_infer.server.openai_protocol import Message, TextPart
 
 
 def text_of(ids):

@@ -8,9 +8,14 @@ import msgspec
 import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
+from megatron_infer.server.body_types import Body, NumTokens, Temperature
 from megatron_infer.server.endpoint import Reply
-from megatron_infer.server.extra_fields import ExtraField
+from megatron_infer.server.field_tables import SHARED
+from megatron_infer.server.generation import Dialect, Generator
+from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.reply_format import ReplyFormat
+from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -38,15 +43,41 @@ class Halves:
         return "tool_calls" if reason == "length" else reason
 
 
-async def apply_hints(value, parsed):
+async def apply_hints(value, asked):
     if not value:
         raise bad_request("hints is empty", "hints")
-    parsed.template["opening"] = value[0]["name"]
-    parsed.make_splitter = Halves
+    asked.template["opening"] = value[0]["name"]
+    asked.make_splitter = Halves
 
 
-async def apply_length(value, parsed):
-    parsed.sampling["min_tokens"] = value
+async def apply_length(value, asked):
+    asked.sampling["min_tokens"] = value
+
+
+class AskBody(Body, kw_only=True):
+    question: str
+    max_tokens: NumTokens = msgspec.field(default=4, name="length")
+    temperature: Temperature | None = None
+    stream: bool | None = None
+
+
+class AskReply(ReplyFormat):
+    def __init__(self, prepared):
+        super().__init__(prepared, prepared.id)
+
+    def whole(self, outputs):
+        return {"answer": outputs[0].outputs[0].text, "by": self.model}
+
+    def chunks(self, index, output, one, delta):
+        yield {"more": delta.text}
+
+
+def register_dialect(routes, client, settings):
+    async def read(body, call):
+        return GenerationRequest.of(body, call, prompt=body.question, field="question")
+
+    dialect = Dialect(bodies={"/ask": AskBody}, summary="Answer", fields=FieldTable(SHARED), read=read, reply=AskReply)
+    Generator(routes, client).register(routes.add, dialect)
 
 
 def register(routes, client, settings):
@@ -94,6 +125,23 @@ def test_field_of_a_module_acts_on_its_routes_and_is_refused_elsewhere(case):
         assert message in post(case, CHAT, **asked | body).json()["error"]["message"]
     refused = post(case, "/v1/completions", prompt="a", tools=[{"name": "f"}])
     assert refused.status_code == 400 and "tool calls" in refused.json()["error"]["message"]
+
+
+def test_dialect_of_a_module_is_a_body_a_read_and_a_reply():
+    with serving(modules=(SimpleNamespace(register=register_dialect),)) as case:
+        words = [f"{token} " for token in echo_tokens(tokenizer().encode("Hi", add_special=False), 6)]
+        asked = {"question": "Hi", "temperature": 0, "length": 6}
+        reply = post(case, "/ask", **asked, user="me")
+        assert reply.json() == {"answer": "".join(words), "by": "tiny"} and reply.headers["x-ignored-fields"] == "user"
+        assert "".join(chunk["more"] for chunk in stream(case, "/ask", **asked)) == "".join(words)
+        assert len(post(case, "/ask", question="Hi", temperature=0).json()["answer"].split()) == 4
+        for body, message in (
+            ({"length_": 5}, "unknown field 'length_'; did you mean 'length'?"),
+            ({"length": 0}, "length: Expected `int` >= 1"),
+            ({"question": ""}, "the prompt is empty"),
+            ({"use_beam_search": True}, "use_beam_search: beam search is not served"),
+        ):
+            assert message in post(case, "/ask", **asked | body).json()["error"]["message"]
 
 
 def test_openapi_document_has_every_operation_and_field_with_its_range(case):

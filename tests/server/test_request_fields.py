@@ -10,11 +10,15 @@ from control_case import put_weights, serving_with_control
 from server_case import post, stream, tokenizer
 
 from megatron_infer.coordinator.profiles import FOLDER_VARIABLE
-from megatron_infer.server.field_tables import TABLES
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import field_docs  # noqa: E402
+
+TABLES = field_docs.tables()
 HI = [{"role": "user", "content": "Hi"}]
 SHORT = {"max_tokens": 1, "temperature": 0}
 LEAST = {
@@ -151,9 +155,6 @@ def test_unknown_fields_are_refused_with_the_nearest_name_and_nulls_count_as_not
 
 
 def test_documented_tables_are_those_of_the_code():
-    sys.path.append(str(ROOT / "tools"))
-    import field_docs
-
     assert (ROOT / field_docs.DOCS).read_text() == field_docs.page(), "run python tools/field_docs.py"
 
 
@@ -325,3 +326,9 @@ def test_megatron_paths_have_megatron_values(case):
     refused = post(case, CHAT, **asked)
     assert refused.status_code == 400 and "top_p" in refused.json()["error"]["message"], "OpenAI's 0 is another thing"
     assert post(case, CHAT, **{**asked, "top_p": 1.0}, add_BOS=True).json()["error"]["param"] == "add_BOS"
+
+
+def test_no_shared_field_acts_within_the_sampling_parameters(case):
+    schemas = case.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("Sampling", "VllmSampling"):
+        assert schemas[name]["properties"].keys().isdisjoint(field_docs.SHARED)

@@ -13,12 +13,12 @@ from starlette.responses import PlainTextResponse, Response
 from megatron_infer.config.lora import check_adapter_name
 from megatron_infer.coordinator.weight_paths import WeightsPathRefused, adapter_path
 from megatron_infer.errors import ConfigError
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.openai_protocol import Body
 
 
 class LoadAdapterBody(Body, kw_only=True):

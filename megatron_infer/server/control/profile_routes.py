@@ -6,13 +6,23 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.field_tables import START_PROFILE
-from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused
 
 MAX_STEPS = 1000
+FIELDS = FieldTable(
+    {
+        "output_dir": refused("the folder is that of the engine's MEGATRON_INFER_PROFILE_DIR"),
+        "start_step": refused("the trace begins with the next step", 0),
+        "activities": no_effect("what the engine's device does is traced"),
+        "profile_by_stage": refused("steps are traced as they run, prompts and decode together", False),
+        "with_stack": no_effect("stacks are not traced", False),
+        "record_shapes": no_effect("shapes are not traced", False),
+    }
+)
 
 
 class ProfileBody(Body):
@@ -33,5 +43,5 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
         return Reply({"status": "stopped"})
 
     summary = "Trace the next steps of each engine"
-    control_routes.add("POST", "/start_profile", start, summary, body=ProfileBody, fields=START_PROFILE)
+    control_routes.add("POST", "/start_profile", start, summary, body=ProfileBody, fields=FIELDS)
     control_routes.add("POST", "/stop_profile", stop, "End the traces and write them")

@@ -5,32 +5,58 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.outputs.token_support import TokenSupport
-from megatron_infer.server.call_limits import logprob_bytes
+from megatron_infer.server.body_types import (
+    Body,
+    CommonSampling,
+    NumTokensOrNone,
+    Seed,
+    Text,
+    TokenId,
+    TokenIds,
+    TopCount,
+)
+from megatron_infer.server.call_limits import check_num_prompts, logprob_bytes
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
-from megatron_infer.server.endpoint import Call, Events, Reply
-from megatron_infer.server.field_tables import SGLANG_GENERATE
-from megatron_infer.server.generation import generate
+from megatron_infer.server.endpoint import Call
+from megatron_infer.server.field_tables import SHARED
+from megatron_infer.server.generation import Dialect, Generator, PreparedCall
+from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.openai_logprobs import TokenTexts
-from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
-from megatron_infer.server.reply_fields import version_spans_of
-from megatron_infer.server.sampling_fields import check_limit, check_lists, params_from
+from megatron_infer.server.reply_format import ReplyFormat, version_spans_of
+from megatron_infer.server.request_fields import FieldTable, refused, rows
 from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "modalities": SHARED["video_config"],
+            "input_embeds positional_embed_overrides": refused("send text or input_ids"),
+            "token_ids_logprob": refused("give top_logprobs_num, which has the likeliest tokens", []),
+            "return_entropy": refused("give top_logprobs_num", False),
+            "return_sampling_mask": refused("use custom_params.return_top_p_token_ids", False),
+            "require_reasoning": refused("use /v1/chat/completions", False),
+            "max_thinking_tokens": refused("thoughts are bounded by max_new_tokens only"),
+            "priority": refused("give it to /v1/completions or /inference/v1/generate", 0),
+        }
+    ),
+    {"sampling_params": FieldTable(SHARED | {"structural_tag": refused("give json_schema, regex or ebnf", "")})},
+)
 StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-TopCount = Annotated[int, Meta(ge=0, le=100)]
 
 
 class CustomParams(Body):
@@ -38,27 +64,14 @@ class CustomParams(Body):
     """slime's field: return the ids that each token was sampled among."""
 
 
-class Sampling(Body):
+class Sampling(CommonSampling):
     """Sampling parameters under SGLang's names."""
 
-    max_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: NumTokensOrNone | None = msgspec.field(default=None, name="max_new_tokens")
     """0: nothing is generated; the reply has the log probabilities of the prompt, where asked for."""
-    min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Penalty | None = None
-    logit_bias: dict[IdKey, Logit] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: NumTokensOrNone | None = msgspec.field(default=None, name="min_new_tokens")
+    include_stop_str_in_output: bool | None = msgspec.field(default=None, name="no_stop_trim")
+    seed: Seed | None = msgspec.field(default=None, name="sampling_seed")
     json_schema: str | None = None
     """A JSON schema as text. Of this, regex and ebnf, "" counts as not given."""
     regex: str | None = None
@@ -66,13 +79,6 @@ class Sampling(Body):
     custom_params: CustomParams | None = None
 
 
-PARAMS = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "sampling_seed": "seed",
-} | {name: name for name in SAMPLING_FIELDS if name in Sampling.__struct_fields__}
-"""Field of `Sampling` -> field of SamplingParams."""
 STRUCTURED = {"json_schema": "json_schema", "regex": "regex", "ebnf": "grammar"}
 """Field of `Sampling` -> field of StructuredOutput; one of them at most."""
 
@@ -96,200 +102,181 @@ class SglangGenerateBody(Body):
     stream: bool | None = None
 
 
+class Prompt(msgspec.Struct):
+    """What a call asks for one of its prompts."""
+
+    sampling: Sampling
+    has_logprobs: bool
+    logprobs_start: int
+    """Position of the first prompt token with log probabilities; -1: none."""
+    num_top: int
+    adapter: str | None
+
+
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-    control_routes.add(
-        "POST",
-        "/generate",
-        SglangGenerate(machine, fields).reply,
-        "Continue texts or token ids (SGLang's API)",
-        body=SglangGenerateBody,
-        fields=SGLANG_GENERATE,
-        optional_body=False,
-        media_types=("application/json", "text/event-stream"),
-    )
+    client = machine.client
 
-
-class SglangGenerate:
-    """The handler: a body -> one engine request per prompt."""
-
-    def __init__(self, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-        self._machine, self._fields = machine, fields
-        self._token_texts = TokenTexts(machine.client.tokenizer)
-
-    async def reply(self, call: Call) -> Reply | Events:
+    async def read(body: SglangGenerateBody, call: Call) -> GenerationRequest:
         QueryParams(call).end()
-        body: SglangGenerateBody = call.body
-        client = self._machine.client
         if (body.text is None) == (body.input_ids is None):
             raise bad_request("give text or input_ids, and not both", "text", "invalid_value")
         field, given = ("text", body.text) if body.input_ids is None else ("input_ids", body.input_ids)
-        is_batch = isinstance(given, list) and not isinstance(given[0], int)
-        prompts = await client.encode_prompts(given, field=field)
-        sampling = Sampling() if body.sampling_params is None else body.sampling_params
-        samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        if len(samplings) != len(prompts):
-            text = f"sampling_params has {len(samplings)} entries for {len(prompts)} prompts; give one, or one for each"
-            raise bad_request(text, "sampling_params", "invalid_value")
-        wanted, requests = _wanted_logprobs(body, len(prompts)), []
-        adapters = _adapters(body, len(prompts))
-        for adapter in adapters:
-            check_model(client, adapter)
-        for prompt, one, logprobs, adapter in zip(prompts, samplings, wanted, adapters, strict=True):
-            if logprobs.start >= len(prompt):
-                text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
-                raise bad_request(text, "logprob_start_len")
-            params = params_from(await self._values(body, one, logprobs) | {"adapter": adapter_of(client, adapter)})
-            num_shown = 0 if params.prompt_logprobs is None else len(prompt) - logprobs.start
-            num_bytes = num_shown * logprob_bytes(logprobs.num_top)
-            requests.append(EngineRequest(prompt_ids=prompt, params=params, prompt_bytes=num_bytes))
-        requests = client.checked(requests, call, field=field)
-        if body.stream and (len(requests) > 1 or requests[0].params.n > 1):
+        if is_batch(body):
+            check_num_prompts(len(given or ()), client.settings, field=field)
+        prompts = prompts_of(body)
+        if body.stream and (len(prompts) > 1 or (prompts[0].sampling.n or 1) > 1):
             raise bad_request("stream: one sample of one prompt at a time; ask for several calls", "stream")
-        ids = [call.id] if body.rid is None else [body.rid] if isinstance(body.rid, str) else body.rid
-        if len(ids) not in (1, len(requests)):
-            raise bad_request(f"rid has {len(ids)} entries for {len(requests)} prompts", "rid", "invalid_value")
-        ids = ids * len(requests) if len(ids) == 1 else ids
-        hidden = [one.max_new_tokens == 0 for one in samplings]
-        reply = SglangReply(body, ids, is_batch, wanted, hidden, self._machine, self._token_texts)
-        return await generate(client, requests, reply, stream=body.stream, abort_ids=ids)
+        each = []
+        for prompt in prompts:
+            check_model(client, prompt.adapter)
+            values = _values_of(body, prompt) | {"adapter": adapter_of(client, prompt.adapter)}
+            each.append(values | {"structured": await _structured(prompt.sampling, fields)})
+        return GenerationRequest.of(
+            body,
+            call,
+            prompt=given,
+            field=field,
+            sampling={} if client.tokenizer is not None else {"detokenize": False},
+            each=each,
+            names={"logprobs": "top_logprobs_num"},
+            prompt_bytes=lambda place, num_tokens: _prompt_bytes(prompts[place], num_tokens),
+        )
 
-    async def _values(self, body: SglangGenerateBody, sampling: Sampling, logprobs: Logprobs) -> dict[str, Any]:
-        """Fields of SamplingParams. Raises ApiError 400."""
-        client = self._machine.client
-        settings = client.settings
-        values = {ours: value for name, ours in PARAMS.items() if (value := getattr(sampling, name)) is not None}
-        # For 0 the engine samples one token, which the reply leaves out.
-        values["max_tokens"] = max(1, values.get("max_tokens", DEFAULT_MAX_NEW_TOKENS))
-        check_limit("n", values.get("n", 1), settings.max_n, "max_n")
-        check_limit("top_logprobs_num", logprobs.num_top, settings.max_logprobs, "max_logprobs")
-        check_lists(values, settings)
-        if logprobs.given:
-            values["logprobs"] = logprobs.num_top
-            if logprobs.start >= 0:
-                if body.stream:
-                    text = "the prompt's log probabilities come with whole replies only; give no stream: true"
-                    raise bad_request(f"logprob_start_len: {text}", "logprob_start_len")
-                values["prompt_logprobs"] = logprobs.num_top
-        if body.return_routed_experts:
-            values["return_routing"] = True
-        if sampling.custom_params is not None and sampling.custom_params.return_top_p_token_ids:
-            values["return_support"] = True
-        if client.tokenizer is None:
-            values["detokenize"] = False
-        given = [name for name in STRUCTURED if getattr(sampling, name)]
-        if len(given) > 1:
-            text = f"{' and '.join(given)} both say what the answer must be; give one"
-            raise bad_request(text, given[-1], "invalid_structured_output")
-        for name in given:
-            values["structured"] = await self._fields.compiled(name, {STRUCTURED[name]: getattr(sampling, name)})
-        return values
+    dialect = Dialect(
+        bodies={"/generate": SglangGenerateBody},
+        summary="Continue texts or token ids (SGLang's API)",
+        fields=FIELDS,
+        read=read,
+        reply=partial(SglangReply, machine),
+    )
+    Generator(control_routes.routes, client).register(control_routes.add, dialect)
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """What a prompt's reply has of them."""
-
-    given: bool
-    start: int
-    """Position of the first prompt token that has them; -1: none."""
-    num_top: int
+def is_batch(body: SglangGenerateBody) -> bool:
+    """Whether the prompts, and with them the replies, are in a list."""
+    given: Any = body.text if body.input_ids is None else body.input_ids
+    return isinstance(given, list) and not isinstance(given[0], int)
 
 
-def _adapters(body: SglangGenerateBody, num_prompts: int) -> list[str | None]:
-    """One for each prompt. Raises ApiError 400."""
-    given = body.lora_path
-    names = given if isinstance(given, list) else [given] * num_prompts
-    if len(names) != num_prompts:
-        text = f"lora_path has {len(names)} entries for {num_prompts} prompts; give one, or one for each"
-        raise bad_request(text, "lora_path", "invalid_value")
-    return names
-
-
-def _wanted_logprobs(body: SglangGenerateBody, num_prompts: int) -> list[Logprobs]:
-    """One for each prompt. Raises ApiError 400."""
+def prompts_of(body: SglangGenerateBody) -> list[Prompt]:
+    """One for each prompt. Raises ApiError 400 for lists of other lengths."""
+    num_prompts = len(body.text or body.input_ids or ()) if is_batch(body) else 1
     columns: list[list[Any]] = []
-    for name, default in (("return_logprob", False), ("logprob_start_len", -1), ("top_logprobs_num", 0)):
+    for name, default in (
+        ("sampling_params", Sampling()),
+        ("return_logprob", False),
+        ("logprob_start_len", -1),
+        ("top_logprobs_num", 0),
+        ("lora_path", None),
+    ):
         value = getattr(body, name)
         column = value if isinstance(value, list) else [default if value is None else value] * num_prompts
         if len(column) != num_prompts:
             text = f"{name} has {len(column)} entries for {num_prompts} prompts; give one, or one for each"
             raise bad_request(text, name, "invalid_value")
         columns.append(column)
-    wanted = [Logprobs(*values) for values in zip(*columns, strict=True)]
-    if any(one.num_top and not one.given for one in wanted):
+    prompts = [Prompt(*values) for values in zip(*columns, strict=True)]
+    if any(one.num_top and not one.has_logprobs for one in prompts):
         raise bad_request("top_logprobs_num is given without return_logprob: true; give both", "top_logprobs_num")
-    return wanted
+    return prompts
 
 
-class SglangReply:
-    """The ReplyFormat of one call. As SGLang's, each event of a stream has the whole output so far."""
+def _values_of(body: SglangGenerateBody, prompt: Prompt) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ApiError 400."""
+    values = sampling_of(prompt.sampling)
+    # For 0 the engine samples one token, which the reply leaves out.
+    values["max_tokens"] = max(1, values.get("max_tokens", DEFAULT_MAX_NEW_TOKENS))
+    if prompt.has_logprobs:
+        values["logprobs"] = prompt.num_top
+        if prompt.logprobs_start >= 0:
+            if body.stream:
+                text = "the prompt's log probabilities come with whole replies only; give no stream: true"
+                raise bad_request(f"logprob_start_len: {text}", "logprob_start_len")
+            values["prompt_logprobs"] = prompt.num_top
+    values["return_routing"] = bool(body.return_routed_experts)
+    custom = prompt.sampling.custom_params
+    values["return_support"] = custom is not None and bool(custom.return_top_p_token_ids)
+    return values
 
-    def __init__(
-        self,
-        body: SglangGenerateBody,
-        ids: list[str],
-        is_batch: bool,
-        wanted: list[Logprobs],
-        hidden: list[bool],
-        machine: ControlMachine,
-        token_texts: TokenTexts,
-    ) -> None:
-        """ids, wanted, hidden: one for each request. is_batch: whether the reply is a list.
 
-        hidden: max_new_tokens was 0, and the sampled token is left out.
-        """
-        self._body, self._ids, self._is_batch = body, ids, is_batch
-        self._wanted, self._hidden = wanted, hidden
-        self._machine, self._token_texts = machine, token_texts
+async def _structured(sampling: Sampling, fields: StructuredOutputFields) -> StructuredOutput | None:
+    """What the text must be; None: any text. Raises ApiError 400."""
+    given = [name for name in STRUCTURED if getattr(sampling, name)]
+    if len(given) > 1:
+        text = f"{' and '.join(given)} both say what the answer must be; give one"
+        raise bad_request(text, given[-1], "invalid_structured_output")
+    for name in given:
+        return await fields.compiled(name, {STRUCTURED[name]: getattr(sampling, name)})
+    return None
+
+
+def _prompt_bytes(prompt: Prompt, num_tokens: int) -> int:
+    """Raises ApiError 400 where the log probabilities would begin after the prompt."""
+    start = prompt.logprobs_start
+    if start >= num_tokens:
+        text = f"logprob_start_len is {start}, the prompt has {num_tokens} tokens; start within it"
+        raise bad_request(text, "logprob_start_len")
+    return (num_tokens - start) * logprob_bytes(prompt.num_top) if prompt.has_logprobs and start >= 0 else 0
+
+
+class SglangReply(ReplyFormat):
+    """As SGLang's, each event of a stream has the whole output so far."""
+
+    def __init__(self, machine: ControlMachine, prepared: PreparedCall) -> None:
+        super().__init__(prepared, prepared.id)
+        self._body: SglangGenerateBody = prepared.body
+        self._prompts = prompts_of(self._body)
+        self._machine, self._token_texts = machine, prepared.token_texts
         self._began = time.monotonic()
+        rid, num_prompts = self._body.rid, len(self._prompts)
+        ids = [prepared.id] if rid is None else [rid] if isinstance(rid, str) else rid
+        if len(ids) not in (1, num_prompts):
+            raise bad_request(f"rid has {len(ids)} entries for {num_prompts} prompts", "rid", "invalid_value")
+        self._ids = self.abort_ids = ids * num_prompts if len(ids) == 1 else ids
 
     def whole(self, outputs: list[RequestOutput]) -> Any:
         replies = [self._reply(index, output, one) for index, output in enumerate(outputs) for one in output.outputs]
-        return replies if self._is_batch or len(replies) > 1 else replies[0]
-
-    def first_events(self) -> tuple[()]:
-        return ()
+        return replies if is_batch(self._body) or len(replies) > 1 else replies[0]
 
     def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         yield self._reply(index, output, output.outputs[0])
 
-    def last_events(self) -> tuple[()]:
-        return ()
-
     def _reply(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
-        if self._hidden[index]:
+        prompt = self._prompts[index]
+        if prompt.sampling.max_tokens == 0:
             one = _without_output(one)
         meta: dict[str, Any] = {
             "id": self._ids[index],
             "finish_reason": _finish_reason(one),
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(one.token_ids),
-            "cached_tokens": output.num_cached_tokens if self._machine.client.settings.show_cached_tokens else 0,
+            "cached_tokens": output.num_cached_tokens if self.shows_cached else 0,
             "weight_version": str(self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)),
             "version_spans": version_spans_of(one),
             "e2e_latency": time.monotonic() - self._began,
         }
-        if self._wanted[index].given:
-            meta |= self._logprobs(self._wanted[index], output, one)
+        if prompt.has_logprobs:
+            meta |= self._logprobs(prompt, output, one)
         if self._body.return_routed_experts and one.routing is not None:
             meta["routed_experts"] = routed_experts_field(one)
         if one.support is not None:
             meta |= support_fields(one.support)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
 
-    def _logprobs(self, wanted: Logprobs, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+    def _logprobs(self, prompt: Prompt, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """(logprob, token id, text or null) of each token and, where asked for, of the top tokens.
 
         The first token of a prompt has no log probability (null).
         """
-        sampled, top = self._columns(one.token_ids, one.logprobs or (), wanted.num_top)
+        sampled, top = self._columns(one.token_ids, one.logprobs or (), prompt.num_top)
         fields: dict[str, Any] = {"output_token_logprobs": sampled, "output_token_logprobs_length": len(sampled)}
-        if wanted.num_top:
+        if prompt.num_top:
             fields["output_top_logprobs"] = top
-        if wanted.start >= 0 and output.prompt_logprobs is not None:
-            ids, entries = output.prompt_token_ids[wanted.start :], output.prompt_logprobs[wanted.start :]
-            fields["input_token_logprobs"], top = self._columns(ids, entries, wanted.num_top)
-            if wanted.num_top:
+        if prompt.logprobs_start >= 0 and output.prompt_logprobs is not None:
+            shown = slice(prompt.logprobs_start, None)
+            columns = self._columns(output.prompt_token_ids[shown], output.prompt_logprobs[shown], prompt.num_top)
+            fields["input_token_logprobs"], top = columns
+            if prompt.num_top:
                 fields["input_top_logprobs"] = top
         return fields
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
@@ -12,15 +13,46 @@ from megatron_infer.server.control.vllm_routes import add_not_served, memory_of
 from megatron_infer.server.control.weight_files import checked_path
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.field_tables import ABORT, CONTINUE, UPDATE_FROM_DISK, WEIGHT_UPDATE, WEIGHTS_CHECKER
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.server_config import ServerConfig
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (KV_CACHE,), "cuda_graph": (GRAPHS,)}
 PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 ACTIONS = {"checksum": "checksum", "snapshot": "snapshot", "compare": "compare", "reset": "reset"}
 ACTIONS |= {"reset_tensors": "reset"}
+
+_NO_CACHE = "no cache of torch is kept"
+_ONE_MODEL = refused("there is one model", "all", "target")
+DISK_FIELDS = FieldTable(
+    {
+        "flush_cache": no_effect("prefixes computed with other weights never match", True),
+        "keep_pause": no_effect("engines that were paused stay paused, others go on", False),
+        "torch_empty_cache": no_effect(_NO_CACHE, False),
+        "recapture_cuda_graph": no_effect("graphs stay valid as weights are written in place", False),
+        "token_step": no_effect("version_spans has the version of every token", 0),
+        "manifest": no_effect("the files say what is in them"),
+        "is_async": refused("the reply comes when the engines have the weights", False),
+        "load_format": refused("the format follows from the files", "auto", "safetensors"),
+    }
+)
+CONTINUE_FIELDS = FieldTable({"torch_empty_cache": no_effect(_NO_CACHE, True, False)})
+ABORT_FIELDS = FieldTable(
+    rows(
+        {
+            "abort_message finished_reason": no_effect("replies name the finish reason"),
+            "weight_versions": no_effect("replies have version_spans"),
+        }
+    )
+)
+CHECKER_FIELDS = FieldTable(
+    {
+        "allow_quant_error": refused("weights are compared bit by bit", False),
+        "skip_tensor_list": refused("all tensors are compared", []),
+        "selector": _ONE_MODEL,
+    }
+)
+UPDATE_FIELDS = FieldTable({"selector": _ONE_MODEL})
 
 
 class PauseBody(Body):
@@ -67,22 +99,22 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         add(method, "/get_weight_version", routes.get_version, "The weight version")
         add(method, "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
         add(method, "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
-        checker = {"body": CheckerBody, "fields": WEIGHTS_CHECKER}
+        checker = {"body": CheckerBody, "fields": CHECKER_FIELDS}
         add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
     for path in ("/pause_generation", "/areal_pause_generation"):
         add("POST", path, routes.pause, "Pause", body=PauseBody)
     for path in ("/continue_generation", "/areal_continue_generation"):
-        add("POST", path, routes.resume, "Resume after a pause", body=ContinueBody, fields=CONTINUE)
+        add("POST", path, routes.resume, "Resume after a pause", body=ContinueBody, fields=CONTINUE_FIELDS)
     add(
         "POST",
         "/abort_request",
         routes.abort,
         "Abort requests, which reply with what they have",
         body=SglangAbortBody,
-        fields=ABORT,
+        fields=ABORT_FIELDS,
     )
     for path in ("/update_weights_from_disk", "/areal_update_weights"):
-        add("POST", path, routes.load, "Update weights from files", body=DiskBody, fields=UPDATE_FROM_DISK,
+        add("POST", path, routes.load, "Update weights from files", body=DiskBody, fields=DISK_FIELDS,
             optional_body=False)  # fmt: skip
     add(
         "POST",
@@ -90,7 +122,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         routes.begin,
         "Begin a weight update",
         body=BeginUpdateBody,
-        fields=WEIGHT_UPDATE,
+        fields=UPDATE_FIELDS,
     )
     add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
     add_not_served(control_routes, dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import base64
 import math
-import sys
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.outputs.request_output import Logprob
+from megatron_infer.outputs.request_output import Logprob, RequestOutput
+from megatron_infer.server.body_types import Body, Message, Text, TokenId, TokenIds
 from megatron_infer.server.call_limits import ID_BYTES
-from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
-from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_params
+from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_sampling
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.field_tables import TRL, TRL_SCORES
-from megatron_infer.server.generation import prompt_outputs, whole_outputs
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.field_tables import SHARED
+from megatron_infer.server.generation import Dialect, Generator, PreparedCall, prompt_outputs
+from megatron_infer.server.generation_request import GenerationRequest, check_limit
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import Entry, by_rank
-from megatron_infer.server.openai_protocol import Body, Message, Text, TokenId, TokenIds
-from megatron_infer.server.sampling_fields import check_limit
+from megatron_infer.server.reply_format import ReplyFormat
+from megatron_infer.server.request_fields import FieldTable, refused
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES
 
 MAX_TOKENS = 16
 """The limit where a call gives none."""
+FIELDS = FieldTable(SHARED)
+SCORE_FIELDS = FieldTable({"temperature": refused("log probabilities are those of the model at temperature 1", 1.0)})
 
 
 class TrlSampling(VllmSampling, kw_only=True):
@@ -65,23 +68,79 @@ class TrlScoreBody(Body, kw_only=True):
 
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-    routes = TrlRoutes(machine, fields)
-    add = control_routes.add
-    for path, handler, summary, body, fields_without_action in (
-        ("/generate/", routes.generate, "Continue texts or token ids (TRL's API)", TrlGenerateBody, TRL),
-        ("/chat/", routes.chat, "Answer conversations (TRL's API)", TrlChatBody, TRL),
-        ("/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", TrlScoreBody, TRL_SCORES),
+    client = machine.client
+    call_format = call_format_of(client.tokenizer, client.settings) or HERMES
+
+    async def read(body: TrlGenerateBody, call: Call) -> GenerationRequest:
+        QueryParams(call).end()
+        sampling = await _sampling_of(body, fields, client)
+        return GenerationRequest.of(body, call, prompt=body.prompts, field="prompts", sampling=sampling)
+
+    async def read_chat(body: TrlChatBody, call: Call) -> GenerationRequest:
+        QueryParams(call).end()
+        check_limit("messages", len(body.messages), client.settings.max_prompts, "max_prompts")
+        return GenerationRequest.of(
+            body,
+            call,
+            conversations=body.messages,
+            field="messages",
+            tools=body.tools or None,
+            call_format=call_format,
+            template=body.chat_template_kwargs or {},
+            sampling=await _sampling_of(body, fields, client),
+        )
+
+    generator = Generator(control_routes.routes, client)
+    for path, body, summary, reads in (
+        ("/generate/", TrlGenerateBody, "Continue texts or token ids (TRL's API)", read),
+        ("/chat/", TrlChatBody, "Answer conversations (TRL's API)", read_chat),
     ):
-        add("POST", path, handler, summary, body=body, fields=fields_without_action, optional_body=False)
+        dialect = Dialect(
+            bodies={path: body}, summary=summary, fields=FIELDS, read=reads, reply=TrlReply, streams=False
+        )
+        generator.register(control_routes.add, dialect)
+    routes = TrlRoutes(machine)
+    add = control_routes.add
+    options = {"body": TrlScoreBody, "fields": SCORE_FIELDS, "optional_body": False}
+    add("POST", "/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", **options)
     add("POST", "/reset_prefix_cache/", routes.reset_prefix_cache, "Empty the prefix cache (TRL's API)")
     add("GET", "/health/", routes.health, "Whether requests are served (TRL's API)")
 
 
-class TrlRoutes:
-    """Handlers."""
+async def _sampling_of(body: TrlSampling, fields: StructuredOutputFields, client: EngineClient) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ApiError 400."""
+    try:
+        further = msgspec.convert(body.generation_kwargs or {}, VllmSampling)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"generation_kwargs: {error}", "generation_kwargs", "invalid_value") from None
+    regex = body.structured_outputs_regex or body.guided_decoding_regex
+    if regex is not None:
+        further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
+    return await vllm_sampling((VllmSampling(max_tokens=MAX_TOKENS, logprobs=0), body, further), fields, client)
 
-    def __init__(self, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-        self._machine, self._fields, self._client = machine, fields, machine.client
+
+class TrlReply(ReplyFormat):
+    """Completions of all prompts, those of one prompt next to each other."""
+
+    def __init__(self, prepared: PreparedCall) -> None:
+        super().__init__(prepared, prepared.id)
+        self._prompts = [one.prompt_ids for one in prepared.requests]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        ended = [one for output in outputs for one in output.outputs]
+        return {
+            "prompt_ids": self._prompts,
+            "completion_ids": [one.token_ids for one in ended],
+            **_logprob_fields([one.logprobs or () for one in ended]),
+        }
+
+
+class TrlRoutes:
+    """Handlers of calls that do not generate."""
+
+    def __init__(self, machine: ControlMachine) -> None:
+        self._machine = machine
+        self._client = machine.client
 
     async def health(self, call: Call) -> Reply:
         QueryParams(call).end()
@@ -91,54 +150,6 @@ class TrlRoutes:
         QueryParams(call).end()
         freed = await self._machine.reset_prefix_cache(running=False)
         return Reply({"message": "the prefix cache is empty", "blocks_freed": freed})
-
-    async def generate(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        body: TrlGenerateBody = call.body
-        prompts = await self._client.encode_prompts(body.prompts, field="prompts")
-        return await self._drawn(call, prompts, body, "prompts")
-
-    async def chat(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        body: TrlChatBody = call.body
-        client = self._client
-        check_limit("messages", len(body.messages), client.settings.max_prompts, "max_prompts")
-        prompts = [
-            await client.tokenize(
-                prompt_ids,
-                client.require_tokenizer(),
-                messages,
-                limits=client.limits,
-                tools=body.tools or None,
-                call_format=call_format_of(client.tokenizer, client.settings) or HERMES,
-                variables=body.chat_template_kwargs,
-            )
-            for messages in body.messages
-        ]
-        return await self._drawn(call, prompts, body, "messages")
-
-    async def _drawn(self, call: Call, prompts: list[list[int]], body: TrlSampling, field: str) -> Reply:
-        """Completions of all prompts, those of one prompt next to each other."""
-        try:
-            further = msgspec.convert(body.generation_kwargs or {}, VllmSampling)
-        except msgspec.ValidationError as error:
-            raise bad_request(f"generation_kwargs: {error}", "generation_kwargs", "invalid_value") from None
-        regex = body.structured_outputs_regex or body.guided_decoding_regex
-        if regex is not None:
-            further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
-        usual = VllmSampling(max_tokens=MAX_TOKENS, logprobs=0)
-        params = await vllm_params((usual, body, further), self._fields, self._client)
-        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
-        outputs = await whole_outputs(self._client, requests, call, field=field)
-        shown = [[_ranked(entry) for entry in one.logprobs or ()] for output in outputs for one in output.outputs]
-        return Reply(
-            {
-                "prompt_ids": prompts,
-                "completion_ids": [one.token_ids for output in outputs for one in output.outputs],
-                "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
-                "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
-            }
-        )
 
     async def score(self, call: Call) -> Reply:
         QueryParams(call).end()
@@ -163,15 +174,18 @@ class TrlRoutes:
             (output.prompt_logprobs or [])[length:] for output, length in zip(outputs, body.prompt_lengths, strict=True)
         ]
         if body.response_format == "json":
-            shown = [[_ranked(entry) for entry in one] for one in entries]
-            return Reply(
-                {
-                    "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
-                    "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
-                }
-            )
+            return Reply(_logprob_fields(entries))
         tokens = [ids[length:] for ids, length in zip(body.sequences, body.prompt_lengths, strict=True)]
         return Reply(await self._client.run_in_thread(_binary, entries, tokens, num_top))
+
+
+def _logprob_fields(sequences: Iterable[Sequence[Entry]]) -> dict[str, Any]:
+    """The likeliest tokens at each place of each sequence, the likeliest first, and their log probabilities."""
+    shown = [[_ranked(entry) for entry in one] for one in sequences]
+    return {
+        "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
+        "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
+    }
 
 
 def _ranked(entry: Entry) -> list[tuple[int, float]]:
@@ -184,42 +198,34 @@ def _finite(value: float) -> float | None:
     return None if math.isnan(value) or math.isinf(value) else value
 
 
-def _binary(entries: Sequence[Sequence[Entry]], tokens: Sequence[Sequence[int]], num_top: int) -> dict[str, Any]:
+def _binary(sequences: Sequence[Sequence[Entry]], tokens: Sequence[Sequence[int]], num_top: int) -> dict[str, Any]:
     """fp32 and int32 in base64: [sequences, longest, num_top] of the likeliest tokens, [..., 1] of the given ones.
 
     Log probabilities behind a sequence's end, and of a first token, are -inf.
     """
-    longest = max(map(len, entries))
-    top, own = _Rows(num_top), _Rows(1)
-    for one, ids in zip(entries, tokens, strict=True):
-        for entry, token in zip(one, ids, strict=True):
-            top.add(_ranked(entry)[:num_top])
-            own.add([] if entry is None else [(token, entry[token].logprob)])
-        for _ in range(longest - len(one)):
-            top.add([])
-            own.add([])
+    shape = (len(sequences), max(map(len, sequences)), num_top)
+    top_values: Any = np.full(shape, -np.inf, "<f4")
+    top_ids: Any = np.zeros(shape, "<i4")
+    own_values: Any = np.full(shape[:2], -np.inf, "<f4")
+    own_ids: Any = np.zeros(shape[:2], "<i4")
+    for row, (entries, given) in enumerate(zip(sequences, tokens, strict=True)):
+        for place, (entry, token) in enumerate(zip(entries, given, strict=True)):
+            if entry is None:
+                continue
+            ranked = _ranked(entry)[:num_top]
+            top_ids[row, place, : len(ranked)] = [one for one, _ in ranked]
+            top_values[row, place, : len(ranked)] = [value for _, value in ranked]
+            own_ids[row, place] = token
+            own_values[row, place] = entry[token].logprob
     return {
-        "logprobs_b64": _base64(top.values),
-        "token_ids_b64": _base64(top.ids),
-        "actual_logprobs_b64": _base64(own.values),
-        "actual_token_ids_b64": _base64(own.ids),
-        "shape": [len(entries), longest, num_top],
-        "completion_lengths": [len(one) for one in entries],
+        "logprobs_b64": _base64(top_values),
+        "token_ids_b64": _base64(top_ids),
+        "actual_logprobs_b64": _base64(own_values),
+        "actual_token_ids_b64": _base64(own_ids),
+        "shape": list(shape),
+        "completion_lengths": [len(one) for one in sequences],
     }
 
 
-class _Rows:
-    """Rows of `width` tokens with their log probabilities, padded."""
-
-    def __init__(self, width: int) -> None:
-        self._width, self.values, self.ids = width, array("f"), array("i")
-
-    def add(self, row: Sequence[tuple[int, float]]) -> None:
-        missing = self._width - len(row)
-        self.ids.extend([*(token for token, _ in row), *([0] * missing)])
-        self.values.extend([*(value for _, value in row), *([-math.inf] * missing)])
-
-
-def _base64(values: array[Any]) -> str:
-    assert sys.byteorder == "little", "clients read the bytes as they are in memory"
+def _base64(values: Any) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_infer.server import request_body
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
@@ -16,7 +17,6 @@ from megatron_infer.server.control.weight_files import checked_path, entries_of
 from megatron_infer.server.control.weight_updates import RUNNING, WeightUpdates
 from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request, of_validation
-from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.server_config import ServerConfig
 

@@ -1,13 +1,18 @@
-"""Parts of replies that several routes share: usage, weight versions, and what is new in a growing output."""
+"""How a dialect shows outputs, and parts of replies that several dialects share: usage, versions, what is new."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
-from megatron_infer.server.openai_protocol import StreamOptions
+from megatron_infer.server.body_types import StreamOptions
+
+if TYPE_CHECKING:
+    from megatron_infer.server.generation import PreparedCall
 
 
 def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0, shows_cached: bool) -> dict[str, Any]:
@@ -87,6 +92,11 @@ class Delta:
     stop_reason: int | str | None
     is_first: bool
 
+    def without_output(self) -> Delta:
+        """Of a sequence whose tokens the reply leaves out."""
+        reason = None if self.finish_reason is None else "length"
+        return Delta("", [], None if self.logprobs is None else [], 0, reason, None, self.is_first)
+
 
 class DeltaReader:
     """Turns the cumulative outputs of one sequence into deltas; outputs may be left out."""
@@ -107,3 +117,74 @@ class DeltaReader:
         delta = Delta(text, tokens, logprobs, self._num_chars, one.finish_reason, one.stop_reason, not self._num_tokens)
         self._num_chars, self._num_tokens = len(one.text), len(one.token_ids)
         return delta
+
+
+def whole_delta(one: CompletionOutput) -> Delta:
+    """All of a sequence that has ended."""
+    delta = DeltaReader().read(one)
+    assert delta is not None
+    return delta
+
+
+class ReplyFormat:
+    """How a dialect shows the outputs of one call. Outputs are cumulative.
+
+    A dialect overrides `whole`, and `chunks` where it streams.
+    """
+
+    def __init__(self, prepared: PreparedCall, id: str) -> None:
+        """id: of the reply."""
+        self.id = id
+        self.asked, self.model, self.shows_cached = prepared.asked, prepared.model, prepared.shows_cached
+        self.abort_ids: Iterable[str] = {id, prepared.id, self.asked.request_id or id}
+        """See `EngineClient.abort`."""
+        self.latest: dict[int, RequestOutput] = {}
+        """The newest output of each request of a stream."""
+        self._readers = [[DeltaReader() for _ in range(one.params.n)] for one in prepared.requests]
+
+    def whole(self, outputs: list[RequestOutput]) -> Any:
+        """The reply, of every request's last output in the order of the requests. Of a long one in a thread."""
+        raise NotImplementedError
+
+    def first_events(self) -> Iterable[Any]:
+        """Events of a stream before the first output."""
+        return ()
+
+    def events(self, index: int, output: RequestOutput) -> Iterable[Any]:
+        """Events for a new output of request `index`."""
+        self.latest[index] = output
+        for one in output.outputs:
+            delta = self._readers[index][one.index].read(one)
+            if delta is not None:
+                yield from self.chunks(index, output, one, delta)
+
+    def chunks(self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta) -> Iterable[Any]:
+        """Events for what is new in one sequence."""
+        raise NotImplementedError
+
+    def last_events(self) -> Iterable[Any]:
+        """Events of a stream after the last output."""
+        return ()
+
+
+class OpenAIReply(ReplyFormat):
+    """The head of completions and chat completions, and the chunks of their streams."""
+
+    def __init__(self, prepared: PreparedCall, *, prefix: str, chunk_kind: str, hides_output: bool = False) -> None:
+        """prefix: of the reply's id. chunk_kind: `object` of a chunk. hides_output: see `CallUsage`."""
+        super().__init__(prepared, f"{prefix}-{prepared.asked.request_id or uuid.uuid4().hex}")
+        self._created, self._chunk_kind = int(time.time()), chunk_kind
+        self.token_texts = prepared.token_texts
+        options = prepared.asked.stream_options
+        self.usage = CallUsage(options, shows_cached=self.shows_cached, hides_output=hides_output)
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = self.usage.of_chunk(self.latest.values())
+        return {**self.head(self._chunk_kind), "choices": [choice], **usage}
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self.usage.at_end:
+            yield {**self.head(self._chunk_kind), "choices": [], "usage": self.usage.of(self.latest.values())}
