@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,13 +117,15 @@ class RemoteWeights:
 
     def _run(self, command: str, **args: Any) -> Any:
         """Run a command on every rank."""
+        method = getattr(self, command)
         if self._engine.rank_group.size > 1:
+            inspect.signature(method).bind(**args)  # an argument that is unknown would end the other ranks
             if isinstance(args.get("data"), bytes):
                 args["data"] = base64.b85encode(args["data"]).decode()
             self._engine.relay.meet(CALL, {"command": command, "args": args})
         if isinstance(args.get("data"), str):
             args["data"] = base64.b85decode(args["data"])
-        return getattr(self, command)(**args)
+        return method(**args)
 
     # ------------------------------------------------------------------ one update
 
