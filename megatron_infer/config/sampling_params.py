@@ -211,8 +211,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_texts(self.stop))
 
 
-_SWITCHES = tuple(one.name for one in fields(SamplingParams) if one.type == "bool")
-_RETURNED = tuple(name for name in _SWITCHES if name.startswith("return_"))
+_RETURNED = tuple(name for name in options_of(SamplingParams) if name.startswith("return_"))
 
 
 def _show(value: object) -> str:

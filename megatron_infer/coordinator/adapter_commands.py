@@ -10,7 +10,7 @@ from megatron_infer.engine.adapters import AdapterReading
 
 
 class AdapterCommands:
-    """`protocol.ADAPTER_COMMANDS` for `Replica(adapter_commands=)`."""
+    """The commands of `Group.ADAPTERS` for `Replica(adapter_commands=)`."""
 
     def __init__(self, engine: Any, *, root: str) -> None:
         """root: the directory that adapters must lie in."""
@@ -49,22 +49,19 @@ class AdapterCommands:
         running: str = "keep",
         digest: str | None = None,
         change: str | None = None,
-        timeout_s: float,
     ) -> dict[str, Any]:
         """-> the adapter's name, version, digest and rank. Raises what `EngineAdapters.load` raises."""
         how = {"replace": replace, "running": running, "digest": digest, "change": change}
         info = self._engine.controls.adapters.load(name, source, **how)
         return {"name": info.name, "version": info.version, "digest": info.digest, "rank": info.rank}
 
-    def unload(self, *, name: str, abort: bool = False, change: str | None = None, timeout_s: float) -> dict[str, Any]:
+    def unload(self, *, name: str, abort: bool = False, change: str | None = None) -> dict[str, Any]:
         self._engine.controls.adapters.unload(name, abort=abort, change=change)
         return {"name": name}
 
-    def undo(self, *, name: str, change: str, timeout_s: float) -> dict[str, Any]:
-        """Undo a load or unload of the adapter, if it was made here."""
+    def undo(self, *, name: str, change: str) -> dict[str, Any]:
         return {"name": name, "undone": self._engine.controls.adapters.undo(change)}
 
-    def settle(self, *, name: str, change: str, timeout_s: float) -> dict[str, Any]:
-        """The load or unload will not be undone: what that would take is given back."""
+    def settle(self, *, name: str, change: str) -> dict[str, Any]:
         self._engine.controls.adapters.settle(change)
         return {"name": name}

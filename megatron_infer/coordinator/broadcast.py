@@ -12,10 +12,6 @@ from typing import Any
 
 from megatron_infer.coordinator.peers import ReplicaState
 from megatron_infer.coordinator.protocol import (
-    ADAPTER_COMMANDS,
-    COMMANDS,
-    LEADS_BACK,
-    WEIGHT_COMMANDS,
     Answer,
     Command,
     Control,
@@ -23,13 +19,8 @@ from megatron_infer.coordinator.protocol import (
     Message,
 )
 from megatron_infer.coordinator.weights_in_force import WeightsInForce, are_sources
+from megatron_infer.engine.lifecycle_commands import COMMANDS, ENDED_BY, Group
 
-INVERSE = {"pause": "unpause", "suspend": "resume"}
-"""Commands that hold until their inverse: replicas that join meanwhile get them too."""
-HELD = (*INVERSE, *INVERSE.values())
-"""Commands that replicas which joined meanwhile get as they are."""
-UPDATE_COMMANDS = ("begin_weights", "load_weights", "write_weights", "finish_weights")
-"""Commands of a weight update, until it is settled or cancelled."""
 LOST = "ReplicaLost"
 MAX_CHANGES = 64
 """Changes of adapters that are neither undone nor settled, as in an engine."""
@@ -48,7 +39,7 @@ class CommandsInForce:
 
     def __init__(self) -> None:
         self.commands: dict[str, dict[str, Any]] = {}
-        """Those of INVERSE, with their arguments."""
+        """Those of ENDED_BY, with their arguments."""
         self.weight_version = 0
         """Replicas below it have old weights."""
         self.is_version_set = False
@@ -60,7 +51,7 @@ class CommandsInForce:
         self._before: dict[str, tuple[str, AdapterChange | None]] = {}
         """Change of an adapter -> its name, and what `adapters` had of it."""
         self.decided: set[str] = set()
-        """Those of INVERSE that were carried out or ended."""
+        """Those of ENDED_BY that were carried out or ended."""
         self._adopted: set[str] = set()
         """Adapters whose change is one of an earlier coordinator's commands."""
         self._last_stamp = 0.0
@@ -78,7 +69,8 @@ class CommandsInForce:
 
         -> adapters that the replicas which are here already have otherwise.
         """
-        self.commands |= {name: args for name, args in commands.items() if name in INVERSE and name not in self.decided}
+        held = {name: args for name, args in commands.items() if name in ENDED_BY}
+        self.commands |= {name: args for name, args in held.items() if name not in self.decided}
         if not self.is_version_set:
             self.weight_version = max(self.weight_version, version)
         stamps = [self.weights.now.stamp, *(at for at, _ in adapters.values())]
@@ -114,16 +106,17 @@ class CommandsInForce:
 
     def record(self, command: str, args: dict[str, Any], value: Any = None, *, stamp: float = 0.0) -> None:
         """A command was carried out. value: of a replica that did."""
-        if command in ADAPTER_COMMANDS:
+        row = COMMANDS[command]
+        if row.group is Group.ADAPTERS:
             self._record_adapter(command, args, value, stamp)
-        if command in INVERSE:
+        if row.ended_by is not None:
             self.commands[command] = args
             self.decided.add(command)
-        for one, inverse in INVERSE.items():
-            if command == inverse:
+        for one, end in ENDED_BY.items():
+            if command == end:
                 self.commands.pop(one, None)
                 self.decided.add(one)
-        if command in WEIGHT_COMMANDS:
+        if row.group is Group.WEIGHTS:
             self.weights.record(command, args, value, stamp)
         version = args.get("version")
         if not isinstance(version, int):
@@ -229,7 +222,7 @@ class Broadcasts:
         broadcast = _Broadcast(client, control, stamp, self._clock() + timeout_s, {}, {})
         self._running[number] = broadcast
         replicas = self._replicas()
-        if control.command in UPDATE_COMMANDS:
+        if COMMANDS[control.command].within_update:
             is_again = control.command == "begin_weights" and self._clients.get("begin") == client
             if self._updating is None or is_again:  # another client's begin is refused by the replicas
                 self._updating = {one.peer: one.name for one in replicas}
@@ -268,8 +261,8 @@ class Broadcasts:
         newer = in_force.adopt(carried, replica.register.set_version, changes)
         missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
         if replica.state != "running":
-            ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
-            missed += [(INVERSE[one], {}) for one in reversed(ended)]
+            ended = [one for one in carried if one in ENDED_BY and one not in in_force.commands]
+            missed += [(ENDED_BY[one], {}) for one in reversed(ended)]
         for name, (_, loaded) in changes.items():
             if loaded is not None and loaded.get("change") in in_force.undone:
                 missed.append(("undo_adapter", {"name": name, "change": loaded["change"]}))
@@ -405,18 +398,18 @@ class Broadcasts:
     def _record(self, broadcast: _Broadcast) -> None:
         """Update what is in force, and replicas that joined meanwhile, if a replica carried the command out, or there
         was none."""
-        control = broadcast.control
+        control, row = broadcast.control, COMMANDS[broadcast.control.command]
         done = [answer.value for answer in broadcast.answers.values() if answer.ok]
-        there = [one for one in broadcast.answers.values() if one.kind != LOST or control.command not in LEADS_BACK]
+        there = [one for one in broadcast.answers.values() if one.kind != LOST or not row.ends_another]
         if there and not done:
             return
         self.in_force.record(control.command, control.args, done[0] if done else None, stamp=broadcast.stamp)
         if control.command == "pause":
             self._clients["pause"] = broadcast.client
         for replica in broadcast.joined:
-            if control.command in HELD:
+            if control.command in (*ENDED_BY, *ENDED_BY.values()):
                 self._send_missed(replica, [(control.command, control.args)])
-            elif control.command in ADAPTER_COMMANDS:
+            elif row.group is Group.ADAPTERS:
                 self._send_missed(replica, self._missed_change(control))
         if control.command in ("settle_weights", "cancel_weights"):
             for replica in self._replicas():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -22,12 +22,16 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.request_receiver import RequestReceiver, Sink
+from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands
+from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
-DEFAULT_TIMEOUT_S = 300.0
+Answers = dict[str, protocol.Answer]
+"""Every replica's answer to a command, by its name."""
+LaterAnswers = Coroutine[Any, Any, Answers]
 
 
 class Encoder(Protocol):
@@ -196,10 +200,11 @@ class _Session:
         return future
 
     def control(self, command: str, args: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:
-        if command not in protocol.COMMANDS:
-            raise ConfigError(f"unknown command {command!r}; one of {', '.join(protocol.COMMANDS)}")
+        if command not in COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; one of {', '.join(COMMANDS)}")
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        given = {name: value for name, value in args.items() if value is not None}
+        sent = {name: list(value) if isinstance(value, Iterator) else value for name, value in args.items()}
+        given = {name: value for name, value in sent.items() if value is not None}
         return self.ask(lambda number: protocol.Control(number, command, given, limit))
 
     def close(self) -> None:
@@ -226,7 +231,7 @@ class _Session:
             raise InvalidPrompt(f"a prompt is text or token ids (int32), got {str(prompt)[:60]!r}") from None
 
 
-def _checked(result: protocol.ControlResult, command: str) -> dict[str, protocol.Answer]:
+def _checked(result: protocol.ControlResult, command: str) -> Answers:
     failed = {name: answer for name, answer in result.answers.items() if not answer.ok}
     if failed:
         texts = "; ".join(f"{name}: {answer.message}" for name, answer in failed.items())
@@ -254,7 +259,7 @@ def _params_for(
     return params
 
 
-class InferenceClient:
+class InferenceClient(EngineCommands[Answers, Answers, Answers]):
     """A client of a coordinator, usable from several threads. Connects in the background when constructed.
 
     timeout_s: longest wait for the coordinator's welcome. tokenizer: tokenizes text prompts here, so that they can be
@@ -332,10 +337,9 @@ class InferenceClient:
             if not finished:
                 self._session.abort(request_id)
 
-    def control(
-        self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
-    ) -> dict[str, protocol.Answer]:
-        """Send a command to all replicas -> each one's answer by its name, within timeout_s (300) seconds.
+    def control(self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any) -> Answers:
+        """Send one of `lifecycle_commands.COMMANDS` to all replicas -> each one's answer by its name, within timeout_s
+        (300) seconds.
 
         Raises ControlFailed, which has the answers, unless all replicas carry it out (check=False: returns them).
         """
@@ -343,29 +347,8 @@ class InferenceClient:
         result = self._session.control(command, args, limit).result(limit + 30.0)
         return _checked(result, command) if check else result.answers
 
-    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
-        return self.control("pause", mode=mode, timeout_s=timeout_s)
-
-    def unpause(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
-        return self.control("unpause", timeout_s=timeout_s)
-
-    def suspend(
-        self, mode: str | None = None, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
-    ) -> dict[str, protocol.Answer]:
-        return self.control("suspend", mode=mode, tags=tags, timeout_s=timeout_s)
-
-    def resume(
-        self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
-    ) -> dict[str, protocol.Answer]:
-        return self.control("resume", tags=tags, timeout_s=timeout_s)
-
-    def set_weight_version(
-        self, version: int, running: str = "keep", *, timeout_s: float | None = None
-    ) -> dict[str, protocol.Answer]:
-        return self.control("set_weight_version", version=version, running=running, timeout_s=timeout_s)
-
-    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
-        return self.control("reset_prefix_cache", timeout_s=timeout_s)
+    def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> Answers:
+        return self.control(name, timeout_s=timeout_s, **args)
 
     def stats(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
         """The coordinator's counters, and the state of every replica."""
@@ -383,7 +366,7 @@ class InferenceClient:
         self.close()
 
 
-class AsyncInferenceClient:
+class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswers]):
     """`InferenceClient` for asyncio: the same methods, awaited, with the same errors."""
 
     def __init__(self, address: str, **options: Any) -> None:
@@ -472,17 +455,14 @@ class AsyncInferenceClient:
 
     async def control(
         self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
-    ) -> dict[str, protocol.Answer]:
-        """See `InferenceClient.control`; pause, unpause, suspend, resume, set_weight_version, reset_prefix_cache."""
+    ) -> Answers:
+        """See `InferenceClient.control`."""
         await self._ready()
         result = await asyncio.wrap_future(self._session.control(command, args, timeout_s))
         return _checked(result, command) if check else result.answers
 
-    async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
-        return await self.control("pause", mode=mode, timeout_s=timeout_s)
-
-    async def unpause(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
-        return await self.control("unpause", timeout_s=timeout_s)
+    async def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> Answers:
+        return await self.control(name, timeout_s=timeout_s, **args)
 
     async def stats(self) -> dict[str, Any]:
         await self._ready()

@@ -13,8 +13,10 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
 from megatron_infer.coordinator.profiles import profile
 from megatron_infer.coordinator.served_engine import ServedEngine
+from megatron_infer.engine.lifecycle_commands import COMMANDS, Group, names_of
 from megatron_infer.errors import RequestError, TransitionTimeout
 
+ADAPTER_COMMANDS = names_of(Group.ADAPTERS)
 MAX_READINGS = 8
 """Adapters that are being read or wait to be loaded at once; further loads wait for one of these."""
 
@@ -42,7 +44,7 @@ class ReplicaCommands:
         None: it waits for an adapter that a thread reads, or for such a command; `again` is called, from any thread,
         when the same command is to be executed again.
         """
-        if command.command not in protocol.ADAPTER_COMMANDS:
+        if command.command not in ADAPTER_COMMANDS:
             answer = _execute(engine, self._further, command, came)
         elif not self._adapter_commands:
             answer = _execute(engine, None, command, came)
@@ -126,10 +128,10 @@ def _execute(
     left = command.timeout_s - (time.monotonic() - came)
     try:
         if commands is None:
-            option = "--lora-root" if command.command in protocol.ADAPTER_COMMANDS else "--control (control=True)"
+            option = "--lora-root" if command.command in ADAPTER_COMMANDS else "--control (control=True)"
             text = f"this replica takes no commands ({command.command}): start it with {option}"
             raise protocol.AccessRefused(text)
-        if command.command not in protocol.COMMANDS:
+        if command.command not in COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
@@ -138,12 +140,8 @@ def _execute(
         method = commands.get(command.command) or getattr(engine, command.command, None)
         if method is None:
             raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")
-        args = (
-            command.args
-            if command.command == "reset_prefix_cache"
-            else {**command.args, **(more or {}), "timeout_s": left}
-        )
-        value = method(**args)
+        deadline = {"timeout_s": left} if COMMANDS[command.command].has_deadline else {}
+        value = method(**{**command.args, **(more or {}), **deadline})
     except Exception as error:  # the error is the answer, and the replica goes on
         return _failed(error)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -60,24 +60,6 @@ MAX_MESSAGE = 16 << 20
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
 DEFAULT_PORT = 5757
-WEIGHT_COMMANDS = (
-    "load_weights",
-    "begin_weights",
-    "write_weights",
-    "finish_weights",
-    "settle_weights",
-    "cancel_weights",
-    "check_weights",
-    "restore_weights",
-)
-STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
-ADAPTER_COMMANDS = ("load_adapter", "unload_adapter", "undo_adapter", "settle_adapter")
-COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
-"""Commands of a `Control`. WEIGHT_COMMANDS and ADAPTER_COMMANDS need replicas that were given them
-(`Replica(commands=)`, `Replica(adapter_commands=)`)."""
-LEADS_BACK = ("unpause", "cancel_weights", "settle_weights")
-"""Commands that end another one. A replica that is lost before it answers gets them when it joins again; they can be
-sent again."""
 
 
 def checked_address(address: str) -> str:
@@ -341,7 +323,7 @@ class PrefixNews(_Message):
 
 
 class Control(_Message):
-    """A client's command to all replicas."""
+    """A client's command to all replicas, one of `lifecycle_commands.COMMANDS`."""
 
     id: int
     command: str

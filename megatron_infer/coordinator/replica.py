@@ -59,7 +59,7 @@ class Replica:
         adapter_commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
-        commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). adapter_commands: those of
+        commands: further ones than the engine's methods, by name (`Group.WEIGHTS`). adapter_commands: those of
         `AdapterCommands`, taken without `control` too. Raises ConfigError.
         """
         if commands and not control:

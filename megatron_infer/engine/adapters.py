@@ -11,6 +11,7 @@ from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.lora import check_adapter_name
 from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.lifecycle_commands import RUNNING_CHOICES
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, RequestError, UnknownAdapter, unknown_name
@@ -20,7 +21,6 @@ from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 
-RUNNING_CHOICES = ("keep", "recompute")
 MAX_READINGS = 64
 """Most adapters that are being read or wait to be loaded."""
 MAX_CHANGES = 64

@@ -13,6 +13,7 @@ from megatron_infer.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters, check_running
 from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.lifecycle_commands import PAUSE_MODES
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
 from megatron_infer.engine.profile import StepProfiler
 from megatron_infer.engine.states import EngineState, Lifecycle
@@ -22,8 +23,6 @@ from megatron_infer.errors import ConfigError, InferenceError, WrongState, unkno
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.weights.manager import WeightManager
-
-PAUSE_MODES = ("keep", "abort", "retract")
 
 
 def check_version(version: int, running: str) -> None:
@@ -36,7 +35,8 @@ def check_version(version: int, running: str) -> None:
 class EngineControls:
     """The transitions in `states.TRANSITIONS`, each of which happens whole or not at all, and files of requests.
 
-    With several ranks each call begins on all of them together. `DynamicInferenceEngine` documents the methods.
+    With several ranks each call begins on all of them together. `EngineCommands` and `DynamicInferenceEngine` document
+    the methods.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EngineControls:
         else:
             self._profiler.start(path, steps)
 
-    def pause(self, mode: str, *, timeout_s: float | None) -> None:
+    def pause(self, *, mode: str, timeout_s: float | None) -> None:
         if mode not in PAUSE_MODES:
             raise ConfigError(f"{unknown_name('pause mode', str(mode), PAUSE_MODES)}; one of {', '.join(PAUSE_MODES)}")
         self._relay.meet("pause()", {"mode": mode, "timeout_s": timeout_s})
@@ -87,7 +87,7 @@ class EngineControls:
             self._weights.catch_up(transition.tick)
 
     def suspend(
-        self, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, *, timeout_s: float | None
+        self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
     ) -> MemoryReport:
         tags = None if tags is None else {tags} if isinstance(tags, str) else set(tags)
         self._relay.meet("suspend()", {"mode": mode, "tags": tags, "timeout_s": timeout_s})
@@ -102,7 +102,7 @@ class EngineControls:
     def suspended(self, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None) -> Iterator[MemoryReport]:
         before = self._lifecycle.state
         try:
-            report = self.suspend(mode, tags, timeout_s=None)
+            report = self.suspend(mode=mode, tags=tags, timeout_s=None)
         except BaseException:  # an interrupt that had to wait until all was suspended
             if self._lifecycle.state is EngineState.SUSPENDED and before is not EngineState.SUSPENDED:
                 self.resume()
@@ -119,7 +119,7 @@ class EngineControls:
         if self._lifecycle.state is EngineState.SUSPENDED:
             self.resume()
 
-    def set_weight_version(self, version: int, running: str, *, timeout_s: float | None) -> None:
+    def set_weight_version(self, *, version: int, running: str, timeout_s: float | None) -> None:
         check_version(version, running)
         self._relay.meet("update()", {"version": version, "running": running, "timeout_s": timeout_s})
         with self._lifecycle.transition("update", timeout_s=timeout_s) as transition:
@@ -134,11 +134,16 @@ class EngineControls:
                     f"set_weight_version({version:,}): the engine had version {self._weights.highest_version:,} "
                     "before; spans and staleness of tokens count on rising versions, and take tokens of these weights "
                     f"for those of earlier ones; give {self._weights.highest_version + 1:,} or more",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             self._weights.accept(version, transition.tick)
             if running == "recompute":
                 self._scheduler.requeue_all()
+
+    def reset_prefix_cache(self, *, timeout_s: float | None) -> int:
+        """timeout_s: not used, it is done at once."""
+        self._relay.meet("reset_prefix_cache()", {"timeout_s": timeout_s})
+        return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------ requests in files
 

@@ -19,6 +19,7 @@ from megatron_infer.engine.build import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
 from megatron_infer.engine.given_prompts import GivenPrompts
+from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
 from megatron_infer.engine.logits_hooks import LogitsHook
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
@@ -36,7 +37,7 @@ StrPath = str | os.PathLike[str]
 Drawn = Sequence[DrawnSequence]
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
     """Serves requests from a paged cache with a live megatron-core model; one thread drives it.
 
     A model over several ranks has an engine on each, and they work as one: requests are added on rank 0 (the leader);
@@ -205,56 +206,16 @@ class DynamicInferenceEngine:
         self.loop.drain()
 
     # ------------------------------------------------------------------ memory and weights
-    # Transitions of `states.TRANSITIONS`: each happens whole or not at all, on all ranks. timeout_s: the time that one
-    # may take, None for states.DEFAULT_TIMEOUT_S; past it the call raises TransitionTimeout with everything as before.
+    # `EngineCommands` has pause, unpause, suspend, resume, set_weight_version and reset_prefix_cache.
 
-    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        """Stop between two steps and leave memory where it is; requests are accepted and wait.
-        keep: each goes on at unpause() where it was. retract: all are queued again, in order, and recomputed. abort:
-        all end with the tokens they have; the outputs come with the next step().
-        """
-        self.controls.pause(mode, timeout_s=timeout_s)
-
-    def unpause(self, *, timeout_s: float | None = None) -> None:
-        """Go on after pause(). Weights that changed meanwhile are noticed, however they were written."""
-        self.controls.unpause(timeout_s=timeout_s)
-
-    def suspend(
-        self,
-        mode: str | KVCacheManagementMode | None = None,
-        tags: Iterable[str] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> MemoryReport:
-        """Stop between two steps and give memory back before returning; requests are accepted and wait.
-
-        mode: what becomes of the KV cache (None: the config's kv_cache_management_mode). "persist" keeps it, "offload"
-        moves the blocks that requests hold to host memory, "recompute" drops it and requests are recomputed.
-        tags: any of "kv_cache", "weights" (copies derived from the weights; the parameters too if the engine owns them
-        and they are on a device), "graphs"; None: all. More tags can follow while suspended.
-        Raises TransitionFailed or TransitionTimeout with everything as it was before.
-        """
-        return self.controls.suspend(mode, tags, timeout_s=timeout_s)
-
-    def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
-        """Take back what was suspended (all, or `tags` now and the rest later) and go on once nothing is left.
-        Trainers do resume({"weights"}), push weights, resume(). Weights that changed are noticed by their content.
-        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed.
-        """
-        return self.controls.resume(tags, timeout_s=timeout_s)
+    def _command(self, name: str, **args: Any) -> Any:
+        return getattr(self.controls, name)(**args)
 
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
         """`with engine.suspended(): train()`: resumes whatever the body raises; a failed resume is raised with it."""
         return self.controls.suspended(mode, tags)
-
-    def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        """The weights that the model has now are `version`: call it after writing them, in any state. Cached KV of
-        earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV they have
-        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
-        """
-        self.controls.set_weight_version(version, running, timeout_s=timeout_s)
 
     def refresh_weights(self) -> None:
         """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
@@ -289,11 +250,6 @@ class DynamicInferenceEngine:
     def adapters(self) -> list[AdapterInfo]:
         """The loaded adapters, in the order in which they were loaded."""
         return self.controls.adapters.loaded()
-
-    def reset_prefix_cache(self) -> int:
-        """No later prompt matches what was computed before; running requests keep theirs -> cached blocks freed."""
-        self.relay.meet("reset_prefix_cache()")
-        return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------ several ranks
     def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
@@ -363,17 +319,21 @@ def _run_to_end(
     return [output for output in results if output is not None]
 
 
+def _follow_command(method: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    return method(**given)
+
+
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
-    return {
+    commands = {
+        row.call: partial(_follow_command, getattr(engine, row.name))
+        for row in COMMANDS.values()
+        if row.group is Group.ENGINE
+    }
+    return commands | {
         "step()": engine.step,
         "generate()": lambda given: engine.generate([], on_error="return"),
         "has_unfinished()": lambda given: engine.has_unfinished(),
         "drain()": lambda given: engine.drain(),
-        "pause()": lambda given: engine.pause(**given),
-        "unpause()": lambda given: engine.unpause(**given),
-        "suspend()": lambda given: engine.suspend(**given),
-        "resume()": lambda given: engine.resume(**given),
-        "update()": lambda given: engine.set_weight_version(**given),
         "verify_weights()": lambda given: engine.verify_weights(),
         "read_adapter()": lambda given: engine.controls.adapters.read(**given),
         "load_adapter()": lambda given: engine.controls.adapters.load(**given),
@@ -381,7 +341,6 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
         "forget_reading()": lambda given: engine.controls.adapters.forget(**given),
         "undo_adapter()": lambda given: engine.controls.adapters.undo(**given),
         "settle_adapter()": lambda given: engine.controls.adapters.settle(**given),
-        "reset_prefix_cache()": lambda given: engine.reset_prefix_cache(),
         "save_requests()": lambda given: engine.save_requests(**given),
         "load_requests()": lambda given: engine.load_requests(**given),
         ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.engine.executor import Executor
+from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.engine.states import EngineState, Lifecycle, Transition
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, unknown_name
@@ -18,10 +19,6 @@ from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StoreReport
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.weights.manager import WeightManager, no_tick
-
-WEIGHTS, GRAPHS, KV_CACHE = "weights", "graphs", "kv_cache"
-TAGS = (WEIGHTS, GRAPHS, KV_CACHE)
-"""In the order they are resumed: weights are pushed before the cache takes its memory again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +230,7 @@ class Suspension:
     def suspend(
         self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
     ) -> MemoryReport:
-        """See `DynamicInferenceEngine.suspend`."""
+        """See `EngineCommands.suspend`."""
         wanted = _known(tags)
         chosen = self._default_mode if mode is None else _mode(mode)
         frees_cache = KV_CACHE in wanted and self._cache.moves(chosen)
@@ -278,7 +275,7 @@ class Suspension:
         return self._report("suspend", self._cache.mode, start, reports)
 
     def resume(self, *, tags: Iterable[str] | None, timeout_s: float | None) -> MemoryReport:
-        """See `DynamicInferenceEngine.resume`."""
+        """See `EngineCommands.resume`."""
         self._lifecycle.require("resume()", EngineState.SUSPENDED)
         wanted = set(self._away) if tags is None else _known(tags)
         if wanted - self._away:

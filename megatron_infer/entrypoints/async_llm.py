@@ -6,12 +6,14 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.lifecycle_commands import EngineCommands
 from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.entrypoints.llm import LLM
@@ -19,8 +21,6 @@ from megatron_infer.errors import FreedWeightsWritten, InferenceError, Transitio
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.requests.input_processor import Prompt
 from megatron_infer.requests.request_state import StreamMode
-
-_T = TypeVar("_T")
 
 log = logging.getLogger("megatron_infer")
 
@@ -141,7 +141,7 @@ class EngineThread:
                 return True
 
 
-class AsyncLLM:
+class AsyncLLM(EngineCommands[Coroutine[Any, Any, None], Coroutine[Any, Any, MemoryReport], Coroutine[Any, Any, int]]):
     """An engine for asyncio: pass a model's name (and options of `LLM`), or an `LLM`."""
 
     def __init__(self, model: str | LLM, **options: Any) -> None:
@@ -203,31 +203,10 @@ class AsyncLLM:
         """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
         return await asyncio.wrap_future(self._thread.abort(request_id))
 
-    async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        """The engine's pause() between two steps; streams wait (keep, retract) or end (abort)."""
-        await self._control(lambda: self.llm.engine.pause(mode, timeout_s=timeout_s), timeout_s)
-
-    async def unpause(self, *, timeout_s: float | None = None) -> None:
-        """The engine's unpause() between two steps, as are the transitions below; they raise what the engine raises."""
-        await self._control(lambda: self.llm.engine.unpause(timeout_s=timeout_s), timeout_s)
-
-    async def suspend(
-        self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
-    ) -> MemoryReport:
-        """The engine's suspend() between two steps; streams wait."""
-        return await self._control(lambda: self.llm.engine.suspend(mode, tags, timeout_s=timeout_s), timeout_s)
-
-    async def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
-        return await self._control(lambda: self.llm.engine.resume(tags, timeout_s=timeout_s), timeout_s)
-
-    async def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        await self._control(
-            lambda: self.llm.engine.set_weight_version(version, running, timeout_s=timeout_s), timeout_s
-        )
-
-    async def _control(self, command: Callable[[], _T], timeout_s: float | None) -> _T:
-        """Run a transition on the engine's thread; it must begin within the time that it may take."""
-        future = self._thread.call(command)
+    async def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> Any:
+        """Run it on the engine's thread between two steps; it must begin within the time that it may take. Streams wait
+        meanwhile, and end if a pause aborts their requests."""
+        future = self._thread.call(partial(getattr(self.llm.engine, name), timeout_s=timeout_s, **args))
         waiting = asyncio.wrap_future(future)
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         try:

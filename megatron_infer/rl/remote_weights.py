@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.coordinator.protocol import WEIGHT_COMMANDS
 from megatron_infer.coordinator.weight_paths import fingerprint, weights_path
+from megatron_infer.engine.lifecycle_commands import Group, names_of
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
@@ -75,7 +76,10 @@ class _PartialTensor:
 
 
 class RemoteWeights:
-    """One rank's side: the leader's replica runs its `commands`, the other ranks run `followed` in `engine.follow`."""
+    """One rank's side: the leader's replica runs its `commands`, the other ranks run `followed` in `engine.follow`.
+
+    `lifecycle_commands.WeightCommands` documents the commands. Paths are real paths below the root here.
+    """
 
     def __init__(self, engine: Any, *, weights_root: str | Path | None = None) -> None:
         self._engine, self._root = engine, None if weights_root is None else str(weights_root)
@@ -84,9 +88,9 @@ class RemoteWeights:
         self._snapshot: dict[str, int] | None = None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        """The weight commands by their names in `coordinator.protocol`."""
+        """The commands of `Group.WEIGHTS`, by name."""
         below_root = {"load_weights": self._load_below_root, "restore_weights": self._restore_below_root}
-        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS} | below_root
+        return {name: partial(self._run, name) for name in names_of(Group.WEIGHTS)} | below_root
 
     def followed(self) -> dict[str, Callable[[Any], Any]]:
         return {CALL: lambda given: self._run(given["command"], **given["args"])}
@@ -111,15 +115,17 @@ class RemoteWeights:
             error.args = tuple(one.replace(root, "") if isinstance(one, str) else one for one in error.args)
             raise
 
-    def _run(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
-        """Run a command on every rank. timeout_s: sent with every command, not used here."""
+    def _run(self, command: str, **args: Any) -> Any:
+        """Run a command on every rank."""
+        method = getattr(self, command)
         if self._engine.rank_group.size > 1:
+            inspect.signature(method).bind(**args)  # an argument that is unknown would end the other ranks
             if isinstance(args.get("data"), bytes):
                 args["data"] = base64.b85encode(args["data"]).decode()
             self._engine.relay.meet(CALL, {"command": command, "args": args})
         if isinstance(args.get("data"), str):
             args["data"] = base64.b85decode(args["data"])
-        return getattr(self, command)(**args)
+        return method(**args)
 
     # ------------------------------------------------------------------ one update
 
@@ -152,14 +158,12 @@ class RemoteWeights:
         return {"last": update.last_written, "files": found[0]}
 
     def begin_weights(self) -> Any:
-        """The engine refuses to run until the update has ended."""
         if self._update is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self._engine.state.value)
         self._update, self._partial = WeightUpdate(self._engine, undo=True, check_finite=True), None
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
-        """Write a piece of one tensor of the whole model; all its pieces in order, before those of the next tensor."""
         update = self._open_update("write_weights")
 
         def write() -> None:
@@ -186,7 +190,6 @@ class RemoteWeights:
         return partial_tensor.tensor
 
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, Any]:
-        """The engine has the new weights; `cancel_weights` can still restore the old ones."""
         update = self._open_update("finish_weights")
         if self._partial is not None:
             name = self._partial.name
@@ -195,11 +198,6 @@ class RemoteWeights:
         return {"version": version, "num_tensors": report.num_tensors, "bytes_copied": report.bytes_copied}
 
     def restore_weights(self, sources: list[tuple[str, str]], version: int) -> None:
-        """Read the files of an update that has been settled, all or none; an update that is under way is cancelled.
-
-        sources: (real path below the root, fingerprint) in the order in which they were read. Raises WeightUpdateError
-        for files that were changed since.
-        """
         self.cancel_weights()
         try:
             self.begin_weights()
@@ -212,17 +210,12 @@ class RemoteWeights:
         self.settle_weights()
 
     def settle_weights(self) -> None:
-        """Make the update final: drop the copy of the old weights. One that has not ended could not be undone then."""
         if self._update is not None and self._update.is_open:
             text = "settle_weights before finish_weights: the update is under way; finish or cancel it"
             raise WrongState(text, state=self._engine.state.value)
         self._update = self._partial = None
 
     def cancel_weights(self, version: int | None = None) -> None:
-        """Restore weights and version from before the update; does nothing without one.
-
-        version: the one that the coordinator expects of its replicas from now on; not used here.
-        """
         update, self._update, self._partial = self._update, None, None
         if update is not None:
             update.rollback()
@@ -235,11 +228,6 @@ class RemoteWeights:
     # ------------------------------------------------------------------ checks
 
     def check_weights(self, action: str) -> dict[str, Any]:
-        """checksum: digest of all weights. snapshot: keep their digests. compare: with the snapshot. reset: overwrite.
-
-        Each action except reset reads all weights once; derived copies are recomputed and compared. reset overwrites
-        all weights with random values, and the engine refuses to run until an update has written every tensor.
-        """
         if self._update is not None:
             raise WrongState("check_weights during a weight update", state=self._engine.state.value)
         if action == "reset":

@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.engine.lifecycle_commands import EngineCommands
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class ReplicasLost(InferenceError, RuntimeError):
     """No actor could be started, or every actor has died and used up its restarts."""
 
 
-class RayReplicas:
+class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict[str, Answer]"]):
     """Replicas of one engine as Ray actors, with the methods of a client.
 
     The driver must be on a node of the cluster (no ray:// address), as the actors connect to it. Calls `ray.init()`
@@ -148,37 +149,9 @@ class RayReplicas:
                 async for output in outputs:
                     yield output
 
-    # ------------------------------------------------------------------ all replicas together
-
-    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, Answer]:
-        """Every replica's answer by its name, as with all commands below.
-
-        Raises ControlFailed, which has the answers, unless all replicas carry it out in time.
-        """
-        return self._control("pause", timeout_s, mode=mode)
-
-    def unpause(self, *, timeout_s: float | None = None) -> dict[str, Answer]:
-        return self._control("unpause", timeout_s)
-
-    def suspend(
-        self, mode: str | None = None, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
-    ) -> dict[str, Answer]:
-        return self._control("suspend", timeout_s, mode=mode, tags=tags)
-
-    def resume(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> dict[str, Answer]:
-        return self._control("resume", timeout_s, tags=tags)
-
-    def set_weight_version(
-        self, version: int, running: str = "keep", *, timeout_s: float | None = None
-    ) -> dict[str, Answer]:
-        return self._control("set_weight_version", timeout_s, version=version, running=running)
-
-    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> dict[str, Answer]:
-        return self._control("reset_prefix_cache", timeout_s)
-
-    def _control(self, command: str, timeout_s: float | None, **args: Any) -> dict[str, Answer]:
+    def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> dict[str, Answer]:
         with self._explaining_loss():
-            return self._client.control(command, timeout_s=timeout_s, **args)
+            return self._client.control(name, timeout_s=timeout_s, **args)
 
     def stats(self) -> dict[str, Any]:
         """The coordinator's counters, and the state of every replica."""

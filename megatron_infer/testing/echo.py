@@ -20,6 +20,7 @@ from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.context.prefix_hash import root_of, salted
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.served_engine import EngineInfo
+from megatron_infer.engine.lifecycle_commands import COMMANDS
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
@@ -113,8 +114,8 @@ class EchoEngine:
         self._ended: list[RequestOutput] = []
 
     def __getattr__(self, name: str) -> Any:
-        """The commands of a coordinator are the controls'."""
-        if name in protocol.COMMANDS:
+        """The lifecycle commands are the controls'."""
+        if name in COMMANDS:
             return getattr(self.controls, name)
         raise AttributeError(name)
 
@@ -125,7 +126,7 @@ class EchoEngine:
     def prefix_events(self) -> PrefixEvents | None:
         return PrefixEvents(self.context.pool) if self.context.prefix_caching else None
 
-    def reset_prefix_cache(self) -> int:
+    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
         return self.context.forget_all()
 
     def replica_info(self) -> EngineInfo:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.coordinator.weight_paths import fingerprint
+from megatron_infer.engine.lifecycle_commands import TAGS
+from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState
 
-TAGS = ("weights", "graphs", "kv_cache")
 BYTES = {"weights": 1000, "graphs": 10, "kv_cache": 5000}
 """Memory that each tag reports."""
 
@@ -19,7 +20,6 @@ class EchoControls:
     """Pause, suspend, weights and versions. A command in `faults` fails as often as its number says."""
 
     def __init__(self, *, abort_all: Callable[[], None]) -> None:
-        self.state = "running"
         self.weight_version = 0
         self.digest = "made"
         """The weights' digest."""
@@ -29,10 +29,15 @@ class EchoControls:
         self.torn = False
         """A weight update is in progress or has ended half-way."""
         self._abort_all = abort_all
-        self._returns_to = "running"
+        self._lifecycle = Lifecycle()
+        self._returns_to = EngineState.RUNNING
         self._before: tuple[str, int, bool] | None = None
         self._hash = hashlib.sha256()
         self._snapshot: str | None = None
+
+    @property
+    def state(self) -> str:
+        return self._lifecycle.state.value
 
     @property
     def can_run(self) -> bool:
@@ -40,38 +45,37 @@ class EchoControls:
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         self._fault("pause")
-        self._require("pause", "running")
-        self.state = "paused"
-        if mode == "abort":
-            self._abort_all()
-        elif mode == "retract":
-            self.num_requeued += 1
+        with self._lifecycle.transition("pause", timeout_s=timeout_s):
+            if mode == "abort":
+                self._abort_all()
+            elif mode == "retract":
+                self.num_requeued += 1
 
     def unpause(self, *, timeout_s: float | None = None) -> None:
         self._fault("unpause")
-        self._require("unpause", "paused")
-        self.state = "running"
+        with self._lifecycle.transition("unpause", timeout_s=timeout_s):
+            pass
 
     def suspend(
         self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         self._fault("suspend")
-        fresh = set(TAGS if tags is None else tags) - self.suspended
-        if self.state != "suspended":
-            self._returns_to = self.state
-        self.state = "suspended"
-        self.suspended |= fresh
+        with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transition:
+            fresh = set(TAGS if tags is None else tags) - self.suspended
+            if transition.source is not EngineState.SUSPENDED:
+                self._returns_to = transition.source
+            self.suspended |= fresh
         return self._memory("suspend", {tag: BYTES[tag] for tag in fresh})
 
     def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
         self._fault("resume")
-        self._require("resume", "suspended")
+        self._lifecycle.require("resume()", EngineState.SUSPENDED)
         wanted = set(self.suspended if tags is None else tags)
         if wanted - self.suspended:
             raise ConfigError(f"resume(tags={sorted(wanted)}): suspended now: {sorted(self.suspended)}")
-        self.suspended -= wanted
-        if not self.suspended:
-            self.state = self._returns_to
+        with self._lifecycle.transition("resume", timeout_s=timeout_s) as transition:
+            self.suspended -= wanted
+            transition.target = EngineState.SUSPENDED if self.suspended else self._returns_to
         return self._memory("resume", {tag: -BYTES[tag] for tag in wanted})
 
     def _memory(self, command: str, freed: dict[str, int]) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class EchoControls:
         self.weight_version = version
         self.num_requeued += running == "recompute"
 
-    def load_weights(self, path: str, *, timeout_s: float | None = None) -> dict[str, str]:
+    def load_weights(self, path: str) -> dict[str, str]:
         if self._before is None:
             self.begin_weights()
         self._fault("load_weights")
@@ -98,9 +102,7 @@ class EchoControls:
             self._hash.update(file.read_bytes())
         return {"files": fingerprint(path)}
 
-    def restore_weights(
-        self, sources: Sequence[Sequence[str]], version: int, *, timeout_s: float | None = None
-    ) -> None:
+    def restore_weights(self, sources: Sequence[Sequence[str]], version: int) -> None:
         self._fault("restore_weights")
         self.cancel_weights()
         self.begin_weights()
@@ -111,35 +113,33 @@ class EchoControls:
         self.finish_weights(version)
         self.settle_weights()
 
-    def begin_weights(self, *, timeout_s: float | None = None) -> None:
+    def begin_weights(self) -> None:
         self._fault("begin_weights")
         if self._before is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self.state)
         self._before, self._hash, self.torn = (self.digest, self.weight_version, self.torn), hashlib.sha256(), True
 
-    def write_weights(
-        self, name: str, dtype: str, shape: list[int], offset: int, data: bytes, *, timeout_s: float | None = None
-    ) -> None:
+    def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
         self._require_update("write_weights")
         self._fault("write_weights")
         self._hash.update(f"{name} {dtype} {shape} {offset}".encode() + data)
 
-    def finish_weights(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> dict[str, int]:
+    def finish_weights(self, version: int, running: str = "keep") -> dict[str, int]:
         self._require_update("finish_weights")
         self._fault("finish_weights")
         self.digest, self.weight_version, self.torn = self._hash.hexdigest(), version, False
         return {"version": version, "num_tensors": 1, "bytes_copied": 1}
 
-    def settle_weights(self, *, timeout_s: float | None = None) -> None:
+    def settle_weights(self) -> None:
         self._before = None
 
-    def cancel_weights(self, version: int | None = None, *, timeout_s: float | None = None) -> None:
+    def cancel_weights(self, version: int | None = None) -> None:
         self._fault("cancel_weights")
         if self._before is not None:
             self.digest, self.weight_version, self.torn = self._before
             self._before = None
 
-    def check_weights(self, action: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    def check_weights(self, action: str) -> dict[str, Any]:
         if action == "reset":
             self.digest, self.torn = "spoiled", True
             return {"num_tensors": 1}
@@ -154,10 +154,6 @@ class EchoControls:
         return answer
 
     # ------------------------------------------------------------------ parts
-
-    def _require(self, call: str, state: str) -> None:
-        if self.state != state:
-            raise WrongState(f"{call}() while the engine is {self.state}", state=self.state)
 
     def _require_update(self, call: str) -> None:
         if self._before is None:

@@ -21,6 +21,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import access, connection, protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
+from megatron_infer.engine.lifecycle_commands import COMMANDS, Group
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.remote_weights import RemoteWeights
@@ -280,10 +281,10 @@ def test_replica_takes_commands_only_where_it_was_started_with_control():
     engine = EchoEngine()
     with cluster(0) as (one, _, client), replica(one.address, engine, name="r0", control=False):
         wait_for(lambda: client.stats()["replicas"])
-        for command in protocol.COMMANDS:
+        for command, row in COMMANDS.items():
             args = {"sources": []} if command == "restore_weights" else {}
             answer = client.control(command, check=False, **args)["r0"]
-            option = "--lora-root" if command in protocol.ADAPTER_COMMANDS else "--control"
+            option = "--lora-root" if row.group is Group.ADAPTERS else "--control"
             assert (answer.ok, answer.kind) == (False, "AccessRefused") and f"start it with {option}" in answer.message
         assert engine.state == "running" and tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 

@@ -42,6 +42,8 @@ def steer(client, folder, expected):
     with pytest.raises(protocol.ControlFailed, match="nowhere"):
         client.control("load_weights", path=str(folder / "nowhere"))
     client.control("cancel_weights", version=0)
+    with pytest.raises(protocol.ControlFailed, match="unexpected keyword argument 'no_such'"):
+        client.control("begin_weights", no_such=1)
     client.pause()
     client.control("load_weights", path=str(folder / "new.safetensors"))
     client.control("finish_weights", version=1)

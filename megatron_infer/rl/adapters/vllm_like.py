@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, WEIGHTS
 from megatron_infer.engine.states import EngineState
-from megatron_infer.engine.suspend import GRAPHS, KV_CACHE, WEIGHTS
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.outputs.request_output import OnError, RequestOutput

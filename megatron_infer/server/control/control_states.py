@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_infer.engine.lifecycle_commands import WEIGHTS
+
 
 class ControlState(str, Enum):
     SERVING = "SERVING"
@@ -26,10 +28,6 @@ class ControlState(str, Enum):
     """Weights are being written; no step runs, new requests wait."""
     SPOILED = "SPOILED"
     """The weights are incomplete; no step runs, new requests wait."""
-
-
-WEIGHTS, GRAPHS, KV_CACHE = "weights", "graphs", "kv_cache"
-TAGS = (WEIGHTS, GRAPHS, KV_CACHE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

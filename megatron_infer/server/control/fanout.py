@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_infer.coordinator import protocol
+from megatron_infer.engine.lifecycle_commands import COMMANDS
 from megatron_infer.errors import InferenceError
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import RETRY_AFTER_S, ApiError
@@ -53,11 +54,11 @@ class Fanout:
         """Every replica's value by its name. phase, state: for the error. lost_counts: False where a replica that is
         lost before it answers, and gets the command when it is back, does not make it fail.
 
-        A command of `LEADS_BACK` does not fail by replicas that are not there: they get it when they join.
+        A command that ends another does not fail by replicas that are not there: they get it when they join.
         Raises FanoutFailed; the caller has to undo the command on the replicas that carried it out.
         """
         answers = await self._send(command, **args)
-        is_end = command in protocol.LEADS_BACK
+        is_end = COMMANDS[command].ends_another
         if is_end or (not lost_counts and any(answer.ok for answer in answers.values())):
             answers = {name: answer for name, answer in answers.items() if answer.kind != "ReplicaLost"}
         failed = {name: answer for name, answer in answers.items() if not answer.ok}
@@ -88,7 +89,7 @@ class Fanout:
                     return {name: one for name, one in answers.items() if one.kind != "WrongState"}
                 return answers
             except InferenceError as error:
-                if command in protocol.LEADS_BACK and time.monotonic() < deadline:
+                if COMMANDS[command].ends_another and time.monotonic() < deadline:
                     is_again = True
                     await asyncio.sleep(AGAIN_S)  # for the next coordinator: it has to know that the engines go on
                     continue

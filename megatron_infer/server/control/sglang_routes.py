@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
-from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
+from megatron_infer.server.control.control_states import ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.vllm_routes import add_not_served, memory_of

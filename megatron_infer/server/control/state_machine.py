@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megatron_infer.coordinator.protocol import Overloaded
-from megatron_infer.server.control.control_states import GRAPHS, SERVING, TAGS, ControlState, ControlStatus, refusal
+from megatron_infer.engine.lifecycle_commands import GRAPHS, PAUSE_MODES, TAGS
+from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
+from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus, refusal
 from megatron_infer.server.control.fanout import Fanout
 from megatron_infer.server.control.version_labels import Version, VersionLabels
 from megatron_infer.server.engine_client import EngineClient, is_outdated
@@ -19,17 +21,16 @@ from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 
 T = TypeVar("T")
 
-TIMEOUT_S = 300.0
-"""Deadline of every command, and of the requests that a pause waits for."""
-MODES = ("keep", "abort", "retract", "wait")
+MODES = (*PAUSE_MODES, "wait")
 _ENGINE_STATES = {"running": ControlState.SERVING, "paused": ControlState.PAUSED, "suspended": ControlState.ASLEEP}
 
 
 class ControlMachine:
     """The control status of all engines, and the changes that pause them, release memory or reset the prefix cache."""
 
-    def __init__(self, client: EngineClient, *, max_waiting: int, timeout_s: float = TIMEOUT_S) -> None:
-        """max_waiting: most calls that wait while the state changes."""
+    def __init__(self, client: EngineClient, *, max_waiting: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """max_waiting: most calls that wait while the state changes. timeout_s: of every command, and of the requests
+        that a pause waits for."""
         self.client, self.fanout = client, Fanout(client, timeout_s=timeout_s)
         self.status = SERVING
         self.labels = VersionLabels()

@@ -7,14 +7,15 @@ from typing import Any
 
 import msgspec
 
+from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, RUNNING_CHOICES, TAGS, WEIGHTS
 from megatron_infer.server import request_body
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
-from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
+from megatron_infer.server.control.control_states import ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
-from megatron_infer.server.control.weight_updates import RUNNING, WeightUpdates
+from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request, of_validation
 from megatron_infer.server.request_fields import ignore
@@ -241,7 +242,7 @@ class VllmRoutes:
     async def finish_update(self, call: Call) -> Reply:
         QueryParams(call).end()
         running = call.body.running or "keep"
-        checked_mode(running, RUNNING)
+        checked_mode(running, RUNNING_CHOICES)
         version = await self._updates.finish(checked_version(call.body.weight_version), running)
         return self._reply("ok", weight_version=version)
 

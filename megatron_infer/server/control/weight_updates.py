@@ -14,8 +14,6 @@ from megatron_infer.server.control.version_labels import Version
 from megatron_infer.server.control.weight_files import TensorEntry
 from megatron_infer.server.http_errors import ApiError, bad_request
 
-RUNNING = ("keep", "recompute")
-
 
 class WeightUpdates:
     """Changes the weights and their version, and computes checksums of them."""
