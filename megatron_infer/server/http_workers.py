@@ -31,15 +31,13 @@ from megatron_infer.metrics.registry import Family, families_of, plain_of
 from megatron_infer.server.engine_client import POLL_S, EngineClient
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, metrics_exporter, url_of
-from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger("megatron_infer.server")
 
 GATHER_S = 1.0
 """Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
-HANG_S = 60.0
-"""Seconds without a beat after which a worker is killed: as long as the coordinator keeps its streams."""
 MAX_QUESTION = 1 << 20
 """Most bytes of a question between the processes: the headers of a caller's request fit in."""
 MAX_PASS_S = 30.0
@@ -49,20 +47,12 @@ MAX_PASS_S = 30.0
 class HttpFrontend:
     """The parent of `http_workers` HTTP processes; its methods are those of an `HttpServer`."""
 
-    def __init__(
-        self,
-        settings: ServerConfig,
-        *,
-        coordinator: str,
-        key: bytes | None,
-        tokenizer: dict[str, Any],
-        folder: str,
-        model: str,
-        supervisor: Supervisor | None = None,
-    ) -> None:
-        """tokenizer: arguments of `load_tokenizer`. folder: only this user can open it."""
-        self._settings, self._coordinator, self._key = settings, coordinator, key
-        self._tokenizer, self._folder, self._model, self._engines = tokenizer, folder, model, supervisor
+    def __init__(self, options: HttpOptions, *, supervisor: Supervisor | None = None) -> None:
+        """supervisor: of the engines' processes, if they are started here."""
+        self._options = options
+        self._settings = options.settings
+        self._folder = options.folder
+        self._engines = supervisor
         self._http = Supervisor(())
         self._figures = MonotonicCounts()
         self._figures_lock = threading.Lock()
@@ -83,11 +73,11 @@ class HttpFrontend:
 
         Raises EnginesFailed once no engine will serve any more, or every worker was given up.
         """
-        self._http = Supervisor([self._worker(index, listening) for index in range(self._settings.http_workers)])
-        coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http-frontend")
+        self._http = Supervisor(self._workers(listening.fileno()))
+        coordinator = AsyncInferenceClient(self._options.coordinator, key=self._options.key, name="http-frontend")
         async with (
             coordinator,
-            EngineClient(coordinator, None, self._settings, model=self._model, processes=self) as self._client,
+            EngineClient(coordinator, None, self._settings, model=self._options.model, processes=self) as self._client,
         ):
             self._loop = asyncio.get_running_loop()
             if threading.current_thread() is threading.main_thread():
@@ -111,27 +101,11 @@ class HttpFrontend:
     def status(self) -> list[dict[str, Any]]:
         return [*(() if self._engines is None else self._engines.status()), *self._http.status()]
 
-    def _worker(self, index: int, listening: socket.socket) -> ProcessSpec:
+    def _workers(self, listening: int) -> list[ProcessSpec]:
         settings = dataclasses.replace(self._settings, prometheus_metrics_mode="instrument_only", http_workers=1)
-        options = {
-            "settings": {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)},
-            "coordinator": self._coordinator,
-            "key": None if self._key is None else self._key.decode(),
-            "tokenizer": self._tokenizer,
-            "folder": self._folder,
-            "model": self._model,
-            "name": f"http{index}",
-            "listening": listening.fileno(),
-            "started": time.time(),
-        }
-        return ProcessSpec(
-            name=f"http{index}",
-            role="http_worker",
-            options=options,
-            is_worker=True,
-            hang_timeout_s=HANG_S,
-            inherited=(listening.fileno(),),
-        )
+        options, started = dataclasses.replace(self._options, settings=settings), time.time()
+        count = self._settings.http_workers
+        return [options.worker(index, listening=listening, started=started) for index in range(count)]
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         """Until all workers have ended after a signal."""
