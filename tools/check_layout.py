@@ -36,7 +36,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("audio", "speech tokens to sound: blocks, audio decoders, voices"),
     ("context", "which sequence holds which rows, blocks and state slots: ids only"),
     ("scheduler", "requests and what each step computes: ids only"),
-    ("comm", "process groups and the ranks of one engine in lockstep"),
+    ("comm", "process groups, the ranks of one engine in lockstep, and the wire between processes"),
     ("memory", "KV cache and state tensors, and their copies to the host and back"),
     ("models", "megatron-core models adopted in place"),
     ("model_loader", "weights from Hugging Face, GGUF and torch_dist checkpoints"),

@@ -12,18 +12,16 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.comm.wire import MAX_BODY_BYTES, FrameBuffer, LinkClosed, json_frame, json_message
 from megatron_infer.errors import RankFailure
 
-_LENGTH = struct.Struct("!I")
 _ACCEPT_SLICE_S = 0.2
-MAX_MESSAGE_BYTES = 1 << 30
 HELLO_TIMEOUT_S = 5.0
 """Seconds that a connection has to show the token."""
 MAX_HELLO_BYTES = 4096
@@ -33,46 +31,28 @@ Gather = Callable[[str], list[str]]
 """Own text -> the texts of all ranks, by rank of the engine; over the process group, before there are connections."""
 
 
-class LinkClosed(Exception):
-    """The peer has closed the connection, or its process has ended."""
-
-
 class RankLink:
     """JSON messages over one connection; one thread at a time may use it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._buffer = bytearray()
+        self._frames = FrameBuffer()
 
     def send(self, message: Any, *, wait_s: float = 5.0) -> None:
         """Raises LinkClosed if the peer is gone, or does not receive for `wait_s` seconds."""
-        body = json.dumps(message, separators=(",", ":")).encode()
         try:
             self._socket.settimeout(wait_s)
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+            self._socket.sendall(json_frame(message))
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
-    def receive(self, wait_s: float, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any | None:
+    def receive(self, wait_s: float, *, max_bytes: int = MAX_BODY_BYTES) -> Any | None:
         """The next message; None if none comes within `wait_s` seconds.
 
         Raises LinkClosed after the last one, for one larger than `max_bytes` and for one that is no JSON.
         """
-        while True:
-            buffer = self._buffer
-            if len(buffer) >= _LENGTH.size:
-                size = _LENGTH.unpack_from(buffer)[0]
-                if size > max_bytes:
-                    raise LinkClosed(f"a message of {size:,} bytes, the limit is {max_bytes:,}")
-                end = _LENGTH.size + size
-                if len(buffer) >= end:
-                    try:
-                        message = json.loads(buffer[_LENGTH.size : end])
-                    except (ValueError, RecursionError) as error:
-                        raise LinkClosed(f"a damaged message: {error}") from None
-                    del buffer[:end]
-                    return message
+        while (body := self._frames.next(max_bytes)) is None:
             try:
                 self._socket.settimeout(wait_s)
                 data = self._socket.recv(1 << 16)
@@ -82,7 +62,8 @@ class RankLink:
                 raise LinkClosed(str(error)) from error
             if not data:
                 raise LinkClosed("end of file")
-            buffer += data
+            self._frames.add(data)
+        return json_message(body)
 
     def fileno(self) -> int:
         """For selectors."""

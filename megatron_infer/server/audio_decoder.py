@@ -10,10 +10,7 @@ windows that have no sound yet. Where none comes, they fail after AWAY_TIMEOUT_S
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megatron_infer.audio.blocks import Window
+from megatron_infer.comm.wire import LinkClosed, frame, listen_at, receive_frame
 from megatron_infer.errors import InferenceError
 from megatron_infer.server.http_errors import ApiError, unavailable
 
@@ -39,7 +37,6 @@ AWAY_TIMEOUT_S = 30.0
 """How long calls wait for a decoder process to come, or to come back."""
 MAX_CALL_S = 60.0
 """Seconds in one call of the decoder after which its process counts as hanging."""
-_LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -55,12 +52,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
     id: int
-    tokens: tuple[int, ...]
-    num_prompt: int
-    num_left: int
-    num_new: int
-    block_causal: bool
-    prompt_causal: bool
+    window: Window
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -83,14 +75,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def _frame(message: Message) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(data)) + data
+    return frame(msgspec.msgpack.encode(message))
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises IncompleteReadError at the end."""
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return _decoder.decode(await reader.readexactly(size))
+    """The next message. Raises LinkClosed at the end."""
+    return _decoder.decode(await receive_frame(reader))
 
 
 # ------------------------------------------------------------------ the process
@@ -128,9 +118,7 @@ class DecoderServer:
 
     async def serve(self, path: str, on_ready: Callable[[], None]) -> None:
         """Until cancelled."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        server = await asyncio.start_unix_server(self._connected, path)
+        server = await listen_at(path, self._connected)
         on_ready()
         async with server:
             while True:
@@ -152,7 +140,7 @@ class DecoderServer:
                 elif isinstance(message, Decode):
                     self._waiting[number, message.id] = (writer, message)
                     self._news.set()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (LinkClosed, ConnectionError):
             for key in [key for key in self._waiting if key[0] == number]:
                 del self._waiting[key]
         finally:
@@ -161,19 +149,7 @@ class DecoderServer:
     async def _decode(self, batch: list[tuple[asyncio.StreamWriter, Decode]]) -> None:
         from megatron_infer.audio.decoder import decode_each
 
-        windows = [
-            Window(
-                tokens=one.tokens,
-                num_prompt=one.num_prompt,
-                num_left=one.num_left,
-                num_new=one.num_new,
-                block=0,
-                is_last=False,
-                block_causal=one.block_causal,
-                prompt_causal=one.prompt_causal,
-            )
-            for _, one in batch
-        ]
+        windows = [one.window for _, one in batch]
         sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows, before_call=self._begin_call)
         self._call_began = None
         for (writer, one), sound in zip(batch, sounds, strict=True):
@@ -182,7 +158,7 @@ class DecoderServer:
             if not isinstance(sound, Exception):
                 writer.write(_frame(Sound(one.id, sound.astype("<f4").tobytes())))
                 continue
-            log.error("a window of %d tokens cannot be decoded", len(one.tokens), exc_info=sound)
+            log.error("a window of %d tokens cannot be decoded", len(one.window.tokens), exc_info=sound)
             reason = str(sound) if isinstance(sound, InferenceError) else "the server's log has the reason"
             writer.write(_frame(Failed(one.id, reason)))
 
@@ -235,15 +211,7 @@ class AudioDecoderClient:
         stays away.
         """
         self._next_id += 1
-        message = Decode(
-            self._next_id,
-            window.tokens,
-            window.num_prompt,
-            window.num_left,
-            window.num_new,
-            window.block_causal,
-            window.prompt_causal,
-        )
+        message = Decode(self._next_id, window)
         one = _Waiting(_frame(message), asyncio.get_running_loop().create_future())
         self._waiting[message.id] = one
         self._send(message.id, one)
@@ -280,7 +248,7 @@ class AudioDecoderClient:
                     self._send(id, one)
                 while True:
                     self._take(await _read(reader))
-            except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError):
+            except (OSError, LinkClosed, msgspec.MsgspecError):
                 if self._writer is not None:
                     self._away_since = time.monotonic()
                 self._writer = None

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from megatron_infer.comm.wire import LinkClosed, frame, listen_at, receive_frame
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.metrics.monotonic import MonotonicCounts, summed
 from megatron_infer.metrics.prometheus import exposition
@@ -248,29 +249,28 @@ def worker_path(folder: str, name: str) -> str:
 
 
 async def answer(path: str, reply: Callable[[dict[str, Any]], Awaitable[Any]]) -> asyncio.Server:
-    """Answer questions at a Unix socket: a line of JSON, and JSON back. The folder says who may ask."""
+    """Answer questions at a Unix socket: a frame of JSON each. The folder says who may ask."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # who asked is gone, or has not asked
-                writer.write(msgspec.json.encode(await reply(msgspec.json.decode(await reader.readline()))))
+            with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):  # who asked is gone, or has not asked
+                question = msgspec.json.decode(await receive_frame(reader, MAX_QUESTION))
+                writer.write(frame(msgspec.json.encode(await reply(question))))
                 await writer.drain()
         finally:
             writer.close()
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a process before
-    return await asyncio.start_unix_server(serve, path, limit=MAX_QUESTION)
+    return await listen_at(path, serve)
 
 
 async def ask(path: str, question: dict[str, Any], timeout_s: float) -> Any:
     """The answer; None if none comes in time."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                writer.write(msgspec.json.encode(question) + b"\n")
-                return msgspec.json.decode(await reader.read())
+                writer.write(frame(msgspec.json.encode(question)))
+                return msgspec.json.decode(await receive_frame(reader))
             finally:
                 writer.close()
     return None

@@ -113,5 +113,4 @@ def save_tokenizer_in_subprocess(model: str, folder: str, chat_template: str | N
     try:
         return process.wait_ready(TOKENIZER_TIMEOUT_S)
     finally:
-        process.signal(signal.SIGKILL)
-        process.wait(STOP_TIMEOUT_S)
+        process.end()

@@ -71,7 +71,7 @@ class HttpOptions:
 
     def process(self) -> ProcessSpec:
         """The HTTP process of a server whose first process is busy with an engine."""
-        return ProcessSpec(name="http", role="http", options=self._json())
+        return ProcessSpec(name="http", role="http", options=self._json(), is_worker=True)
 
     def worker(self, index: int, *, listening: int, started: float) -> ProcessSpec:
         """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`."""

@@ -1,15 +1,16 @@
 """Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
-A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
-with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second,
-{"error": "..."} when it cannot. It ends with the process that started it, see `utils.child_process`.
+A subprocess reads its options from standard input, as every user of the machine can see arguments. It reports on what
+was its standard output: {"ready": {...}} once it serves, {"beat": true} every second, {"error": "..."} when it cannot.
+Both are frames of JSON (`comm.wire`). What it prints goes to standard error. It ends with the process that started it,
+see `utils.child_process`.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
-import json
 import logging
 import os
 import signal
@@ -18,8 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
+from megatron_infer.comm.wire import json_frame, json_message, read_frame
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
@@ -31,10 +33,17 @@ MAX_PASS_S = 5.0
 """Seconds in one pass of its loop after which a coordinator counts as hanging."""
 
 
+@functools.cache
+def _reports() -> IO[bytes]:
+    """The pipe to the parent process. Standard output becomes standard error: what is printed is no report."""
+    pipe = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return pipe
+
+
 def report(**message: Any) -> None:
-    """Write a line for the parent process, from any thread."""
-    sys.stdout.write(json.dumps(message) + "\n")  # in one call, so that lines of two threads do not mix
-    sys.stdout.flush()
+    """Report to the parent process, from any thread."""
+    _reports().write(json_frame(message))  # in one call, so that reports of two threads do not mix
 
 
 class StdoutHeartbeat:
@@ -53,7 +62,9 @@ class StdoutHeartbeat:
 
 def main() -> int:
     """0: done; 1: failed, and the error was reported."""
-    options = json.loads(sys.stdin.readline())
+    _reports()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    options = json_message(read_frame(sys.stdin.buffer))
     try:
         ROLES[sys.argv[1]](**options)
     except (InferenceError, NotImplementedError) as error:
@@ -80,8 +91,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
     log_to_stderr("megatron_infer.coordinator")
     options = CoordinatorOptions(max_queue=max_queue, key=None if key is None else key.encode())
     with Coordinator(bind, options) as one:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: one.stop())
+        signal.signal(signal.SIGTERM, lambda *_: one.stop())
         report(ready={"address": one.address})
         StdoutHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
@@ -108,7 +118,6 @@ def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: st
         from megatron_infer.server.process_options import EngineOptions
         from megatron_infer.server.server_config import ServerConfig
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     what, served = EngineOptions(**options), ServerConfig(**settings)
     if what.config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
@@ -163,7 +172,6 @@ def http_worker(*, name: str, listening: int, started: float, **options: Any) ->
     from megatron_infer.server.process_options import HttpOptions
 
     log_to_stderr("megatron_infer.server", times=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     shared = socket.socket(fileno=listening)
     shared.set_inheritable(False)
     one = HttpOptions.from_json(**options)
@@ -185,7 +193,6 @@ def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) ->
         report(ready={"path": path})
 
     log_to_stderr("megatron_infer", times=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     run_decoder(model, path, voices, own, on_ready)
 

@@ -238,7 +238,7 @@ class FrontendProcesses:
     def _terminate_http(self, *_: Any) -> None:
         self._num_signals += 1
         if self._http is not None:
-            self._http.terminate("http")
+            self._http.terminate_workers()
 
     @property
     def failure(self) -> str | None:

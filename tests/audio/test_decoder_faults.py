@@ -31,6 +31,7 @@ from megatron_infer.audio.blocks import BlockSchedule, Window
 from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.voices import encode_voice
+from megatron_infer.comm.wire import frame
 from megatron_infer.errors import ModelError
 from megatron_infer.pipelines import AudioGeneratorPipeline, GenerationStatus, TextTokenizer
 from megatron_infer.server import audio_decoder
@@ -84,7 +85,7 @@ REASONS = [
 def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch(fault, reason):
     sent = []
     writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: sent.append(frame))
-    ask = lambda id, *tokens: (writer, Decode(id, tokens, 0, 0, len(tokens), False, False))  # noqa: E731
+    ask = lambda id, *tokens: (writer, Decode(id, window(*tokens)))  # noqa: E731
     batch = [ask(1, 1, 2), ask(2, BAD), ask(3, 3), ask(4, 4, 5)]
     server = DecoderServer(Faulty(fault).opened(), {})
     asyncio.run(server._decode(batch))
@@ -108,7 +109,7 @@ def test_a_batch_that_is_halved_hangs_only_where_one_call_of_the_decoder_does(mo
 
     faulty.decode = slow
     writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: None)
-    batch = [(writer, Decode(id, (token,), 0, 0, 1, False, False)) for id, token in enumerate((1, 2, BAD, 3))]
+    batch = [(writer, Decode(id, window(token))) for id, token in enumerate((1, 2, BAD, 3))]
     asyncio.run(server._decode(batch))
     assert seen == [audio_decoder.MAX_CALL_S / 2] * 5 and server.call_s == 0
 
@@ -255,7 +256,7 @@ async def silent(reader, writer) -> None:
 
 
 async def garbled(reader, writer) -> None:
-    writer.write(b"\x02\x00\x00\x00hm")
+    writer.write(frame(b"hm"))
     await reader.read()
 
 

@@ -17,6 +17,7 @@ import pytest
 from coordinator_case import coordinator, replica
 from server_case import wait_for
 
+from megatron_infer.comm.wire import json_frame
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
@@ -210,3 +211,16 @@ async def test_client_that_cancels_queries_is_still_served():
                 asked.cancel()
                 assert (await asyncio.wait({asked}))[0]
             assert (await client.stats())["waiting"] == 0
+
+
+def test_what_a_process_prints_is_no_report(capfd):
+    """A library that prints half a line before the process serves does not hide its report."""
+    code = (
+        "import os, sys\nfrom megatron_infer.server import subprocess_main as main\n"
+        "def role(*, word):\n    os.write(1, b'half a line')\n    main.report(ready={'word': word})\n"
+        "main.ROLES['said'] = role\nsys.exit(main.main())\n"
+    )
+    options = json_frame({"word": "now"})
+    done = subprocess.run([sys.executable, "-c", code, "said"], input=options, stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0 and done.stdout == json_frame({"ready": {"word": "now"}})
+    assert capfd.readouterr().err == "half a line"
