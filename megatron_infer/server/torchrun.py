@@ -212,11 +212,11 @@ class FrontendProcesses:
         """Start both -> where replicas reach the coordinator: address, key. Raises ModelError, ConfigError."""
         key = secrets.token_hex(16) if self._is_multi_node else None
         bind = f"tcp://{_own_address()}:0" if self._is_multi_node else self._folder.coordinator
-        self._coordinator = Supervisor(
-            [coordinator_process({"bind": bind, "max_queue": self._settings.max_queue, "key": key})]
-        )
+        options = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
+        self._coordinator = Supervisor([coordinator_process(options)])
         self._coordinator.start()
         address = self._coordinator.process("coordinator").wait_ready(60.0)["address"]
+        options["bind"] = address  # the next process listens at the port that its peers know
         http = http_options(
             self._options,
             self._settings,

@@ -166,6 +166,23 @@ def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, l
     frontend.close()
 
 
+def test_coordinator_of_several_machines_comes_back_at_the_port_that_its_peers_know(monkeypatch):
+    from megatron_infer.server import launch, torchrun
+
+    monkeypatch.setattr(launch, "save_tokenizer_in_subprocess", lambda *_: {"name": "m", "eos_ids": None})
+    monkeypatch.setattr(torchrun, "_own_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    frontend = torchrun.FrontendProcesses(EngineOptions(model="m"), ServerConfig(port=0))
+    try:
+        address = frontend.start()["address"]
+        process = frontend._coordinator.process("coordinator")
+        process.signal(signal.SIGKILL)
+        wait_for(lambda: process.restarts == 1 and process.ready)
+        assert address.startswith("tcp://127.0.0.1:") and process.ready["address"] == address
+    finally:
+        frontend.close()
+
+
 def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     beats = []
     monkeypatch.setattr(subprocess_main, "BEAT_S", 0.005)
