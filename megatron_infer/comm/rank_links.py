@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.comm.wire import MAX_BODY_BYTES, FrameBuffer, LinkClosed, json_frame, json_message
+from megatron_infer.comm.wire import Link, LinkClosed
 from megatron_infer.errors import RankFailure
 
 _ACCEPT_SLICE_S = 0.2
@@ -31,46 +31,12 @@ Gather = Callable[[str], list[str]]
 """Own text -> the texts of all ranks, by rank of the engine; over the process group, before there are connections."""
 
 
-class RankLink:
-    """JSON messages over one connection; one thread at a time may use it."""
+class RankLink(Link):
+    """A link over TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._frames = FrameBuffer()
-
-    def send(self, message: Any, *, wait_s: float = 5.0) -> None:
-        """Raises LinkClosed if the peer is gone, or does not receive for `wait_s` seconds."""
-        try:
-            self._socket.settimeout(wait_s)
-            self._socket.sendall(json_frame(message))
-        except OSError as error:
-            raise LinkClosed(str(error)) from error
-
-    def receive(self, wait_s: float, *, max_bytes: int = MAX_BODY_BYTES) -> Any | None:
-        """The next message; None if none comes within `wait_s` seconds.
-
-        Raises LinkClosed after the last one, for one larger than `max_bytes` and for one that is no JSON.
-        """
-        while (body := self._frames.next(max_bytes)) is None:
-            try:
-                self._socket.settimeout(wait_s)
-                data = self._socket.recv(1 << 16)
-            except (TimeoutError, BlockingIOError):
-                return None
-            except OSError as error:
-                raise LinkClosed(str(error)) from error
-            if not data:
-                raise LinkClosed("end of file")
-            self._frames.add(data)
-        return json_message(body)
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
+        super().__init__(connection)
 
 
 @dataclass(frozen=True, slots=True)

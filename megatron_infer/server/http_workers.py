@@ -20,11 +20,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from megatron_infer.comm.wire import LinkClosed, frame, listen_at, receive_frame
+from megatron_infer.comm.wire import LinkClosed, answer, ask
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.metrics.monotonic import MonotonicCounts, summed
 from megatron_infer.metrics.prometheus import exposition
@@ -85,7 +85,7 @@ class HttpFrontend:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._shut_down)
             with metrics_exporter(self._families, self._settings):
-                answering = await answer(frontend_path(self._folder), self._reply)
+                answering = await answer_json(frontend_path(self._folder), self._reply)
                 try:
                     self._http.start()
                     await self._watch(lambda: on_ready(url_of(listening)))
@@ -109,16 +109,20 @@ class HttpFrontend:
         return [options.worker(index, listening=listening, started=started) for index in range(count)]
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
-        """Until all workers have ended after a signal."""
+        """Until all workers have ended after a signal, or a failure, of which they know: they fail their calls."""
         assert self._client is not None
-        is_announced, gathered = False, 0.0
+        is_announced = False
+        gathered = 0.0
+        failure = None
         while self._ends_at is None or any(process.is_running for process in self._http.processes):
             now = time.monotonic()
             if self._ends_at is not None and now > self._ends_at:
-                return
+                break
             if self._ends_at is None:
                 if (failure := self.failure()) is not None:
-                    await self._end_with(failure)
+                    self._http.terminate_workers()
+                    self._ends_at = now + CLOSE_TIMEOUT_S
+                    continue
                 is_ready = all(process.ready or process.is_given_up for process in self._http.processes)
                 if is_ready and not is_announced and self._client.state == "ok":
                     is_announced = True
@@ -127,14 +131,8 @@ class HttpFrontend:
                 await self._gather()
                 gathered = time.monotonic()
             await asyncio.sleep(0.05 if self._ends_at is None else 0.01)
-
-    async def _end_with(self, failure: str) -> NoReturn:
-        """Workers know of the failure, and fail their calls as they drain."""
-        self._http.terminate_workers()
-        ends_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while time.monotonic() < ends_at and any(process.is_running for process in self._http.processes):
-            await asyncio.sleep(0.05)
-        raise EnginesFailed(failure)
+        if failure is not None:
+            raise EnginesFailed(failure)
 
     def shut_down(self) -> None:
         """Do what SIGTERM does; from any thread."""
@@ -156,7 +154,7 @@ class HttpFrontend:
     async def _gather(self) -> None:
         """Ask every worker for its figures. One that does not answer keeps its last ones, without gauges."""
         names = [process.spec.name for process in self._http.processes]
-        found = await asyncio.gather(*(ask(worker_path(self._folder, name), {}, GATHER_S) for name in names))
+        found = await asyncio.gather(*(ask_json(worker_path(self._folder, name), {}, GATHER_S) for name in names))
         present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
         with self._figures_lock:
             for name, one in present.items():
@@ -206,7 +204,7 @@ class FrontendLink:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The text of a scrape, of all processes, and its Content-Type. Raises ApiError 503."""
-        reply = await ask(frontend_path(self._folder), {"metrics": accept}, 4 * GATHER_S)
+        reply = await ask_json(frontend_path(self._folder), {"metrics": accept}, 4 * GATHER_S)
         if reply is None:
             raise unavailable("the process that adds up the metrics does not answer", "no_metrics")
         return reply["text"].encode(), reply["content_type"]
@@ -219,7 +217,7 @@ class FrontendLink:
             plain = plain_of(client.meter.own_families())
             return {"born": self._born, "calls": client.num_calls, "families": plain}
 
-        answering = await answer(worker_path(self._folder, self._name), figures)
+        answering = await answer_json(worker_path(self._folder, self._name), figures)
         await self._refresh()
         polling = asyncio.create_task(self._poll())
         try:
@@ -234,7 +232,7 @@ class FrontendLink:
             await self._refresh()
 
     async def _refresh(self) -> None:
-        self._state = await ask(frontend_path(self._folder), {}, GATHER_S) or self._state
+        self._state = await ask_json(frontend_path(self._folder), {}, GATHER_S) or self._state
 
 
 # ---------------------------------------------------------------------- questions between processes
@@ -248,29 +246,18 @@ def worker_path(folder: str, name: str) -> str:
     return os.path.join(folder, name)
 
 
-async def answer(path: str, reply: Callable[[dict[str, Any]], Awaitable[Any]]) -> asyncio.Server:
-    """Answer questions at a Unix socket: a frame of JSON each. The folder says who may ask."""
+async def answer_json(path: str, reply: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> asyncio.Server:
+    """`answer` with JSON."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):  # who asked is gone, or has not asked
-                question = msgspec.json.decode(await receive_frame(reader, MAX_QUESTION))
-                writer.write(frame(msgspec.json.encode(await reply(question))))
-                await writer.drain()
-        finally:
-            writer.close()
+    async def encoded(question: bytes) -> bytes:
+        return msgspec.json.encode(await reply(msgspec.json.decode(question)))
 
-    return await listen_at(path, serve)
+    return await answer(path, encoded, max_bytes=MAX_QUESTION)
 
 
-async def ask(path: str, question: dict[str, Any], timeout_s: float) -> Any:
+async def ask_json(path: str, question: dict[str, Any], timeout_s: float) -> Any:
     """The answer; None if none comes in time."""
-    with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, LinkClosed):
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(frame(msgspec.json.encode(question)))
-                return msgspec.json.decode(await receive_frame(reader))
-            finally:
-                writer.close()
+            return msgspec.json.decode(await ask(path, msgspec.json.encode(question)))
     return None

@@ -1,9 +1,8 @@
-"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
+"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE DESCRIPTOR`.
 
-A subprocess reads its options from standard input, as every user of the machine can see arguments. It reports on what
-was its standard output: {"ready": {...}} once it serves, {"beat": true} every second, {"error": "..."} when it cannot.
-Both are frames of JSON (`comm.wire`). What it prints goes to standard error. It ends with the process that started it,
-see `utils.child_process`.
+A subprocess gets its options over a link to its parent, the socket DESCRIPTOR, as every user of the machine can see
+arguments. It reports over the same link: {"ready": {...}} once it serves, {"beat": true} every second,
+{"error": "..."} when it cannot. It ends with the process that started it, see `utils.child_process`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
-from megatron_infer.comm.wire import json_frame, json_message, read_frame
+from megatron_infer.comm.wire import Link
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
@@ -34,19 +33,23 @@ MAX_PASS_S = 5.0
 
 
 @functools.cache
-def _reports() -> IO[bytes]:
-    """The pipe to the parent process. Standard output becomes standard error: what is printed is no report."""
-    pipe = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    return pipe
+def _parent() -> Link:
+    """The link to the parent process; its descriptor is the second argument."""
+    connection = socket.socket(fileno=int(sys.argv[2]))
+    connection.set_inheritable(False)
+    return Link(connection)
+
+
+_reporting = threading.Lock()
 
 
 def report(**message: Any) -> None:
     """Report to the parent process, from any thread."""
-    _reports().write(json_frame(message))  # in one call, so that reports of two threads do not mix
+    with _reporting:
+        _parent().send(message, wait_s=None)
 
 
-class StdoutHeartbeat:
+class ParentHeartbeat:
     """Tells the parent process every BEAT_S seconds that this one runs, from a thread, while `is_alive` says so."""
 
     def __init__(self) -> None:
@@ -62,9 +65,8 @@ class StdoutHeartbeat:
 
 def main() -> int:
     """0: done; 1: failed, and the error was reported."""
-    _reports()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
-    options = json_message(read_frame(sys.stdin.buffer))
+    options: Any = _parent().receive(None)
     try:
         ROLES[sys.argv[1]](**options)
     except (InferenceError, NotImplementedError) as error:
@@ -93,7 +95,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
     with Coordinator(bind, options) as one:
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         report(ready={"address": one.address})
-        StdoutHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
+        ParentHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
 
 
@@ -109,7 +111,7 @@ def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: st
 
     options: of `EngineOptions`. settings: of `ServerConfig`; what it forbids is forbidden here, too.
     """
-    beat = StdoutHeartbeat()
+    beat = ParentHeartbeat()
     with loading_for_good():
         from megatron_infer.audio.speech_model import check_vocabulary
         from megatron_infer.coordinator.peers import MAX_STEP_S
@@ -166,7 +168,7 @@ def http_worker(*, name: str, listening: int, started: float, **options: Any) ->
 
     options: of `HttpOptions`.
     """
-    beat = StdoutHeartbeat()
+    beat = ParentHeartbeat()
     from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
     from megatron_infer.server.launch import one_http_server
     from megatron_infer.server.process_options import HttpOptions
@@ -182,7 +184,7 @@ def http_worker(*, name: str, listening: int, started: float, **options: Any) ->
 
 def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:
     """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
-    beat = StdoutHeartbeat()
+    beat = ParentHeartbeat()
     from megatron_infer.utils.openmp import limit_spinning
 
     limit_spinning()

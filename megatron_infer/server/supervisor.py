@@ -1,7 +1,8 @@
-"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
-killed.
+"""Starts, watches, restarts and ends the server's subprocesses.
 
-One thread starts and watches all of them. None outlives the server, see `utils.child_process`.
+One that ends is restarted after a growing wait, or given up; one that hangs is killed. One thread does it for all of
+them. Each is at the other end of a link: it gets its options and reports over it (`subprocess_main`). None outlives the
+server (`utils.child_process`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.comm.wire import LinkClosed, Silence, json_frame, json_message, read_frame
+from megatron_infer.comm.wire import Link, LinkClosed, Silence
 from megatron_infer.errors import ModelError
 from megatron_infer.utils.child_process import ChildProcess
 
 log = logging.getLogger("megatron_infer.server")
 
+STDERR = 2
+"""Where a process prints, as its log goes there."""
 WATCH_S = 0.1
 MAX_PASS_S = 1.0
 """Seconds between two checks of a process while this one runs."""
@@ -31,6 +35,8 @@ WINDOW_S = 60.0
 MAX_FAILURES = 5
 """Failures within the window after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+OPTIONS_TIMEOUT_S = 60.0
+"""Most seconds that a new process may take to read options that do not fit into the link's buffer."""
 KILL_TIMEOUT_S = 5.0
 """Most seconds that a killed process is waited for."""
 LOADING_FACTOR = 10
@@ -72,7 +78,8 @@ class Process:
         self.last_exit: str | None = None
         self.is_given_up = False
         self._child: ChildProcess | None = None
-        self._reader: threading.Thread | None = None
+        self._link: Link | None = None
+        self._reading = threading.Lock()
         self._silence = Silence(MAX_PASS_S)
         self._is_hanging = False
         self._was_ready = False
@@ -88,28 +95,33 @@ class Process:
         self.ready = self.error = self._ready_at = self._restart_at = None
         self._is_hanging = False
         self._silence = Silence(MAX_PASS_S)
-        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
-        pipe = subprocess.PIPE
-        self._child = ChildProcess(command, stdin=pipe, stdout=pipe, pass_fds=self.spec.inherited)
-        assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._child.stdin as options:
-            options.write(json_frame(self.spec.options))
-        self._reader = threading.Thread(target=self._read_reports, args=(self._child,), daemon=True)
-        self._reader.start()
+        ours, theirs = socket.socketpair()
+        number = str(theirs.fileno())
+        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role, number]
+        with theirs:
+            self._child = ChildProcess(
+                command, stdin=subprocess.DEVNULL, stdout=STDERR, pass_fds=(*self.spec.inherited, theirs.fileno())
+            )
+        with self._reading, contextlib.suppress(LinkClosed):  # it has ended already
+            if self._link is not None:
+                self._link.close()
+            self._link = Link(ours)
+            self._link.send(self.spec.options, wait_s=OPTIONS_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """What it reports when it begins to serve. Raises ModelError if it ends before, or not in time."""
         deadline = time.monotonic() + timeout_s
-        while self.ready is None:
-            if not self.is_running:
-                self._finish_reading()
-                if self.ready is None:
-                    raise ModelError(self.error or f"{self.spec.name} ended with code {self.exit_code}")
+        while True:
+            is_running = self.is_running  # before its last report is read
+            self._read_reports()
+            if self.ready is not None:
+                return self.ready
+            if not is_running:
+                raise ModelError(self.error or f"{self.spec.name} ended with code {self.exit_code}")
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
                 raise ModelError(f"{self.spec.name} is not ready after {timeout_s:g} s")
             time.sleep(0.02)
-        return self.ready
 
     @property
     def is_running(self) -> bool:
@@ -137,6 +149,9 @@ class Process:
         """Kill it, if it runs. A process in a call of a driver that does not return is not waited for."""
         self.signal(signal.SIGKILL)
         self.wait(KILL_TIMEOUT_S)
+        with self._reading:
+            if self._link is not None:
+                self._link.close()
 
     def status(self) -> dict[str, Any]:
         state = "failed" if self.is_given_up else "running" if self.ready is not None else "starting"
@@ -144,13 +159,14 @@ class Process:
 
     def check(self) -> None:
         """Kill it if it hangs; notice its end; start it again when its wait is over. The supervisor's every pass."""
+        is_running = self.is_running  # before its last report is read
+        self._read_reports()
         silent = self._silence.seconds()
         if self.is_given_up:
             return
-        if self.is_running:
+        if is_running:
             self._kill_if_hanging(silent)
         elif self._restart_at is None:
-            self._finish_reading()
             self._restart_at = self._handle_exit()
         elif time.monotonic() >= self._restart_at:
             self.restarts += 1
@@ -185,18 +201,10 @@ class Process:
         log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
         return now + wait
 
-    def _finish_reading(self) -> None:
-        """Wait until all reports of this process, which has ended, have been read."""
-        if self._reader is not None:
-            self._reader.join(5.0)
-
-    def _read_reports(self, child: ChildProcess) -> None:
-        assert child.stdout is not None
-        with contextlib.suppress(LinkClosed), child.stdout as pipe:
-            while True:
-                message = json_message(read_frame(pipe))
-                if child is not self._child:
-                    continue
+    def _read_reports(self) -> None:
+        """Take what it has reported; from the supervisor's thread, and from one that waits until it serves."""
+        with self._reading, contextlib.suppress(LinkClosed):
+            while self._link is not None and (message := self._link.receive(0.0)) is not None:
                 self._silence.heard()
                 if "ready" in message:
                     self._ready_at = time.monotonic()

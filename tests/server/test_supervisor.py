@@ -17,7 +17,6 @@ import pytest
 from coordinator_case import coordinator, replica
 from server_case import wait_for
 
-from megatron_infer.comm.wire import json_frame
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
@@ -187,7 +186,7 @@ def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     beats = []
     monkeypatch.setattr(subprocess_main, "BEAT_S", 0.005)
     monkeypatch.setattr(subprocess_main, "report", lambda **message: beats.append(message))
-    beat = subprocess_main.StdoutHeartbeat()
+    beat = subprocess_main.ParentHeartbeat()
     wait_for(lambda: beats)
     beat.is_alive = lambda: False
     time.sleep(0.05)
@@ -228,16 +227,3 @@ async def test_client_that_cancels_queries_is_still_served():
                 asked.cancel()
                 assert (await asyncio.wait({asked}))[0]
             assert (await client.stats())["waiting"] == 0
-
-
-def test_what_a_process_prints_is_no_report(capfd):
-    """A library that prints half a line before the process serves does not hide its report."""
-    code = (
-        "import os, sys\nfrom megatron_infer.server import subprocess_main as main\n"
-        "def role(*, word):\n    os.write(1, b'half a line')\n    main.report(ready={'word': word})\n"
-        "main.ROLES['said'] = role\nsys.exit(main.main())\n"
-    )
-    options = json_frame({"word": "now"})
-    done = subprocess.run([sys.executable, "-c", code, "said"], input=options, stdout=subprocess.PIPE, timeout=60)
-    assert done.returncode == 0 and done.stdout == json_frame({"ready": {"word": "now"}})
-    assert capfd.readouterr().err == "half a line"
