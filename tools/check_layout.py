@@ -37,7 +37,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("context", "which sequence holds which rows, blocks and state slots: ids only"),
     ("scheduler", "requests and what each step computes: ids only"),
     ("outputs", "what a caller gets back, and its form in files and messages"),
-    ("comm", "process groups and the ranks of one engine in lockstep"),
+    ("comm", "process groups, the ranks of one engine in lockstep, and the wire between processes"),
     ("memory", "KV cache and state tensors, and their copies to the host and back"),
     ("models", "megatron-core models adopted in place"),
     ("model_loader", "weights from Hugging Face, GGUF and torch_dist checkpoints"),

@@ -46,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises an error of the engine, or AccessRefused."""
-    from megatron_infer.coordinator.adapter_commands import AdapterCommands
     from megatron_infer.coordinator.protocol import checked_address
     from megatron_infer.coordinator.replica import Replica  # fails for missing packages before a model is loaded
 
@@ -60,18 +59,16 @@ def run(args: argparse.Namespace) -> int:
     key = key_from(args)
     log_to_stderr("megatron_infer.coordinator")
     llm = load_llm(args)
-    from megatron_infer.rl.remote_weights import RemoteWeights
+    from megatron_infer.server.engine_replica import engine_replica
 
-    commands = RemoteWeights(llm.engine, weights_root=args.weights_root).commands() if args.control else None
-    adapters = None if args.lora_root is None else AdapterCommands(llm.engine, root=args.lora_root).commands()
-    replica = Replica(
+    replica: Replica = engine_replica(
         llm.engine,
         args.coordinator,
         name=args.name,
         key=key,
         control=args.control,
-        commands=commands,
-        adapter_commands=adapters,
+        weights_root=args.weights_root,
+        lora_root=args.lora_root,
     )
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     note(f"serving for {args.coordinator}")

@@ -23,7 +23,7 @@ from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
-    from megatron_infer.server.launch import EngineOptions
+    from megatron_infer.server.process_options import EngineOptions
 
     Served: TypeAlias = tuple[EngineOptions, ServerConfig, Layout]
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _from_pipeline(args: argparse.Namespace) -> Served | None:
     """What a PipelineConfig serves; None if the command line has no field of one."""
-    from megatron_infer.server.launch import EngineOptions
+    from megatron_infer.server.process_options import EngineOptions
 
     config = pipeline_from(args)
     if config is None:
@@ -130,7 +130,7 @@ def _from_options(args: argparse.Namespace) -> Served:
 
 def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOptions:
     """Those of the command line, else of the file."""
-    from megatron_infer.server.launch import EngineOptions
+    from megatron_infer.server.process_options import EngineOptions
 
     model = args.model or file.get("model")
     if not isinstance(model, str) or not model:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from megatron_infer.comm.rank_links import LinkClosed, RankLink
+from megatron_infer.comm.rank_links import RankLink
+from megatron_infer.comm.wire import LinkClosed, Silence
 from megatron_infer.errors import RankFailure
 
 log = logging.getLogger("megatron_infer")
@@ -39,8 +39,7 @@ class Heartbeat:
         self._links, self._timeout_s = links, timeout_s
         self._phase, self._give_up = phase, give_up
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
-        now = time.monotonic()
-        self._seen = dict.fromkeys(links, now)
+        self._silences = {rank: Silence(2 * self._interval_s) for rank in links}
         self._phases = dict.fromkeys(links, "start")
         self._lost: tuple[int, str, bool] | None = None
         """Rank, reason, and whether it said goodbye."""
@@ -101,13 +100,13 @@ class Heartbeat:
             except LinkClosed:
                 continue
 
-    def beat(self, gap_s: float) -> float:
-        """Read, check, send once -> seconds to the next call. gap_s: seconds since the last one."""
+    def beat(self) -> float:
+        """Read, check, send once -> seconds to the next call."""
         for rank, link in self._links.items():
             self._read(rank, link)
-        # After a pause of this process itself the other ranks get another interval.
-        if gap_s < 2 * self._interval_s:
-            self._check_silence()
+        for rank, silence in self._silences.items():
+            if (silent := silence.seconds()) > self._timeout_s:
+                self._lose(rank, f"no sign of life for {silent:.1f} s")
         message: dict[str, Any] = {"phase": self._phase()}
         if self._lost is not None:
             message["lost"] = self._lost
@@ -136,7 +135,7 @@ class Heartbeat:
     def _read(self, rank: int, link: RankLink) -> None:
         try:
             while (message := link.receive(0.0)) is not None:
-                self._seen[rank] = time.monotonic()
+                self._silences[rank].heard()
                 if message.get("bye"):
                     self._lose(rank, "it has closed its engine", goodbye=True)
                 if "phase" in message:
@@ -146,12 +145,6 @@ class Heartbeat:
                     self._lose(lost, reason, goodbye=goodbye)
         except LinkClosed:
             self._lose(rank, "its process has ended")
-
-    def _check_silence(self) -> None:
-        now = time.monotonic()
-        for rank, seen in self._seen.items():
-            if now - seen > self._timeout_s:
-                self._lose(rank, f"no sign of life for {now - seen:.1f} s")
 
     def _lose(self, rank: int, reason: str, *, goodbye: bool = False) -> None:
         if goodbye:
@@ -163,13 +156,12 @@ class Heartbeat:
 
 
 def _run(heartbeat_ref: weakref.ref[Heartbeat], closing: threading.Event, wake: threading.Event) -> None:
-    wait_s, last = 0.0, time.monotonic()
+    wait_s = 0.0
     while True:
         wake.wait(wait_s)
         wake.clear()
         heartbeat = heartbeat_ref()
         if heartbeat is None or closing.is_set():
             return
-        now = time.monotonic()
-        wait_s, last = heartbeat.beat(now - last), now
+        wait_s = heartbeat.beat()
         del heartbeat

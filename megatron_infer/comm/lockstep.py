@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_infer.comm.heartbeat import Heartbeat
-from megatron_infer.comm.rank_links import LinkClosed, RankLinks
+from megatron_infer.comm.rank_links import RankLinks
+from megatron_infer.comm.wire import LinkClosed
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, PromptsDiffer, RankFailure
 from megatron_infer.scheduler.step_plan import StepPlan

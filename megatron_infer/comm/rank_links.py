@@ -12,18 +12,16 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.comm.wire import Link, LinkClosed
 from megatron_infer.errors import RankFailure
 
-_LENGTH = struct.Struct("!I")
 _ACCEPT_SLICE_S = 0.2
-MAX_MESSAGE_BYTES = 1 << 30
 HELLO_TIMEOUT_S = 5.0
 """Seconds that a connection has to show the token."""
 MAX_HELLO_BYTES = 4096
@@ -33,63 +31,12 @@ Gather = Callable[[str], list[str]]
 """Own text -> the texts of all ranks, by rank of the engine; over the process group, before there are connections."""
 
 
-class LinkClosed(Exception):
-    """The peer has closed the connection, or its process has ended."""
-
-
-class RankLink:
-    """JSON messages over one connection; one thread at a time may use it."""
+class RankLink(Link):
+    """A link over TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._buffer = bytearray()
-
-    def send(self, message: Any, *, wait_s: float = 5.0) -> None:
-        """Raises LinkClosed if the peer is gone, or does not receive for `wait_s` seconds."""
-        body = json.dumps(message, separators=(",", ":")).encode()
-        try:
-            self._socket.settimeout(wait_s)
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError as error:
-            raise LinkClosed(str(error)) from error
-
-    def receive(self, wait_s: float, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any | None:
-        """The next message; None if none comes within `wait_s` seconds.
-
-        Raises LinkClosed after the last one, for one larger than `max_bytes` and for one that is no JSON.
-        """
-        while True:
-            buffer = self._buffer
-            if len(buffer) >= _LENGTH.size:
-                size = _LENGTH.unpack_from(buffer)[0]
-                if size > max_bytes:
-                    raise LinkClosed(f"a message of {size:,} bytes, the limit is {max_bytes:,}")
-                end = _LENGTH.size + size
-                if len(buffer) >= end:
-                    try:
-                        message = json.loads(buffer[_LENGTH.size : end])
-                    except (ValueError, RecursionError) as error:
-                        raise LinkClosed(f"a damaged message: {error}") from None
-                    del buffer[:end]
-                    return message
-            try:
-                self._socket.settimeout(wait_s)
-                data = self._socket.recv(1 << 16)
-            except (TimeoutError, BlockingIOError):
-                return None
-            except OSError as error:
-                raise LinkClosed(str(error)) from error
-            if not data:
-                raise LinkClosed("end of file")
-            buffer += data
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
+        super().__init__(connection)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_infer.comm.wire import Silence
 from megatron_infer.coordinator import access, protocol
 
 log = logging.getLogger("megatron_infer.coordinator")
@@ -66,7 +67,8 @@ class CoordinatorConnection:
         self._num_closed_handshakes = 0
         self._outbox: deque[bytes] = deque()
         self._stopping = self._is_holding = False
-        self._last_heard = self._last_hello = 0.0
+        self._silence = Silence(2 * self._heartbeat_s)
+        self._last_hello = 0.0
         self._context = zmq.Context()
         self._wake_socket = self._context.socket(zmq.PAIR)
         self._wake_socket.bind(f"inproc://wake-{id(self)}")
@@ -134,7 +136,7 @@ class CoordinatorConnection:
             poller.register(one, zmq.POLLIN)
         try:
             dealer.connect(self.address)
-            self._last_heard = time.monotonic()
+            self._silence.heard()
             self._serve(dealer, wake, handshakes, poller)
         except Exception as error:  # reported to the handler, then the thread ends
             log.exception("the connection to the coordinator failed")
@@ -154,9 +156,6 @@ class CoordinatorConnection:
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                late = now - next_beat - self._heartbeat_s
-                if next_beat and late > 0:  # this process did not run: what came meanwhile has not been read yet
-                    self._last_heard += late
                 self._beat(dealer, now)
                 next_beat = now + self._heartbeat_s
             stopping = self._stopping  # read before the flush, so that messages queued before the stop are sent
@@ -174,16 +173,16 @@ class CoordinatorConnection:
                 with contextlib.suppress(zmq.Again):
                     while True:
                         frames = dealer.recv_multipart(zmq.NOBLOCK)
-                        self._last_heard = time.monotonic()
+                        self._silence.heard()
                         for data in protocol.messages_of(frames):
                             self._receive(dealer, data)
 
     def _beat(self, dealer: zmq.Socket[bytes], now: float) -> None:
+        silent = self._silence.seconds()
         if not self.welcomed.is_set():
             if now - self._last_hello >= HELLO_INTERVAL_S:
                 self._hello(dealer)
-        elif now - self._last_heard > self._timeout_s:
-            silent = now - self._last_heard
+        elif silent > self._timeout_s:
             self._lose(protocol.ConnectionLost(f"the coordinator at {self.address} was silent for {silent:.1f} s"))
             self._hello(dealer)
         else:
@@ -210,7 +209,8 @@ class CoordinatorConnection:
         self._lose(protocol.AccessRefused(text), final=True)
 
     def _hello(self, dealer: zmq.Socket[bytes]) -> None:
-        self._last_hello = self._last_heard = time.monotonic()
+        self._last_hello = time.monotonic()
+        self._silence.heard()
         _send(dealer, protocol.Hello(protocol.SCHEMA, self.role, self.name, self._nonce))
 
     def _lose(self, error: protocol.CoordinatorError, *, final: bool = False) -> None:
@@ -235,6 +235,7 @@ class CoordinatorConnection:
 
     def _welcome(self, dealer: zmq.Socket[bytes], welcome: protocol.Welcome) -> None:
         self._heartbeat_s, self._timeout_s = welcome.heartbeat_s, welcome.timeout_s
+        self._silence.max_pass_s = 2 * welcome.heartbeat_s
         self.max_message = welcome.max_message
         for message in self._handler.on_welcome(welcome):
             _send(dealer, message, limit=self.max_message)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_infer.comm.wire import Silence
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.context.prefix_hash import DIGEST_SIZE
 from megatron_infer.coordinator import protocol
@@ -48,7 +49,6 @@ class CoordinatorCore:
         self.broadcasts = Broadcasts(send, clock, self._registered)
         self._num_entered = 0
         self._started = time.time()
-        self._last_tick = clock()
 
     # ------------------------------------------------------------------ peers
 
@@ -62,14 +62,15 @@ class CoordinatorCore:
         """
         known = self._clients.get(peer) or self._replicas.get(peer)
         if known is not None and known.nonce == nonce:
-            known.last_heard = self._clock()
+            known.silence.heard()
             return known.incarnation
         self.unreachable(peer, "it said hello again")
         self._num_entered += 1
+        silence = Silence(self.options.heartbeat_s, clock=self._clock)
         if role == "client":
-            self._clients[peer] = ClientState(peer, name, self._num_entered, nonce, self._clock())
+            self._clients[peer] = ClientState(peer, name, self._num_entered, nonce, silence)
         else:
-            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, nonce, self._clock())
+            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, nonce, silence)
         return self._num_entered
 
     def unreachable(self, peer: bytes, why: str = "its connection is gone") -> None:
@@ -87,11 +88,11 @@ class CoordinatorCore:
         """Handle a message of a known peer."""
         client, replica = self._clients.get(peer), self._replicas.get(peer)
         if client is not None:
-            client.last_heard = self._clock()
+            client.silence.heard()
             if self._from_client(client, message):
                 return
         elif replica is not None:
-            replica.last_heard = self._clock()
+            replica.silence.heard()
             if getattr(message, "incarnation", replica.incarnation) != replica.incarnation:
                 self.counts.fenced += 1  # sent by an earlier incarnation
                 return
@@ -103,21 +104,16 @@ class CoordinatorCore:
 
     def tick(self) -> None:
         """Remove peers that were silent for too long, and end broadcasts at their deadlines."""
-        now, options = self._clock(), self.options
-        stalled = now - self._last_tick - options.heartbeat_s
-        self._last_tick = now
+        options = self.options
         states: list[ClientState | ReplicaState] = [*self._clients.values(), *self._replicas.values()]
-        if stalled > 0:  # this process did not run: messages sent meanwhile have not been read yet
-            for state in states:
-                state.last_heard += stalled
         for state in states:
-            silent = now - state.last_heard
+            silent = state.silence.seconds()
             limit = options.timeout_s if state.peer in self._replicas else options.client_timeout_s
             if silent > limit:
                 self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {limit:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
-        self.broadcasts.tick(now)
+        self.broadcasts.tick(self._clock())
         self._update_availability()
 
     # ------------------------------------------------------------------ clients

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_infer.comm.wire import Silence
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.coordinator.fair_queue import FairQueue
 from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Register, Submit
@@ -142,7 +143,7 @@ class ClientState:
     incarnation: int
     nonce: bytes
     """The nonce of its hello; the same hello again changes nothing."""
-    last_heard: float
+    silence: Silence
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
     def caller(self, named: str) -> tuple[bytes | str, str]:
@@ -160,7 +161,7 @@ class ReplicaState:
     incarnation: int
     nonce: bytes
     """The nonce of its hello; the same hello again changes nothing."""
-    last_heard: float
+    silence: Silence
     register: Register | None = None
     view: ReplicaView | None = None
     running: dict[int, PendingRequest] = field(default_factory=dict)

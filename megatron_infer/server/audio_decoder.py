@@ -1,9 +1,9 @@
 """The audio decoder of a server: a process of its own, and its client in an HTTP process, over a Unix socket.
 
-HTTP process ── Decode, Cancel ──▶ decoder process: windows of all calls that wait, decoded together
-             ◀── Hello, Sound, Failed ──
+HTTP process ── a Window, or None ──▶ decoder process: windows of all calls that wait, decoded together
+             ◀── Sound, Failed, or Hello ──
 
-A window is complete in itself: where the process dies, the supervisor starts another one, which the client hands the
+A window is complete in itself: where the process dies, the supervisor starts another one, which is asked for the
 windows that have no sound yet. Where none comes, they fail after AWAY_TIMEOUT_S.
 """
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megatron_infer.audio.blocks import Window
+from megatron_infer.comm.wire import LinkClosed, answer, ask
 from megatron_infer.errors import InferenceError
 from megatron_infer.server.http_errors import ApiError, unavailable
 
@@ -39,11 +38,10 @@ AWAY_TIMEOUT_S = 30.0
 """How long calls wait for a decoder process to come, or to come back."""
 MAX_CALL_S = 60.0
 """Seconds in one call of the decoder after which its process counts as hanging."""
-_LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a connection."""
+    """What the decoder is: the answer to None."""
 
     sample_rate: int
     samples_per_token: tuple[int, int]
@@ -53,51 +51,35 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     voices: dict[str, tuple[int, ...]]
 
 
-class Decode(msgspec.Struct, tag=True, frozen=True):
-    id: int
-    tokens: tuple[int, ...]
-    num_prompt: int
-    num_left: int
-    num_new: int
-    block_causal: bool
-    prompt_causal: bool
-
-
-class Cancel(msgspec.Struct, tag=True, frozen=True):
-    id: int
-
-
 class Sound(msgspec.Struct, tag=True, frozen=True):
-    id: int
+    """What is heard of a window."""
+
     samples: bytes
     """float32, little-endian."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    id: int
+    """Why a window cannot be decoded."""
+
     message: str
 
 
-Message = Hello | Decode | Cancel | Sound | Failed
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def _frame(message: Message) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-async def _read(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises IncompleteReadError at the end."""
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return _decoder.decode(await reader.readexactly(size))
+_question = msgspec.msgpack.Decoder(Window | None)
+_answer = msgspec.msgpack.Decoder(Hello | Sound | Failed)
+_encode = msgspec.msgpack.encode
 
 
 # ------------------------------------------------------------------ the process
 
 
+@dataclass(eq=False, slots=True)
+class WaitingWindow:
+    window: Window
+    sound: asyncio.Future[Sound | Failed]
+
+
 class DecoderServer:
-    """Decodes the windows of its connections, all that wait at once."""
+    """Decodes the windows that HTTP processes ask for, all that wait at once."""
 
     def __init__(self, opened: OpenedDecoder, voices: dict[str, tuple[int, ...]]) -> None:
         decoder = opened.decoder
@@ -110,10 +92,9 @@ class DecoderServer:
             decoder.right_context,
             voices,
         )
-        self._waiting: dict[tuple[int, int], tuple[asyncio.StreamWriter, Decode]] = {}
-        """By connection and id, in order of arrival."""
+        self._waiting: list[WaitingWindow] = []
+        """In order of arrival."""
         self._news = asyncio.Event()
-        self._num_connections = 0
         self._call_began: float | None = None
 
     @property
@@ -128,105 +109,67 @@ class DecoderServer:
 
     async def serve(self, path: str, on_ready: Callable[[], None]) -> None:
         """Until cancelled."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        server = await asyncio.start_unix_server(self._connected, path)
-        on_ready()
-        async with server:
+        async with await answer(path, self._reply):
+            on_ready()
             while True:
                 await self._news.wait()
                 self._news.clear()
-                while self._waiting:
-                    keys = list(self._waiting)[:MAX_BATCH]
-                    await self._decode([self._waiting.pop(key) for key in keys])
+                while batch := self._waiting[:MAX_BATCH]:
+                    del self._waiting[:MAX_BATCH]
+                    await self._decode(batch)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        number = self._num_connections
-        writer.write(_frame(self._hello))
+    async def _reply(self, question: bytes) -> bytes:
+        window = _question.decode(question)
+        if window is None:
+            return _encode(self._hello)
+        one = WaitingWindow(window, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        self._news.set()
         try:
-            while True:
-                message = await _read(reader)
-                if isinstance(message, Cancel):
-                    self._waiting.pop((number, message.id), None)
-                elif isinstance(message, Decode):
-                    self._waiting[number, message.id] = (writer, message)
-                    self._news.set()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            for key in [key for key in self._waiting if key[0] == number]:
-                del self._waiting[key]
+            return _encode(await one.sound)
         finally:
-            writer.close()
+            if one in self._waiting:  # the asker has left
+                self._waiting.remove(one)
 
-    async def _decode(self, batch: list[tuple[asyncio.StreamWriter, Decode]]) -> None:
+    async def _decode(self, batch: list[WaitingWindow]) -> None:
         from megatron_infer.audio.decoder import decode_each
 
-        windows = [
-            Window(
-                tokens=one.tokens,
-                num_prompt=one.num_prompt,
-                num_left=one.num_left,
-                num_new=one.num_new,
-                block=0,
-                is_last=False,
-                block_causal=one.block_causal,
-                prompt_causal=one.prompt_causal,
-            )
-            for _, one in batch
-        ]
+        windows = [one.window for one in batch]
         sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows, before_call=self._begin_call)
         self._call_began = None
-        for (writer, one), sound in zip(batch, sounds, strict=True):
-            if writer.is_closing():
+        for one, sound in zip(batch, sounds, strict=True):
+            if one.sound.done():
                 continue
             if not isinstance(sound, Exception):
-                writer.write(_frame(Sound(one.id, sound.astype("<f4").tobytes())))
+                one.sound.set_result(Sound(sound.astype("<f4").tobytes()))
                 continue
-            log.error("a window of %d tokens cannot be decoded", len(one.tokens), exc_info=sound)
+            log.error("a window of %d tokens cannot be decoded", len(one.window.tokens), exc_info=sound)
             reason = str(sound) if isinstance(sound, InferenceError) else "the server's log has the reason"
-            writer.write(_frame(Failed(one.id, reason)))
+            one.sound.set_result(Failed(reason))
 
 
 # ------------------------------------------------------------------ the client
 
 
-@dataclass(slots=True)
-class _Waiting:
-    frame: bytes
-    sound: asyncio.Future[bytes]
-    tries: int = 0
-
-
 class AudioDecoderClient:
-    """Windows of the calls of one HTTP process; on its event loop."""
+    """Asks the decoder process for the windows of the calls of one HTTP process."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._waiting: dict[int, _Waiting] = {}
-        self._next_id = 0
-        self._hello: Hello | None = None
-        self._is_ready = asyncio.Event()
-        """Whether a decoder process is there."""
-        self._away_since = 0.0
-        self._writer: asyncio.StreamWriter | None = None
-        self._running: asyncio.Task[None] | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        self.num_waiting = 0
+        """Windows that are asked for."""
 
     async def hello(self) -> Hello:
         """What the decoder is. Raises ApiError 503 while its process does not serve."""
-        if self._running is None:
-            self._away_since = time.monotonic()
-            self._running = asyncio.create_task(self._run())
         try:
             async with asyncio.timeout(AWAY_TIMEOUT_S):
-                await self._is_ready.wait()
+                while True:
+                    with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):
+                        found: Hello = await self._ask(None)
+                        return found
+                    await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             raise _away() from None
-        assert self._hello is not None
-        return self._hello
 
     async def decode(self, window: Window) -> bytes:
         """float32 samples of what is heard of a window. Cancelled, the window goes.
@@ -234,72 +177,33 @@ class AudioDecoderClient:
         Raises ApiError 500 where the decoder fails, 503 where its process ended MAX_TRIES times with the window or
         stays away.
         """
-        self._next_id += 1
-        message = Decode(
-            self._next_id,
-            window.tokens,
-            window.num_prompt,
-            window.num_left,
-            window.num_new,
-            window.block_causal,
-            window.prompt_causal,
-        )
-        one = _Waiting(_frame(message), asyncio.get_running_loop().create_future())
-        self._waiting[message.id] = one
-        self._send(message.id, one)
+        self.num_waiting += 1
         try:
-            return await one.sound
+            reply = await self._answer_to(window)
         finally:
-            if self._waiting.pop(message.id, None) is not None and self._writer is not None:
-                self._writer.write(_frame(Cancel(message.id)))
+            self.num_waiting -= 1
+        if isinstance(reply, Failed):
+            raise ApiError(500, f"the audio decoder failed: {reply.message}", code="decoder_error")
+        return reply.samples
 
-    def _send(self, id: int, one: _Waiting) -> None:
-        if self._writer is None:
-            return
-        one.tries += 1
-        if one.tries > MAX_TRIES:
-            self._fail(id, unavailable(f"the audio decoder ended {MAX_TRIES} times with this sound", "decoder_failed"))
-            return
-        self._writer.write(one.frame)
-
-    def _fail(self, id: int, error: ApiError) -> None:
-        one = self._waiting.pop(id)
-        if not one.sound.done():
-            one.sound.set_exception(error)
-
-    async def _run(self) -> None:
+    async def _answer_to(self, window: Window) -> Sound | Failed:
+        tries, away_since = 0, time.monotonic()
         while True:
-            writer: asyncio.StreamWriter | None = None
             try:
-                async with asyncio.timeout(AWAY_TIMEOUT_S):
-                    reader, writer = await asyncio.open_unix_connection(self._path)
-                    self._hello = await _read(reader)
-                self._writer = writer  # only now: what is sent before would be sent again below
-                self._is_ready.set()
-                for id, one in list(self._waiting.items()):
-                    self._send(id, one)
-                while True:
-                    self._take(await _read(reader))
-            except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError):
-                if self._writer is not None:
-                    self._away_since = time.monotonic()
-                self._writer = None
-                self._is_ready.clear()
-                if writer is not None:
-                    writer.close()
-                if time.monotonic() - self._away_since > AWAY_TIMEOUT_S:
-                    for id in list(self._waiting):
-                        self._fail(id, _away())
-                await asyncio.sleep(RECONNECT_S)
+                found: Sound | Failed = await self._ask(window)
+                return found
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() - away_since > AWAY_TIMEOUT_S:
+                    raise _away() from None
+            except (OSError, LinkClosed, msgspec.MsgspecError):
+                tries, away_since = tries + 1, time.monotonic()
+                if tries == MAX_TRIES:
+                    text = f"the audio decoder ended {MAX_TRIES} times with this sound"
+                    raise unavailable(text, "decoder_failed") from None
+            await asyncio.sleep(RECONNECT_S)
 
-    def _take(self, message: Sound | Failed) -> None:
-        one = self._waiting.pop(message.id, None)
-        if one is None or one.sound.done():
-            return
-        if isinstance(message, Sound):
-            one.sound.set_result(message.samples)
-        else:
-            one.sound.set_exception(ApiError(500, f"the audio decoder failed: {message.message}", code="decoder_error"))
+    async def _ask(self, question: Window | None) -> Any:
+        return _answer.decode(await ask(self._path, _encode(question)))
 
 
 def _away() -> ApiError:

@@ -20,10 +20,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from megatron_infer.comm.wire import LinkClosed, answer, ask
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.metrics.monotonic import MonotonicCounts, summed
 from megatron_infer.metrics.prometheus import exposition
@@ -31,15 +32,13 @@ from megatron_infer.metrics.registry import Family, families_of, plain_of
 from megatron_infer.server.engine_client import POLL_S, EngineClient
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, metrics_exporter, url_of
-from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger("megatron_infer.server")
 
 GATHER_S = 1.0
 """Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
-HANG_S = 60.0
-"""Seconds without a beat after which a worker is killed: as long as the coordinator keeps its streams."""
 MAX_QUESTION = 1 << 20
 """Most bytes of a question between the processes: the headers of a caller's request fit in."""
 MAX_PASS_S = 30.0
@@ -49,20 +48,12 @@ MAX_PASS_S = 30.0
 class HttpFrontend:
     """The parent of `http_workers` HTTP processes; its methods are those of an `HttpServer`."""
 
-    def __init__(
-        self,
-        settings: ServerConfig,
-        *,
-        coordinator: str,
-        key: bytes | None,
-        tokenizer: dict[str, Any],
-        folder: str,
-        model: str,
-        supervisor: Supervisor | None = None,
-    ) -> None:
-        """tokenizer: arguments of `load_tokenizer`. folder: only this user can open it."""
-        self._settings, self._coordinator, self._key = settings, coordinator, key
-        self._tokenizer, self._folder, self._model, self._engines = tokenizer, folder, model, supervisor
+    def __init__(self, options: HttpOptions, *, supervisor: Supervisor | None = None) -> None:
+        """supervisor: of the engines' processes, if they are started here."""
+        self._options = options
+        self._settings = options.settings
+        self._folder = options.folder
+        self._engines = supervisor
         self._http = Supervisor(())
         self._figures = MonotonicCounts()
         self._figures_lock = threading.Lock()
@@ -83,18 +74,18 @@ class HttpFrontend:
 
         Raises EnginesFailed once no engine will serve any more, or every worker was given up.
         """
-        self._http = Supervisor([self._worker(index, listening) for index in range(self._settings.http_workers)])
-        coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http-frontend")
+        self._http = Supervisor(self._workers(listening.fileno()))
+        coordinator = AsyncInferenceClient(self._options.coordinator, key=self._options.key, name="http-frontend")
         async with (
             coordinator,
-            EngineClient(coordinator, None, self._settings, model=self._model, processes=self) as self._client,
+            EngineClient(coordinator, None, self._settings, model=self._options.model, processes=self) as self._client,
         ):
             self._loop = asyncio.get_running_loop()
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._shut_down)
             with metrics_exporter(self._families, self._settings):
-                answering = await answer(frontend_path(self._folder), self._reply)
+                answering = await answer_json(frontend_path(self._folder), self._reply)
                 try:
                     self._http.start()
                     await self._watch(lambda: on_ready(url_of(listening)))
@@ -111,39 +102,27 @@ class HttpFrontend:
     def status(self) -> list[dict[str, Any]]:
         return [*(() if self._engines is None else self._engines.status()), *self._http.status()]
 
-    def _worker(self, index: int, listening: socket.socket) -> ProcessSpec:
+    def _workers(self, listening: int) -> list[ProcessSpec]:
         settings = dataclasses.replace(self._settings, prometheus_metrics_mode="instrument_only", http_workers=1)
-        options = {
-            "settings": {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)},
-            "coordinator": self._coordinator,
-            "key": None if self._key is None else self._key.decode(),
-            "tokenizer": self._tokenizer,
-            "folder": self._folder,
-            "model": self._model,
-            "name": f"http{index}",
-            "listening": listening.fileno(),
-            "started": time.time(),
-        }
-        return ProcessSpec(
-            name=f"http{index}",
-            role="http_worker",
-            options=options,
-            is_worker=True,
-            hang_timeout_s=HANG_S,
-            inherited=(listening.fileno(),),
-        )
+        options, started = dataclasses.replace(self._options, settings=settings), time.time()
+        count = self._settings.http_workers
+        return [options.worker(index, listening=listening, started=started) for index in range(count)]
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
-        """Until all workers have ended after a signal."""
+        """Until all workers have ended after a signal, or a failure, of which they know: they fail their calls."""
         assert self._client is not None
-        is_announced, gathered = False, 0.0
+        is_announced = False
+        gathered = 0.0
+        failure = None
         while self._ends_at is None or any(process.is_running for process in self._http.processes):
             now = time.monotonic()
             if self._ends_at is not None and now > self._ends_at:
-                return
+                break
             if self._ends_at is None:
                 if (failure := self.failure()) is not None:
-                    await self._end_with(failure)
+                    self._http.terminate_workers()
+                    self._ends_at = now + CLOSE_TIMEOUT_S
+                    continue
                 is_ready = all(process.ready or process.is_given_up for process in self._http.processes)
                 if is_ready and not is_announced and self._client.state == "ok":
                     is_announced = True
@@ -152,14 +131,8 @@ class HttpFrontend:
                 await self._gather()
                 gathered = time.monotonic()
             await asyncio.sleep(0.05 if self._ends_at is None else 0.01)
-
-    async def _end_with(self, failure: str) -> NoReturn:
-        """Workers know of the failure, and fail their calls as they drain."""
-        self._http.terminate_workers()
-        ends_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while time.monotonic() < ends_at and any(process.is_running for process in self._http.processes):
-            await asyncio.sleep(0.05)
-        raise EnginesFailed(failure)
+        if failure is not None:
+            raise EnginesFailed(failure)
 
     def shut_down(self) -> None:
         """Do what SIGTERM does; from any thread."""
@@ -181,7 +154,7 @@ class HttpFrontend:
     async def _gather(self) -> None:
         """Ask every worker for its figures. One that does not answer keeps its last ones, without gauges."""
         names = [process.spec.name for process in self._http.processes]
-        found = await asyncio.gather(*(ask(worker_path(self._folder, name), {}, GATHER_S) for name in names))
+        found = await asyncio.gather(*(ask_json(worker_path(self._folder, name), {}, GATHER_S) for name in names))
         present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
         with self._figures_lock:
             for name, one in present.items():
@@ -231,7 +204,7 @@ class FrontendLink:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The text of a scrape, of all processes, and its Content-Type. Raises ApiError 503."""
-        reply = await ask(frontend_path(self._folder), {"metrics": accept}, 4 * GATHER_S)
+        reply = await ask_json(frontend_path(self._folder), {"metrics": accept}, 4 * GATHER_S)
         if reply is None:
             raise unavailable("the process that adds up the metrics does not answer", "no_metrics")
         return reply["text"].encode(), reply["content_type"]
@@ -244,7 +217,7 @@ class FrontendLink:
             plain = plain_of(client.meter.own_families())
             return {"born": self._born, "calls": client.num_calls, "families": plain}
 
-        answering = await answer(worker_path(self._folder, self._name), figures)
+        answering = await answer_json(worker_path(self._folder, self._name), figures)
         await self._refresh()
         polling = asyncio.create_task(self._poll())
         try:
@@ -259,7 +232,7 @@ class FrontendLink:
             await self._refresh()
 
     async def _refresh(self) -> None:
-        self._state = await ask(frontend_path(self._folder), {}, GATHER_S) or self._state
+        self._state = await ask_json(frontend_path(self._folder), {}, GATHER_S) or self._state
 
 
 # ---------------------------------------------------------------------- questions between processes
@@ -273,30 +246,18 @@ def worker_path(folder: str, name: str) -> str:
     return os.path.join(folder, name)
 
 
-async def answer(path: str, reply: Callable[[dict[str, Any]], Awaitable[Any]]) -> asyncio.Server:
-    """Answer questions at a Unix socket: a line of JSON, and JSON back. The folder says who may ask."""
+async def answer_json(path: str, reply: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> asyncio.Server:
+    """`answer` with JSON."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # who asked is gone, or has not asked
-                writer.write(msgspec.json.encode(await reply(msgspec.json.decode(await reader.readline()))))
-                await writer.drain()
-        finally:
-            writer.close()
+    async def encoded(question: bytes) -> bytes:
+        return msgspec.json.encode(await reply(msgspec.json.decode(question)))
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a process before
-    return await asyncio.start_unix_server(serve, path, limit=MAX_QUESTION)
+    return await answer(path, encoded, max_bytes=MAX_QUESTION)
 
 
-async def ask(path: str, question: dict[str, Any], timeout_s: float) -> Any:
+async def ask_json(path: str, question: dict[str, Any], timeout_s: float) -> Any:
     """The answer; None if none comes in time."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, LinkClosed):
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(msgspec.json.encode(question) + b"\n")
-                return msgspec.json.decode(await reader.read())
-            finally:
-                writer.close()
+            return msgspec.json.decode(await ask(path, msgspec.json.encode(question)))
     return None

@@ -245,14 +245,10 @@ class _ReplicaActor:
     """The Ray actor of one engine."""
 
     def __init__(self, model: Model, options: dict[str, Any], access: dict[str, Any], name: str) -> None:
-        from megatron_infer.coordinator.replica import Replica
-        from megatron_infer.rl.remote_weights import RemoteWeights
+        from megatron_infer.server.engine_replica import engine_replica
 
         engine = _build_engine(model, options)
-        commands = RemoteWeights(engine).commands()
-        self._replica = Replica(
-            engine, access["address"], key=access["key"], name=name, control=True, commands=commands
-        )
+        self._replica = engine_replica(engine, access["address"], key=access["key"], name=name, control=True)
 
     def serve(self) -> None:
         """Serve until the actor ends. If the engine fails, the process exits, so that Ray restarts it."""

@@ -1,9 +1,11 @@
-"""Where the sockets of a server's processes lie when the user says where: a base that one server holds at a time."""
+"""Where the sockets of a server's processes lie: in a folder, or at a base that one server holds at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from megatron_infer.errors import ConfigError
@@ -60,3 +62,28 @@ class SocketBase:
         """Remove the socket and give the base up."""
         self._socket.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+class ServerFolder:
+    """The files and sockets of one server's processes; only this user can open the folder. A context manager.
+
+    base: what the coordinator's address begins with; None: the coordinator's socket is in the folder. Raises as
+    `SocketBase`.
+    """
+
+    def __init__(self, base: str | None = None) -> None:
+        self._base = None if base is None else SocketBase(base)
+        self.path = tempfile.mkdtemp(prefix="megatron-infer-")
+        self.coordinator = f"{SCHEME}{self.path}/coordinator" if self._base is None else self._base.coordinator
+        """The address of the coordinator."""
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._base is not None:
+            self._base.close()
+
+    def __enter__(self) -> ServerFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,15 +1,15 @@
-"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
+"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE DESCRIPTOR`.
 
-A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
-with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second,
+A subprocess gets its options over a link to its parent, the socket DESCRIPTOR, as every user of the machine can see
+arguments. It reports over the same link: {"ready": {...}} once it serves, {"beat": true} every second,
 {"error": "..."} when it cannot. It ends with the process that started it, see `utils.child_process`.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
-import json
 import logging
 import os
 import signal
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_infer.comm.wire import Link
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
@@ -31,13 +32,24 @@ MAX_PASS_S = 5.0
 """Seconds in one pass of its loop after which a coordinator counts as hanging."""
 
 
+@functools.cache
+def _parent() -> Link:
+    """The link to the parent process; its descriptor is the second argument."""
+    connection = socket.socket(fileno=int(sys.argv[2]))
+    connection.set_inheritable(False)
+    return Link(connection)
+
+
+_reporting = threading.Lock()
+
+
 def report(**message: Any) -> None:
-    """Write a line for the parent process, from any thread."""
-    sys.stdout.write(json.dumps(message) + "\n")  # in one call, so that lines of two threads do not mix
-    sys.stdout.flush()
+    """Report to the parent process, from any thread."""
+    with _reporting:
+        _parent().send(message, wait_s=None)
 
 
-class StdoutHeartbeat:
+class ParentHeartbeat:
     """Tells the parent process every BEAT_S seconds that this one runs, from a thread, while `is_alive` says so."""
 
     def __init__(self) -> None:
@@ -53,7 +65,8 @@ class StdoutHeartbeat:
 
 def main() -> int:
     """0: done; 1: failed, and the error was reported."""
-    options = json.loads(sys.stdin.readline())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    options: Any = _parent().receive(None)
     try:
         ROLES[sys.argv[1]](**options)
     except (InferenceError, NotImplementedError) as error:
@@ -80,10 +93,9 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
     log_to_stderr("megatron_infer.coordinator")
     options = CoordinatorOptions(max_queue=max_queue, key=None if key is None else key.encode())
     with Coordinator(bind, options) as one:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: one.stop())
+        signal.signal(signal.SIGTERM, lambda *_: one.stop())
         report(ready={"address": one.address})
-        StdoutHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
+        ParentHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
 
 
@@ -94,54 +106,44 @@ def tokenizer(*, model: str, folder: str, chat_template: str | None = None) -> N
     report(ready=save_tokenizer(model, folder, chat_template))
 
 
-def engine(
-    *,
-    model: str,
-    coordinator: str,
-    name: str,
-    config: dict[str, Any],
-    dtype: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    use_legacy_module: bool = False,
-    control: bool = False,
-    weights_root: str | None = None,
-    lora_root: str | None = None,
-    loader: str | None = None,
-    loader_options: dict[str, Any] | None = None,
-) -> None:
+def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: str, name: str) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    control, weights_root, lora_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in
-    `EngineOptions`.
+    options: of `EngineOptions`. settings: of `ServerConfig`; what it forbids is forbidden here, too.
     """
-    beat = StdoutHeartbeat()
+    beat = ParentHeartbeat()
     with loading_for_good():
         from megatron_infer.audio.speech_model import check_vocabulary
-        from megatron_infer.coordinator.adapter_commands import AdapterCommands
         from megatron_infer.coordinator.peers import MAX_STEP_S
-        from megatron_infer.coordinator.replica import Replica
         from megatron_infer.entrypoints.llm import LLM  # imports torch
-        from megatron_infer.rl.remote_weights import RemoteWeights
+        from megatron_infer.server.engine_replica import engine_replica
+        from megatron_infer.server.process_options import EngineOptions
+        from megatron_infer.server.server_config import ServerConfig
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
-    if config.get("logging_step_interval"):
+    what, served = EngineOptions(**options), ServerConfig(**settings)
+    if what.config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
-    if loader is None:
-        how: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "threads": threads,
-            "use_legacy_module": use_legacy_module,
-        }
-        own = LLM(model, config=config, **how).engine
+    if what.loader is None:
+        own = LLM(
+            what.model,
+            config=what.config,
+            dtype=what.dtype,
+            device=what.device,
+            threads=what.threads_each,
+            use_legacy_module=what.use_legacy_module,
+        ).engine
     else:
-        module, _, function = loader.partition(":")
-        own = getattr(importlib.import_module(module), function)(**loader_options or {})
-    check_vocabulary(model, own.shape.vocab_size)
-    commands = RemoteWeights(own, weights_root=weights_root).commands() if control else None
-    adapters = None if lora_root is None else AdapterCommands(own, root=lora_root).commands()
-    replica = Replica(own, coordinator, name=name, control=control, commands=commands, adapter_commands=adapters)
+        module, _, function = what.loader.partition(":")
+        own = getattr(importlib.import_module(module), function)(**what.loader_options)
+    check_vocabulary(what.model, own.shape.vocab_size)
+    replica = engine_replica(
+        own,
+        coordinator,
+        name=name,
+        control=served.control,
+        weights_root=served.weights_root,
+        lora_root=served.lora_root,
+    )
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
@@ -150,67 +152,39 @@ def engine(
         replica.run()
 
 
-def http(
-    *,
-    settings: dict[str, Any],
-    coordinator: str,
-    key: str | None,
-    tokenizer: dict[str, Any],
-    folder: str,
-    model: str,
-) -> None:
-    """Serve HTTP for the engines of all ranks until SIGTERM. tokenizer: arguments of `load_tokenizer`."""
+def http(**options: Any) -> None:
+    """Serve HTTP for the engines of all ranks until SIGTERM. options: of `HttpOptions`."""
     from megatron_infer.server.http_server import listen
     from megatron_infer.server.launch import http_server
-    from megatron_infer.server.server_config import ServerConfig
+    from megatron_infer.server.process_options import HttpOptions
 
     log_to_stderr("megatron_infer.server", times=True)
-    config, secret = ServerConfig(**settings), None if key is None else key.encode()
-    server = http_server(config, coordinator=coordinator, key=secret, tokenizer=tokenizer, folder=folder, model=model)
-    server.run(listen(config.host, config.port), on_ready=lambda url: report(ready={"url": url}))
+    one = HttpOptions.from_json(**options)
+    http_server(one).run(listen(one.settings.host, one.settings.port), on_ready=lambda url: report(ready={"url": url}))
 
 
-def http_worker(
-    *,
-    settings: dict[str, Any],
-    coordinator: str,
-    key: str | None,
-    tokenizer: dict[str, Any],
-    folder: str,
-    model: str,
-    name: str,
-    listening: int,
-    started: float,
-) -> None:
-    """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`."""
-    beat = StdoutHeartbeat()
-    from megatron_infer.server.http_server import HttpServer
+def http_worker(*, name: str, listening: int, started: float, **options: Any) -> None:
+    """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`.
+
+    options: of `HttpOptions`.
+    """
+    beat = ParentHeartbeat()
     from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
-    from megatron_infer.server.server_config import ServerConfig
-    from megatron_infer.server.speech import speech_modules
-    from megatron_infer.server.tokenizer_files import load_tokenizer
+    from megatron_infer.server.launch import one_http_server
+    from megatron_infer.server.process_options import HttpOptions
 
     log_to_stderr("megatron_infer.server", times=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     shared = socket.socket(fileno=listening)
     shared.set_inheritable(False)
-    server = HttpServer(
-        ServerConfig(**settings),
-        coordinator=coordinator,
-        key=None if key is None else key.encode(),
-        tokenizer=load_tokenizer(folder, **tokenizer),
-        model=model,
-        frontend=FrontendLink(folder, name=name),
-        started=started,
-        modules=speech_modules(folder),
-    )
+    one = HttpOptions.from_json(**options)
+    server = one_http_server(one, frontend=FrontendLink(one.folder, name=name), started=started)
     beat.is_alive = lambda: server.pass_s < MAX_PASS_S
     server.run(shared, on_ready=lambda url: report(ready={"url": url}))
 
 
 def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:
     """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
-    beat = StdoutHeartbeat()
+    beat = ParentHeartbeat()
     from megatron_infer.utils.openmp import limit_spinning
 
     limit_spinning()
@@ -221,7 +195,6 @@ def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) ->
         report(ready={"path": path})
 
     log_to_stderr("megatron_infer", times=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     run_decoder(model, path, voices, own, on_ready)
 

@@ -1,15 +1,16 @@
-"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
-killed.
+"""Starts, watches, restarts and ends the server's subprocesses.
 
-One thread starts and watches all of them. None outlives the server, see `utils.child_process`.
+One that ends is restarted after a growing wait, or given up; one that hangs is killed. One thread does it for all of
+them. Each is at the other end of a link: it gets its options and reports over it (`subprocess_main`). None outlives the
+server (`utils.child_process`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,17 +19,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.comm.wire import Link, LinkClosed, Silence
 from megatron_infer.errors import ModelError
 from megatron_infer.utils.child_process import ChildProcess
 
 log = logging.getLogger("megatron_infer.server")
 
+STDERR = 2
+"""Where a process prints, as its log goes there."""
 WATCH_S = 0.1
+MAX_PASS_S = 1.0
+"""Seconds between two checks of a process while this one runs."""
 WINDOW_S = 60.0
 """Seconds of service within which failures count together. The time in which a process loads is not counted."""
 MAX_FAILURES = 5
 """Failures within the window after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+OPTIONS_TIMEOUT_S = 60.0
+"""Most seconds that a new process may take to read options that do not fit into the link's buffer."""
+KILL_TIMEOUT_S = 5.0
+"""Most seconds that a killed process is waited for."""
 LOADING_FACTOR = 10
 """A process that reads a large tensor may be silent for long."""
 
@@ -47,8 +57,8 @@ class ProcessSpec:
     inherited: tuple[int, ...] = ()
     """File descriptors of this process that it gets, under the same numbers."""
     hang_timeout_s: float | None = None
-    """Seconds without a beat after which it is killed; LOADING_FACTOR times as many from its start until it
-    serves. None: never, for a role that sends no beats."""
+    """Seconds without a report after which it is killed; LOADING_FACTOR times as many from its start until it
+    serves. None: never, for a role that sends no heartbeats."""
 
 
 def coordinator_process(options: dict[str, Any]) -> ProcessSpec:
@@ -64,130 +74,143 @@ class Process:
         self.restarts = 0
         self.ready: dict[str, Any] | None = None
         """What it reported when it began to serve; None while it does not serve."""
-        self.was_ready = False
         self.error: str | None = None
         self.last_exit: str | None = None
-        self.last_beat: float | None = None
-        """When it was started or last said that it runs; None while it does not run."""
-        self.next_start = 0.0
         self.is_given_up = False
-        self._popen: ChildProcess | None = None
-        self._reader: threading.Thread | None = None
+        self._child: ChildProcess | None = None
+        self._link: Link | None = None
+        self._reading = threading.Lock()
+        self._silence = Silence(MAX_PASS_S)
         self._is_hanging = False
+        self._was_ready = False
         self._ready_at: float | None = None
+        self._restart_at: float | None = None
+        """When it starts again; None while it runs, or until its end has been noticed."""
         self._served_s = 0.0
         """How long it has served, in all of its runs that have ended."""
         self._failures: list[float] = []
         """Those within the window, each by `_served_s`."""
 
     def start(self) -> None:
-        self.ready, self.error, self._is_hanging = None, None, False
-        self.last_beat, self._ready_at = time.monotonic(), None
-        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
-        pipe = subprocess.PIPE
-        self._popen = ChildProcess(command, stdin=pipe, stdout=pipe, text=True, pass_fds=self.spec.inherited)
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(json.dumps(self.spec.options) + "\n")
-            self._popen.stdin.close()
-        self._reader = threading.Thread(target=self._read_reports, args=(self._popen,), daemon=True)
-        self._reader.start()
+        self.ready = self.error = self._ready_at = self._restart_at = None
+        self._is_hanging = False
+        self._silence = Silence(MAX_PASS_S)
+        ours, theirs = socket.socketpair()
+        number = str(theirs.fileno())
+        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role, number]
+        with theirs:
+            self._child = ChildProcess(
+                command, stdin=subprocess.DEVNULL, stdout=STDERR, pass_fds=(*self.spec.inherited, theirs.fileno())
+            )
+        with self._reading, contextlib.suppress(LinkClosed):  # it has ended already
+            if self._link is not None:
+                self._link.close()
+            self._link = Link(ours)
+            self._link.send(self.spec.options, wait_s=OPTIONS_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """What it reports when it begins to serve. Raises ModelError if it ends before, or not in time."""
         deadline = time.monotonic() + timeout_s
-        while self.ready is None:
-            if not self.is_running:
-                self.finish_reading()
-                if self.ready is None:
-                    raise ModelError(self.error or f"{self.spec.name} ended with code {self.exit_code}")
+        while True:
+            is_running = self.is_running  # before its last report is read
+            self._read_reports()
+            if self.ready is not None:
+                return self.ready
+            if not is_running:
+                raise ModelError(self.error or f"{self.spec.name} ended with code {self.exit_code}")
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
                 raise ModelError(f"{self.spec.name} is not ready after {timeout_s:g} s")
             time.sleep(0.02)
-        return self.ready
 
     @property
     def is_running(self) -> bool:
-        return self._popen is not None and self._popen.poll() is None
+        return self._child is not None and self._child.poll() is None
 
     @property
     def pid(self) -> int | None:
-        return None if self._popen is None else self._popen.pid
+        return None if self._child is None else self._child.pid
 
     @property
     def exit_code(self) -> int | None:
-        return None if self._popen is None else self._popen.poll()
+        return None if self._child is None else self._child.poll()
 
     def signal(self, number: int) -> None:
-        if self._popen is not None:
-            self._popen.send_signal(number)
+        if self._child is not None:
+            self._child.send_signal(number)
 
-    def kill_if_hanging(self, now: float) -> None:
-        """Kill it if it has been silent for too long. now: on time.monotonic's clock."""
-        limit = self.spec.hang_timeout_s
-        if limit is None or self.last_beat is None:
-            return
-        silent = now - self.last_beat
-        if silent > limit * (1 if self.ready is not None else LOADING_FACTOR):
-            log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent)
-            self._is_hanging, self.last_beat = True, None
-            self.signal(signal.SIGKILL)
+    def wait(self, timeout_s: float) -> None:
+        """Until it ends, and no longer than timeout_s seconds."""
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout_s)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it ends within the time."""
-        if self._popen is None:
-            return True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout_s)
-            return True
-        return False
-
-    def finish_reading(self) -> None:
-        """Wait until all reports of this process, which has ended, have been read."""
-        if self._reader is not None:
-            self._reader.join(5.0)
+    def end(self) -> None:
+        """Kill it, if it runs. A process in a call of a driver that does not return is not waited for."""
+        self.signal(signal.SIGKILL)
+        self.wait(KILL_TIMEOUT_S)
+        with self._reading:
+            if self._link is not None:
+                self._link.close()
 
     def status(self) -> dict[str, Any]:
         state = "failed" if self.is_given_up else "running" if self.ready is not None else "starting"
         return {"name": self.spec.name, "state": state, "restarts": self.restarts, "last_exit": self.last_exit}
 
-    def handle_exit(self) -> bool:
-        """Record that it has ended -> whether to restart it, at `next_start`."""
+    def check(self) -> None:
+        """Kill it if it hangs; notice its end; start it again when its wait is over. The supervisor's every pass."""
+        is_running = self.is_running  # before its last report is read
+        self._read_reports()
+        silent = self._silence.seconds()
+        if self.is_given_up:
+            return
+        if is_running:
+            self._kill_if_hanging(silent)
+        elif self._restart_at is None:
+            self._restart_at = self._handle_exit()
+        elif time.monotonic() >= self._restart_at:
+            self.restarts += 1
+            self.start()
+
+    def _kill_if_hanging(self, silent: float) -> None:
+        limit = self.spec.hang_timeout_s
+        if limit is None or self._is_hanging:
+            return
+        if silent > limit * (1 if self.ready is not None else LOADING_FACTOR):
+            log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent)
+            self._is_hanging = True
+            self.signal(signal.SIGKILL)
+
+    def _handle_exit(self) -> float:
+        """Record that it has ended, and give it up or not -> when to start it again."""
         code, now = self.exit_code, time.monotonic()
         self.last_exit = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         if self._is_hanging:
             self.last_exit += " (it hung)"
-        self.ready = self.last_beat = None
+        self.ready = None
         self._served_s += 0.0 if self._ready_at is None else now - self._ready_at
         if code == 0:  # it was told to end (SIGTERM), and has drained
-            self._failures, self.next_start = [], now
+            self._failures = []
             log.info("%s has ended as it was told: it starts again", self.spec.name)
-            return True
+            return now
         self._failures = [at for at in self._failures if self._served_s - at < WINDOW_S] + [self._served_s]
-        is_misconfigured = self.error is not None and not self.was_ready  # a restart would fail in the same way
+        is_misconfigured = self.error is not None and not self._was_ready  # a restart would fail in the same way
         self.is_given_up = is_misconfigured or len(self._failures) >= MAX_FAILURES
-        wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (len(self._failures) - 1))
-        self.next_start = now + wait
+        wait: float = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (len(self._failures) - 1))
         what = "is given up" if self.is_given_up else f"starts again in {wait:g} s"
         log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
-        return not self.is_given_up
+        return now + wait
 
-    def _read_reports(self, popen: ChildProcess) -> None:
-        assert popen.stdout is not None
-        for line in popen.stdout:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                log.info("%s: %s", self.spec.name, line.rstrip())
-                continue
-            if popen is not self._popen:
-                continue
-            self.last_beat = time.monotonic()
-            if "ready" in message:
-                self.ready, self.was_ready, self._ready_at = message["ready"], True, self.last_beat
-            self.error = message.get("error", self.error)
-        popen.stdout.close()
+    def _read_reports(self) -> None:
+        """Take what it has reported; from the supervisor's thread, and from one that waits until it serves."""
+        with self._reading, contextlib.suppress(LinkClosed):
+            while self._link is not None and (message := self._link.receive(0.0)) is not None:
+                self._silence.heard()
+                if "ready" in message:
+                    self._ready_at = time.monotonic()
+                    self._was_ready = True
+                    self.ready = message["ready"]
+                self.error = message.get("error", self.error)
 
 
 class Supervisor:
@@ -219,11 +242,6 @@ class Supervisor:
     def status(self) -> list[dict[str, Any]]:
         return [process.status() for process in self._workers]
 
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM to one process; none is restarted any more."""
-        self._is_stopping = True
-        self.process(name).signal(signal.SIGTERM)
-
     def terminate_workers(self) -> None:
         """Send SIGTERM to every worker; no process is restarted any more."""
         self._is_stopping = True
@@ -238,33 +256,15 @@ class Supervisor:
             process.signal(number)
         deadline = time.monotonic() + timeout_s
         for process in running:
-            if not process.wait(max(0.0, deadline - time.monotonic())):
-                process.signal(signal.SIGKILL)
-                process.wait(5.0)
+            process.wait(max(0.0, deadline - time.monotonic()))
+            process.end()
         self._all_ended.set()
 
     def _watch(self) -> None:
         for process in self.processes:
             process.start()
         self._all_started.set()
-        ended: set[int] = set()
-        last_pass = time.monotonic()
         while not self._all_ended.wait(WATCH_S):
-            now = time.monotonic()
-            stalled, last_pass = now - last_pass > 10 * WATCH_S, now
-            for index, process in enumerate(self.processes):
-                if stalled and process.last_beat is not None:  # this process did not run: beats have not been read yet
-                    process.last_beat = now
-                if self._is_stopping or process.is_given_up:
-                    continue
-                if process.is_running:
-                    process.kill_if_hanging(now)
-                    continue
-                if index not in ended:
-                    process.finish_reading()
-                    if not self._is_stopping and process.handle_exit():
-                        ended.add(index)
-                elif time.monotonic() >= process.next_start:
-                    ended.discard(index)
-                    process.restarts += 1
-                    process.start()
+            for process in self.processes:
+                if not self._is_stopping:
+                    process.check()

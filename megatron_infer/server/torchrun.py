@@ -14,10 +14,8 @@ import dataclasses
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -34,7 +32,6 @@ from megatron_infer.audio.speech_model import check_vocabulary
 from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
-from megatron_infer.coordinator.adapter_commands import AdapterCommands
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
@@ -45,16 +42,13 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.remote_weights import RemoteWeights
-from megatron_infer.server.launch import (
-    STOP_TIMEOUT_S,
-    TOKENIZER_TIMEOUT_S,
-    EngineOptions,
-    save_tokenizer_in_subprocess,
-)
+from megatron_infer.server.engine_replica import engine_replica
+from megatron_infer.server.launch import STOP_TIMEOUT_S, TOKENIZER_TIMEOUT_S, http_options
+from megatron_infer.server.process_options import EngineOptions
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.socket_base import SocketBase
+from megatron_infer.server.socket_base import ServerFolder
 from megatron_infer.server.speech import speech_processes, with_voices
-from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
+from megatron_infer.server.supervisor import Supervisor, coordinator_process
 from megatron_infer.utils.child_process import end_with_parent
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -84,24 +78,21 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         coordinator = json.loads(store.get(ADDRESS_KEY))
         engine = _build_engine(options, groups)
         check_vocabulary(options.model, engine.shape.vocab_size)
-        rank_group, weights = engine.rank_group.groups, RemoteWeights(engine, weights_root=settings.weights_root)
+        rank_group = engine.rank_group.groups
         if not rank_group.is_leader:
             _ignore_signals()
-            engine.follow(weights.followed())
+            engine.follow(RemoteWeights(engine, weights_root=settings.weights_root).followed())
             return
         if options.config.get("logging_step_interval"):
             log_to_stderr(METRICS_LOGGER)
-        key = None if coordinator["key"] is None else coordinator["key"].encode()
-        root = settings.lora_root
-        name, commands = f"replica{rank_group.dp_rank}", weights.commands() if settings.control else None
-        replica = Replica(
+        replica = engine_replica(
             engine,
             coordinator["address"],
-            name=name,
-            key=key,
+            name=f"replica{rank_group.dp_rank}",
+            key=None if coordinator["key"] is None else coordinator["key"].encode(),
             control=settings.control,
-            commands=commands,
-            adapter_commands=None if root is None else AdapterCommands(engine, root=root).commands(),
+            weights_root=settings.weights_root,
+            lora_root=settings.lora_root,
         )
         stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
         _ignore_signals() if frontend is None else frontend.forward_signals()
@@ -209,41 +200,35 @@ class FrontendProcesses:
     """Rank 0's subprocesses: the coordinator and HTTP."""
 
     def __init__(self, options: EngineOptions, settings: ServerConfig) -> None:
-        self._options, self._settings = options, with_voices(options.model, settings)
-        self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
+        self._options = options
+        self._settings = with_voices(options.model, settings)
+        self._is_multi_node = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
+        self._folder = ServerFolder(None if self._is_multi_node else options.endpoint_base)
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
-        self._base: SocketBase | None = None
         self._num_signals = 0
 
     def start(self) -> dict[str, Any]:
         """Start both -> where replicas reach the coordinator: address, key. Raises ModelError, ConfigError."""
-        is_multi_node = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
-        key = secrets.token_hex(16) if is_multi_node else None
-        bind = f"tcp://{_own_address()}:0" if is_multi_node else self._local_address()
-        options: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
+        key = secrets.token_hex(16) if self._is_multi_node else None
+        bind = f"tcp://{_own_address()}:0" if self._is_multi_node else self._folder.coordinator
+        options = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
         self._coordinator = Supervisor([coordinator_process(options)])
         self._coordinator.start()
         address = self._coordinator.process("coordinator").wait_ready(60.0)["address"]
-        model = self._options.model
-        options = {
-            "settings": {item.name: getattr(self._settings, item.name) for item in dataclasses.fields(self._settings)},
-            "coordinator": address,
-            "key": key,
-            "tokenizer": save_tokenizer_in_subprocess(model, self._folder, self._options.chat_template),
-            "folder": self._folder,
-            "model": model,
-        }
-        http = ProcessSpec(name="http", role="http", options=options)
-        self._http = Supervisor([*speech_processes(model, self._folder, self._settings), http])
+        options["bind"] = address  # the next process listens at the port that its peers know
+        http = http_options(
+            self._options,
+            self._settings,
+            self._folder.path,
+            coordinator=address,
+            key=None if key is None else key.encode(),
+        )
+        self._http = Supervisor(
+            [*speech_processes(self._options.model, self._folder.path, self._settings), http.process()]
+        )
         self._http.start()
         return {"address": address, "key": key}
-
-    def _local_address(self) -> str:
-        if self._options.endpoint_base is None:
-            return f"ipc://{self._folder}/coordinator"
-        self._base = SocketBase(self._options.endpoint_base)
-        return self._base.coordinator
 
     def forward_signals(self) -> None:
         """Forward SIGTERM and SIGINT to HTTP: the first drains it, the second ends it at once."""
@@ -253,7 +238,7 @@ class FrontendProcesses:
     def _terminate_http(self, *_: Any) -> None:
         self._num_signals += 1
         if self._http is not None:
-            self._http.terminate("http")
+            self._http.terminate_workers()
 
     @property
     def failure(self) -> str | None:
@@ -276,9 +261,7 @@ class FrontendProcesses:
         for supervisor in (self._http, self._coordinator):
             if supervisor is not None:
                 supervisor.stop(number=signal.SIGTERM, timeout_s=STOP_TIMEOUT_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._base is not None:
-            self._base.close()
+        self._folder.close()
 
 
 def _own_address() -> str:

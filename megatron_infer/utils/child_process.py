@@ -12,6 +12,7 @@ divides processors between sessions first, and compares how nice threads are wit
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -78,8 +79,12 @@ class ChildProcess(subprocess.Popen[Any]):
         self._held.close()
         return code
 
-    def end(self) -> int:
-        """Kill it, and what it has started -> its exit code."""
+    def end(self, number: int = signal.SIGKILL, *, timeout_s: float = 0.0) -> int:
+        """Send it signal `number`, kill it and what it has started after timeout_s seconds -> its exit code."""
+        if number != signal.SIGKILL:
+            self.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(timeout_s)
         self._held.close()
         self.kill()  # where the guard was killed, or could not begin
         return self.wait()

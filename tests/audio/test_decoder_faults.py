@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -31,10 +32,11 @@ from megatron_infer.audio.blocks import BlockSchedule, Window
 from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.voices import encode_voice
+from megatron_infer.comm.wire import frame, receive_frame
 from megatron_infer.errors import ModelError
 from megatron_infer.pipelines import AudioGeneratorPipeline, GenerationStatus, TextTokenizer
 from megatron_infer.server import audio_decoder
-from megatron_infer.server.audio_decoder import AudioDecoderClient, Decode, DecoderServer, Failed, Hello, Sound, _frame
+from megatron_infer.server.audio_decoder import AudioDecoderClient, DecoderServer, Failed, Hello, Sound, WaitingWindow
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.speech import SpeechRoutes
 
@@ -73,6 +75,13 @@ def window(*tokens: int) -> Window:
     return Window(tokens=tokens, num_prompt=0, num_left=0, num_new=len(tokens), block=0, is_last=True)
 
 
+async def decoded(server: DecoderServer, windows: list[Window]) -> list[Sound | Failed]:
+    """The answers to the windows of one batch."""
+    batch = [WaitingWindow(one, asyncio.get_running_loop().create_future()) for one in windows]
+    await server._decode(batch)
+    return [await one.sound for one in batch]
+
+
 REASONS = [
     ("error", "the server's log has the reason"),
     ("short", "gave 1 x 319 samples for 1 x 1 tokens, it must be 1 x 320"),
@@ -82,17 +91,12 @@ REASONS = [
 
 @pytest.mark.parametrize(("fault", "reason"), REASONS)
 def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch(fault, reason):
-    sent = []
-    writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: sent.append(frame))
-    ask = lambda id, *tokens: (writer, Decode(id, tokens, 0, 0, len(tokens), False, False))  # noqa: E731
-    batch = [ask(1, 1, 2), ask(2, BAD), ask(3, 3), ask(4, 4, 5)]
     server = DecoderServer(Faulty(fault).opened(), {})
-    asyncio.run(server._decode(batch))
-    answers = {one.id: one for one in (msgspec.msgpack.decode(frame[4:], type=Sound | Failed) for frame in sent)}
-    assert [type(answers[id]) for id in (1, 2, 3, 4)] == [Sound, Failed, Sound, Sound]
-    assert reason in answers[2].message and "secret" not in answers[2].message
+    answers = asyncio.run(decoded(server, [window(1, 2), window(BAD), window(3), window(4, 5)]))
+    assert [type(one) for one in answers] == [Sound, Failed, Sound, Sound]
+    assert reason in answers[1].message and "secret" not in answers[1].message
     (alone,) = decode_windows(TONES.decoder, [window(4, 5)])
-    assert answers[4].samples == alone.astype("<f4").tobytes() and server.call_s == 0
+    assert answers[3].samples == alone.astype("<f4").tobytes() and server.call_s == 0
 
 
 def test_a_batch_that_is_halved_hangs_only_where_one_call_of_the_decoder_does(monkeypatch):
@@ -107,9 +111,7 @@ def test_a_batch_that_is_halved_hangs_only_where_one_call_of_the_decoder_does(mo
         return decode(*arguments)
 
     faulty.decode = slow
-    writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: None)
-    batch = [(writer, Decode(id, (token,), 0, 0, 1, False, False)) for id, token in enumerate((1, 2, BAD, 3))]
-    asyncio.run(server._decode(batch))
+    asyncio.run(decoded(server, [window(token) for token in (1, 2, BAD, 3)]))
     assert seen == [audio_decoder.MAX_CALL_S / 2] * 5 and server.call_s == 0
 
 
@@ -194,7 +196,7 @@ def test_a_decoder_at_work_for_too_long_says_so_and_its_process_counts_as_hangin
     from megatron_infer.server import subprocess_main
 
     beats, faulty = SimpleNamespace(is_alive=lambda: True), Faulty("stuck")
-    monkeypatch.setattr(subprocess_main, "StdoutHeartbeat", lambda: beats)
+    monkeypatch.setattr(subprocess_main, "ParentHeartbeat", lambda: beats)
     monkeypatch.setattr(subprocess_main, "report", lambda **_: None)
     monkeypatch.setattr(subprocess_main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(audio_decoder, "MAX_CALL_S", 0.1)
@@ -229,22 +231,25 @@ async def listening(path: str, answer):
         yield
 
 
-def say_hello(writer) -> None:
-    writer.write(_frame(Hello(16_000, (320, 1), 0, 0, {})))
+async def greets(reader, writer) -> bool:
+    """Whether the question was what the decoder is, which is answered; else it is a window."""
+    if msgspec.msgpack.decode(await receive_frame(reader)) is not None:
+        return False
+    writer.write(frame(msgspec.msgpack.encode(Hello(16_000, (320, 1), 0, 0, {}))))
+    return True
 
 
 def refusal(path: str, answer, *, decodes: bool) -> ApiError:
     """What a call gets of a decoder whose process does `answer`; None: there is none."""
 
     async def ask() -> ApiError:
-        client = AudioDecoderClient(path)
+        client, is_greeted = AudioDecoderClient(path), False
         async with listening(path, answer) if answer is not None else contextlib.nullcontext():
             with pytest.raises(ApiError) as found:
                 await client.hello()
+                is_greeted = True
                 await client.decode(window(1))
-            assert client.num_waiting == 0
-            assert (client._hello is not None) == decodes
-            client._running.cancel()
+            assert client.num_waiting == 0 and is_greeted == decodes
         return found.value
 
     return asyncio.run(asyncio.wait_for(ask(), 20))
@@ -255,23 +260,20 @@ async def silent(reader, writer) -> None:
 
 
 async def garbled(reader, writer) -> None:
-    writer.write(b"\x02\x00\x00\x00hm")
+    writer.write(frame(b"hm"))
     await reader.read()
 
 
 async def gone_for_good(reader, writer) -> None:
-    """It greets once, takes a window, ends, and is never seen again."""
-    if not hasattr(gone_for_good, "seen"):
-        gone_for_good.seen = True
-        say_hello(writer)
-        await reader.readexactly(4)
+    """It greets, takes a window, ends, and is never seen again."""
+    if not await greets(reader, writer):
+        os.unlink(writer.get_extra_info("sockname"))
     writer.close()
 
 
 async def deadly(reader, writer) -> None:
     """It dies of every window."""
-    say_hello(writer)
-    await reader.read(4)
+    await greets(reader, writer)
     writer.close()
 
 

@@ -162,6 +162,14 @@ def test_what_a_child_leaves_ends_with_it_and_another_one_goes_on():
     wait_for(lambda: all(map(is_gone, ids)))
 
 
+def test_child_is_told_to_end_and_killed_where_it_does_not():
+    drains = "trap 'exit 3' TERM; echo; while :; do sleep 0.05; done"
+    for code, timeout_s, ended in ((drains, 60, 3), ("trap '' TERM; echo; sleep 600", 0.3, -signal.SIGKILL)):
+        with child_process.ChildProcess(["sh", "-c", code], stdout=subprocess.PIPE) as child:
+            assert child.stdout.readline() == b"\n"
+            assert child.end(signal.SIGTERM, timeout_s=timeout_s) == ended
+
+
 def test_command_is_run_to_its_end_or_its_time():
     done = child_process.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout_s=60)
     assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 3)

@@ -20,6 +20,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.server import http_workers
 from megatron_infer.server.http_server import HttpServer, listen, url_of
 from megatron_infer.server.http_workers import HttpFrontend
+from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
@@ -39,9 +40,10 @@ def workers(folder, *, step_s=0.0, count=2, **settings):
         contextlib.closing(listen(config.host, config.port)) as listening,
     ):
         tokenizer = {"name": "echo", "eos_ids": None}
-        frontend = HttpFrontend(
-            config, coordinator=one.address, key=None, tokenizer=tokenizer, folder=str(folder), model="echo"
+        options = HttpOptions(
+            settings=config, coordinator=one.address, tokenizer=tokenizer, folder=str(folder), model="echo"
         )
+        frontend = HttpFrontend(options)
         ready = threading.Event()
         run = lambda: frontend.run(listening, on_ready=lambda url: ready.set())  # noqa: E731
         thread = threading.Thread(target=run)

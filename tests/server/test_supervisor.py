@@ -20,9 +20,9 @@ from server_case import wait_for
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
-from megatron_infer.server.http_server import EnginesFailed, HttpServer, listen, url_of
-from megatron_infer.server.http_workers import HttpFrontend
-from megatron_infer.server.launch import EngineOptions
+from megatron_infer.server.http_server import EnginesFailed, listen, url_of
+from megatron_infer.server.launch import http_server
+from megatron_infer.server.process_options import EngineOptions, HttpOptions
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 from megatron_infer.testing.echo import EchoEngine
@@ -101,14 +101,12 @@ def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_it
     engines = SimpleNamespace(reason=None, status=list, terminate_workers=lambda: None)
     engines.failure = lambda: engines.reason
     settings = ServerConfig(port=0, log_requests=False, http_workers=num_workers)
+    tokenizer = {"name": "echo", "eos_ids": None}
     with coordinator(timeout_s=20.0) as one, replica(one.address, EchoEngine(step_s=0.01)):
-        about = {"coordinator": one.address, "model": "echo", "supervisor": engines}
-        if num_workers == 1:
-            server = HttpServer(settings, tokenizer=None, **about)
-        else:
-            server = HttpFrontend(
-                settings, key=None, tokenizer={"name": "echo", "eos_ids": None}, folder=str(tmp_path), **about
-            )
+        options = HttpOptions(
+            settings=settings, coordinator=one.address, tokenizer=tokenizer, folder=str(tmp_path), model="echo"
+        )
+        server = http_server(options, engines)
         ready, box = threading.Event(), SimpleNamespace(error=None)
 
         def serve():
@@ -135,7 +133,7 @@ def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_it
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, lost):
-    from megatron_infer.server import torchrun
+    from megatron_infer.server import launch, torchrun
 
     made = []
 
@@ -156,7 +154,7 @@ def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, l
         stop = start
 
     monkeypatch.setattr(torchrun, "Supervisor", Supervised)
-    monkeypatch.setattr(torchrun, "save_tokenizer_in_subprocess", lambda *_: {})
+    monkeypatch.setattr(launch, "save_tokenizer_in_subprocess", lambda *_: {})
     monkeypatch.setenv("WORLD_SIZE", "1")
     frontend = torchrun.FrontendProcesses(EngineOptions(model="m"), ServerConfig())
     frontend.start()
@@ -167,11 +165,28 @@ def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, l
     frontend.close()
 
 
+def test_coordinator_of_several_machines_comes_back_at_the_port_that_its_peers_know(monkeypatch):
+    from megatron_infer.server import launch, torchrun
+
+    monkeypatch.setattr(launch, "save_tokenizer_in_subprocess", lambda *_: {"name": "m", "eos_ids": None})
+    monkeypatch.setattr(torchrun, "_own_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    frontend = torchrun.FrontendProcesses(EngineOptions(model="m"), ServerConfig(port=0))
+    try:
+        address = frontend.start()["address"]
+        process = frontend._coordinator.process("coordinator")
+        process.signal(signal.SIGKILL)
+        wait_for(lambda: process.restarts == 1 and process.ready)
+        assert address.startswith("tcp://127.0.0.1:") and process.ready["address"] == address
+    finally:
+        frontend.close()
+
+
 def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     beats = []
     monkeypatch.setattr(subprocess_main, "BEAT_S", 0.005)
     monkeypatch.setattr(subprocess_main, "report", lambda **message: beats.append(message))
-    beat = subprocess_main.StdoutHeartbeat()
+    beat = subprocess_main.ParentHeartbeat()
     wait_for(lambda: beats)
     beat.is_alive = lambda: False
     time.sleep(0.05)

@@ -112,28 +112,20 @@ def measure(url: str, pids: dict[str, list[int]], streams: int, args: argparse.N
 
 
 def run(workers: int, args: argparse.Namespace, tokenizer: dict[str, Any], folder: str) -> list[dict[str, Any]]:
-    import dataclasses
-
     import psutil
 
+    from megatron_infer.server.process_options import HttpOptions
     from megatron_infer.server.server_config import ServerConfig
-    from megatron_infer.server.supervisor import Process, ProcessSpec, coordinator_process
+    from megatron_infer.server.supervisor import Process, coordinator_process
 
     address = f"ipc://{folder}/coordinator{workers}"
     settings = ServerConfig(port=0, log_requests=False, max_queue=1 << 14, http_workers=workers)
-    options = {
-        "settings": {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)},
-        "coordinator": address,
-        "key": None,
-        "tokenizer": tokenizer,
-        "folder": folder,
-        "model": "echo",
-    }
+    options = HttpOptions(settings=settings, coordinator=address, tokenizer=tokenizer, folder=folder, model="echo")
     context = multiprocessing.get_context("spawn")
     step_s = args.step_ms / 1e3
     engines = [context.Process(target=engine, args=(address, step_s, f"e{i}"), daemon=True) for i in range(2)]
     one = Process(coordinator_process({"bind": address, "max_queue": 1 << 14}))
-    http = Process(ProcessSpec(name="http", role="http", options=options))
+    http = Process(options.process())
     try:
         one.start()
         one.wait_ready(60)

@@ -68,11 +68,7 @@ def served(*arguments: str) -> Iterator[Server]:
             time.sleep(0.05)
         yield Server(found[0], process.pid, lines)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            process.end()
+        process.end(signal.SIGTERM, timeout_s=40)
         told.join(5)
 
 

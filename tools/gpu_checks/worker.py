@@ -168,15 +168,8 @@ class Worker:
 
     def end(self) -> str:
         """Stop it if it runs -> how it ended, with the last of what it printed."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        status = self._process.end(signal.SIGTERM, timeout_s=5)
         RUNNING.discard(self._process)
-        status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         printed = "\n".join(self.printed)
         return f"{how}: {' '.join(printed[-TAIL:].split())}" if printed else how
