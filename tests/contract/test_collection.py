@@ -18,8 +18,9 @@ def test_no_folder_with_tests_is_passed_over(pytestconfig):
 
 def test_page_names_the_promises_of_each_folder():
     page = (TESTS.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:`test_\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
-    assert {folder for folder, _ in rows} == {path.parent.name for path in TESTS.rglob("test_*.py")}
+    rows = re.findall(r"^\| `([\w/]+)` \| [^|]+ \| ((?:`test_\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
+    folders = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert {folder for folder, _ in rows} == folders
     missing = [
         file
         for folder, files in rows

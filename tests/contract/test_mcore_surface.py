@@ -281,8 +281,8 @@ def test_version_019_is_adopted_and_driven_from_the_same_source():
         cwd=ROOT,
     )
     assert found.stdout.strip() == "(0, 19)", found.stdout + found.stderr
-    files = [f"tests/engine/test_adopt_{part}.py" for part in ("logits", "refusals", "training", "hybrid")]
-    files += ["tests/engine/test_mamba_mixer.py", "tests/engine/test_train_hybrid.py"]
+    files = [f"tests/engine/adopt/test_adopt_{part}.py" for part in ("logits", "refusals", "training", "hybrid")]
+    files += ["tests/engine/adopt/test_mamba_mixer.py", "tests/engine/adopt/test_train_hybrid.py"]
     files.append("tests/contract/test_mcore_surface.py")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],

@@ -92,7 +92,7 @@ def test_two_outputs_added_in_three_files_arrive_everywhere(tmp_path):
         path.write_text(text)
     docstring = ast.get_docstring(ast.parse((ROOT / "megatron_infer/outputs/token_outputs.py").read_text())) or ""
     assert set(re.findall(r"(?<!/)\b[a-z]+/[a-z_]+\.py", docstring)) - {"contract/test_token_outputs.py"} == set(EDITS)
-    paths = [tmp_path, ROOT / "tests/contract", ROOT / "tests/dist", ROOT / "tests/engine"]
+    paths = [tmp_path, *(ROOT / "tests" / name for name in ("contract", "dist", "engine/outputs", "support"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", ON_THE_COPY, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)

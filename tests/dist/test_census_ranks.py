@@ -1,6 +1,6 @@
 """Every change of a model's modules at every time, on both of two tensor-parallel ranks, is served or refused.
 
-What tests/engine/test_census.py holds for one process; a change on one rank alone is in test_tp_calls.
+What tests/engine/adopt/test_census.py holds for one process; a change on one rank alone is in test_tp_calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo model: the same ids as transformers makes of the same file; logits: engine/test_smollm2_parity.py."""
+"""The demo model: the same ids as transformers makes of the same file; logits: test_smollm2_parity.py."""
 
 from __future__ import annotations
 

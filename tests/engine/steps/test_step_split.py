@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
+sys.path.append(str(Path(__file__).parents[3] / "tools" / "bench"))
 
 import step_split
 
