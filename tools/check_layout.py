@@ -208,6 +208,10 @@ def any_covers(prefixes: Iterable[str], module: str) -> bool:
     return any(covers(prefix, module) for prefix in prefixes)
 
 
+def is_on_path(module: Module) -> bool:
+    return any_covers(PATH, module.name) and not any_covers(OPTIONAL, module.name)
+
+
 def _is_typing_guard(node: ast.AST) -> bool:
     if not isinstance(node, ast.If):
         return False
@@ -319,7 +323,7 @@ def check_imports(module: Module) -> Iterator[Violation]:
         yield Violation(module.path, 1, "folder", message)
         return
     pure = any_covers(PURE, module.name)
-    on_path = any_covers(PATH, module.name)
+    on_path = is_on_path(module)
     for found in module.imports:
         target = inside(found)
         if target is not None:
@@ -421,8 +425,7 @@ def read_modules(root: Path) -> list[Module]:
 
 
 def path_lines(modules: Iterable[Module]) -> int:
-    read = [one for one in modules if any_covers(PATH, one.name) and not any_covers(OPTIONAL, one.name)]
-    return sum(module.num_lines for module in read)
+    return sum(module.num_lines for module in modules if is_on_path(module))
 
 
 def check_tree(own: list[Module]) -> list[Violation]:
