@@ -485,17 +485,23 @@ def picture(own: list[Module]) -> str:
 
 
 def folder_list() -> str:
-    """The doors, top to bottom, with what is in each; under a door its rooms."""
+    """The doors, top to bottom, with what is in each; under a door its rooms, and its own files where they stand."""
+    heads: dict[str, str] = {}
     rooms: dict[str, list[str]] = defaultdict(list)
-    lines: dict[str, str] = {}
     for name, what in reversed(FOLDERS):
         door = door_of(name)
-        lines.setdefault(door, "")
+        heads.setdefault(door, "")
         if name == door:
-            lines[door] = f"* `{name}`: {what}"
+            heads[door] = f"* `{name}`: {what}"
+            rooms[door].append(f"  * files of `{name}` itself")
         else:
             rooms[door].append(f"  * `{name.replace('.', '/')}`: {what}")
-    return "\n".join(line for door, head in lines.items() for line in (head, *rooms[door]))
+    lines = []
+    for door, head in heads.items():
+        lines.append(head)
+        if len(rooms[door]) > 1:
+            lines += rooms[door]
+    return "\n".join(lines)
 
 
 def with_layout(text: str, own: list[Module]) -> str:
