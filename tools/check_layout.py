@@ -1,7 +1,7 @@
 """Holds the tree to its own rules: the order of folders, homes of foreign imports, a pure core. Stdlib only.
 
     python tools/check_layout.py [ROOT]              prints file:line: rule: what is wrong; exits 1 if anything is
-    python tools/check_layout.py [ROOT] --picture    prints the folders and their imports as Mermaid
+    python tools/check_layout.py [ROOT] --picture    prints the doors and their imports as Mermaid
     python tools/check_layout.py [ROOT] --write      writes both, folders and picture, into docs/architecture.md
 
 The rules are documentation and test at once: `FOLDERS` says who may import whom, `HOMES` where a foreign package may
@@ -14,7 +14,7 @@ import ast
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,12 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("__main__", "python -m megatron_infer"),
     ("__init__", "public names"),
 )
-"""Bottom to top, with what is in each: a module imports from its own folder and from folders that come before it."""
+"""Bottom to top, with what is in each: a module imports from its own folder and from folders that come before it.
+
+A name without a dot is a door, a folder of the package; a name with one is a room of a door. A door's own files are a
+folder like its rooms. The rooms of a door stand next to each other, so doors import each other one way, too."""
 _FOLDER_NAMES = {name for name, _ in FOLDERS}
+_DOORS = {name.partition(".")[0] for name in _FOLDER_NAMES}
 PEERS = ("models", "runner")
 """They never import each other: they meet in the protocols of kernels/base.py."""
 PATH = (
@@ -180,7 +184,20 @@ class Module:
 
     @property
     def folder(self) -> str:
-        return self.name.partition(".")[0]
+        return folder_of(self.name)
+
+
+def folder_of(name: str) -> str:
+    """The room or door of what `name` names ("runner.sampling.rng.mix"); its first part where none is declared."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (prefix := ".".join(parts[:length])) in _FOLDER_NAMES:
+            return prefix
+    return parts[0]
+
+
+def door_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def covers(prefix: str, module: str) -> bool:
@@ -189,6 +206,10 @@ def covers(prefix: str, module: str) -> bool:
 
 def any_covers(prefixes: Iterable[str], module: str) -> bool:
     return any(covers(prefix, module) for prefix in prefixes)
+
+
+def is_on_path(module: Module) -> bool:
+    return any_covers(PATH, module.name) and not any_covers(OPTIONAL, module.name)
 
 
 def _is_typing_guard(node: ast.AST) -> bool:
@@ -302,14 +323,14 @@ def check_imports(module: Module) -> Iterator[Violation]:
         yield Violation(module.path, 1, "folder", message)
         return
     pure = any_covers(PURE, module.name)
-    on_path = any_covers(PATH, module.name)
+    on_path = is_on_path(module)
     for found in module.imports:
         target = inside(found)
         if target is not None:
-            folder = target.partition(".")[0]
+            folder = folder_of(target)
             if folder not in places or folder == "__init__":
                 continue  # the package itself, or a name of its front
-            if places.get(folder, -1) > places[module.folder]:
+            if places[folder] > places[module.folder]:
                 message = f"{module.name} imports {target}; {module.folder} stands below {folder}, imports go down only"
                 yield Violation(module.path, found.line, "order", message)
             if module.folder != folder and {module.folder, folder} == set(PEERS):
@@ -348,20 +369,21 @@ def _check_front(module: Module) -> Iterator[Violation]:
     """The package's own front gives public names to users; inside, only the version is taken from it."""
     for found in module.imports:
         package, _, name = found.module.rpartition(".")
-        if package == PACKAGE and name not in _FOLDER_NAMES and name != "__version__":
+        if package == PACKAGE and name not in _DOORS and name != "__version__":
             message = f"{module.name} takes {name} from the package's front; import it from where it is defined"
             yield Violation(module.path, found.line, "front", message)
 
 
-def arrows(modules: Iterable[Module]) -> dict[str, dict[str, int]]:
+def arrows(modules: Iterable[Module], level: Callable[[str], str] = folder_of) -> dict[str, dict[str, int]]:
     """Folder -> folder it imports -> number of imports, those for annotations included; the package's own front left
-    out."""
+    out. level: `door_of` takes the rooms of a door together."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for module in modules:
+        own = level(module.name)
         for target in map(inside, module.imports):
-            folder = None if target is None else target.partition(".")[0]
-            if folder in _FOLDER_NAMES and folder != module.folder and "__init__" not in (folder, module.folder):
-                found[module.folder][folder] += 1
+            folder = None if target is None else level(target)
+            if folder in _FOLDER_NAMES | _DOORS and folder != own and "__init__" not in (folder, own):
+                found[own][folder] += 1
     return found
 
 
@@ -403,24 +425,29 @@ def read_modules(root: Path) -> list[Module]:
 
 
 def path_lines(modules: Iterable[Module]) -> int:
-    read = [one for one in modules if any_covers(PATH, one.name) and not any_covers(OPTIONAL, one.name)]
-    return sum(module.num_lines for module in read)
+    return sum(module.num_lines for module in modules if is_on_path(module))
 
 
 def check_tree(own: list[Module]) -> list[Violation]:
     violations = []
     for module in own:
         violations += check_imports(module)
-    for group in cycles(arrows(own)):
-        violations.append(Violation(Path(PACKAGE), 1, "cycle", f"folders import each other: {', '.join(group)}"))
+    for what, level in ("folders", folder_of), ("doors", door_of):
+        for group in cycles(arrows(own, level)):
+            violations.append(Violation(Path(PACKAGE), 1, "cycle", f"{what} import each other: {', '.join(group)}"))
     return violations
 
 
 def summary(own: list[Module]) -> Iterator[str]:
     """What the tree is like, for the reader of a CI log."""
     graph = arrows(own)
-    yield f"folders: {len({module.folder for module in own})}, cycles: {len(cycles(graph))}"
-    yield f"lines: {sum(module.num_lines for module in own):,}, afternoon path: {path_lines(own):,}"
+    doors: dict[str, int] = defaultdict(int)
+    for module in own:
+        doors[door_of(module.name)] += module.num_lines
+    folders = {module.folder for module in own}
+    yield f"doors: {len(doors)}, folders: {len(folders)}, cycles: {len(cycles(graph))}"
+    yield f"lines: {sum(doors.values()):,}, afternoon path: {path_lines(own):,}"
+    yield from (f"    {count:,} {door}" for door, count in sorted(doors.items(), key=lambda one: -one[1]))
     classes, long, wide = Classes(own), [], []
     for module in own:
         for node in module.tree.body:
@@ -438,27 +465,43 @@ def summary(own: list[Module]) -> Iterator[str]:
 
 
 def picture(own: list[Module]) -> str:
-    """The folders, top to bottom, and for each the folders right below it: arrows that others imply are left out."""
-    graph = {folder: set(targets) for folder, targets in arrows(own).items()}
-    order = [name for name, _ in FOLDERS if name in graph or any(name in targets for targets in graph.values())]
+    """The doors, top to bottom, and for each the doors right below it: arrows that others imply are left out."""
+    graph = {door: set(targets) for door, targets in arrows(own, door_of).items()}
+    places = list(dict.fromkeys(door_of(name) for name, _ in FOLDERS))
+    order = [name for name in places if name in graph or any(name in targets for targets in graph.values())]
 
-    def below(folder: str) -> set[str]:
+    def below(door: str) -> set[str]:
         seen: set[str] = set()
-        for target in graph.get(folder, ()):
+        for target in graph.get(door, ()):
             seen |= {target} | below(target)
         return seen
 
     lines = ["flowchart TD"]
-    for folder in reversed(order):
-        direct = graph.get(folder, set())
+    for door in reversed(order):
+        direct = graph.get(door, set())
         implied = set().union(*(below(target) for target in direct)) if direct else set()
-        lines += [f"    {folder} --> {target}" for target in reversed(order) if target in direct - implied]
+        lines += [f"    {door} --> {target}" for target in reversed(order) if target in direct - implied]
     return "\n".join(lines)
 
 
 def folder_list() -> str:
-    """The folders, top to bottom, with what is in each."""
-    return "\n".join(f"* `{name}`: {what}" for name, what in reversed(FOLDERS))
+    """The doors, top to bottom, with what is in each; under a door its rooms, and its own files where they stand."""
+    heads: dict[str, str] = {}
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for name, what in reversed(FOLDERS):
+        door = door_of(name)
+        heads.setdefault(door, "")
+        if name == door:
+            heads[door] = f"* `{name}`: {what}"
+            rooms[door].append(f"  * files of `{name}` itself")
+        else:
+            rooms[door].append(f"  * `{name.replace('.', '/')}`: {what}")
+    lines = []
+    for door, head in heads.items():
+        lines.append(head)
+        if len(rooms[door]) > 1:
+            lines += rooms[door]
+    return "\n".join(lines)
 
 
 def with_layout(text: str, own: list[Module]) -> str:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.lockstep import LocalLockstep, Lockstep
 from megatron_infer.comm.rank_links import connect
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 
 log = logging.getLogger("megatron_infer")
@@ -262,3 +263,15 @@ def own_addresses() -> Iterable[str]:
         yield from {item[4][0] for item in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)}
     except OSError:
         return
+
+
+def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int:
+    """Micro-batches in flight: one per pipeline stage, and one more where host work overlaps with all of them."""
+    if groups.pp is None:
+        return 1
+    if config.max_steps_in_flight > 1:
+        raise ConfigError(
+            f"max_steps_in_flight is {config.max_steps_in_flight}, the {groups.pp_size} pipeline stages keep "
+            f"{groups.pp_size + bool(config.overlap)} steps in flight by themselves; leave it at 1"
+        )
+    return groups.pp_size + bool(config.overlap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_infer.config.inference import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron_infer.config.stage_sizes import StageSizes
 from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.copies import Copy
@@ -64,4 +66,28 @@ def build_context(
         swap=swap,
         copies=copies,
         adapters=adapters,
+    )
+
+
+def context_for(
+    config: InferenceConfig, agreed: StageSizes, *, publishes: bool, num_draft_states: int
+) -> DynamicInferenceContext:
+    """The context of an engine. publishes: tokens mean something, so blocks of them may be found by other requests.
+
+    num_draft_states: as in `build_context`, for a model with recurrent states.
+    """
+    sizes, (num_host_slots, num_host_states) = agreed.sizes, agreed.host
+    return build_context(
+        num_blocks=sizes.num_usable_blocks,
+        block_size=config.block_size_tokens,
+        num_rows=sizes.max_requests,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+        prefix_caching=config.enable_prefix_caching and publishes,
+        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+        num_host_slots=num_host_slots,
+        recurrent=agreed.recurrent,
+        num_cached_states=sizes.num_cached_states,
+        num_host_states=num_host_states,
+        num_draft_states=num_draft_states if agreed.recurrent else 0,
+        adapters=None if config.lora is None else AdapterSlots(config.lora.max_loras),
     )

@@ -28,6 +28,11 @@ def without_drafts(config: InferenceConfig) -> dict[str, str]:
     return {} if config.speculative is not None else {"speculate": NO_DRAFTS}
 
 
+def max_drafts_of(config: InferenceConfig) -> int:
+    """The most tokens drafted for a request in a step."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
+
+
 def make_synthetic(config: InferenceConfig) -> SyntheticAcceptance | None:
     """What decides which drafts are kept where draws do not."""
     rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate

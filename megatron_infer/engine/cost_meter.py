@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
+from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -18,6 +20,12 @@ def measured_costs(store: CacheStore) -> CostModel:
     """Prices before the first step: copies as measured on unused places, prefill as the default has it."""
     store.measure_copies()
     return CostModel(copy_s_per_block=store.copy_s_per_block, copy_s_per_state=store.copy_s_per_state)
+
+
+def agreed_costs(store: CacheStore, rank_group: RankGroup) -> CostModel:
+    """`measured_costs` of the leader: all ranks decide on evictions with the same prices."""
+    measured = asdict(measured_costs(store)) if rank_group.groups.is_leader else None
+    return CostModel(**rank_group.from_leader("prices of evictions", measured))
 
 
 class CostMeter:

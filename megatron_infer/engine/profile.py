@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +15,15 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, StepRanges
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError
+from megatron_infer.memory.device import Device
+from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("megatron_infer")
 
@@ -142,3 +148,36 @@ class StepProfiler:
                 self.stop()
             except OSError as error:  # the step was computed: its outputs count
                 log.error("the profile could not be written to %s: %s", self._path, error)
+
+
+def make_profiler(
+    config: InferenceConfig,
+    loop: StepLoop,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    *,
+    adopted: AdoptedModel,
+    device: Device,
+    has_threads: bool,
+) -> StepProfiler:
+    """The profiler of an engine; puts ranges around the parts of every step where `config.step_ranges` asks for them.
+
+    has_threads: the runner works in threads of its own, too, as a pipeline stage does.
+    """
+    parts = [
+        (scheduler, "schedule", "schedule"),
+        (runner.builder, "build", "build"),
+        (runner, "run_layers", "layers"),
+        (runner, "sample", "sampling"),
+        (scheduler, "commit", "commit"),
+    ]
+    is_cuda = device.is_cuda
+    if config.step_ranges is not StepRanges.OFF:
+        detailed = config.step_ranges is StepRanges.DETAILED
+        if detailed and (layer := adopted.foreign_layer()) is not None:
+            why = f"{layer} is a class of the user's own, so megatron-core's decoder drives the layers"
+            warnings.warn(f"step_ranges='detailed': {why}; one range is around all", ConfigWarning, stacklevel=4)
+            detailed = False
+        mark_always(parts, device.range, adopted=adopted if detailed else None)
+        parts = parts if is_cuda else []  # torch.profiler has the ranges of every step already
+    return StepProfiler(loop, MethodRanges(parts), is_cuda=is_cuda, has_threads=has_threads)

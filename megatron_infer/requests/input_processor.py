@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.request_metadata import check_metadata
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError, UnknownAdapter, unknown_name
 from megatron_infer.sampling.grammar_matchers import Grammars
@@ -47,6 +49,29 @@ class Limits:
     """The LoRA adapters that are loaded, live -> (version, hash of the content); None: the engine has none."""
     metadata_types: Sequence[tuple[str, Any, bool]] | None = None
     """InferenceConfig.request_metadata_types."""
+
+    @classmethod
+    def of(
+        cls,
+        config: InferenceConfig,
+        sizes: ResolvedSizes,
+        *,
+        vocab_size: int,
+        unavailable: Mapping[str, str],
+        adapters: Mapping[str, tuple[int, str]] | None,
+    ) -> Limits:
+        """The limits of an engine."""
+        return cls(
+            vocab_size=vocab_size,
+            max_sequence_length=sizes.max_sequence_length,
+            max_tokens_per_step=sizes.max_tokens,
+            chunked_prefill=config.enable_chunked_prefill,
+            block_size=config.block_size_tokens,
+            num_usable_blocks=sizes.num_usable_blocks,
+            unavailable=unavailable,
+            adapters=adapters,
+            metadata_types=config.request_metadata_types,
+        )
 
 
 class InputProcessor:

@@ -57,6 +57,23 @@ def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, i
     )
 
 
+def scan_weights(adopted: AdoptedModel) -> DerivedCache:
+    """What the selective scan computes from a mixer's weights, such as -exp(A_log)."""
+    return DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
+
+
+def fp8_weights(adopted: AdoptedModel) -> DerivedCache:
+    """The weights in FP8 of a model that multiplies in it."""
+    fp8 = adopted.products_in_fp8  # others after modules were adopted again
+    return DerivedCache(
+        name="FP8 weights",
+        refresh=lambda: fp8().refresh(),
+        differs=lambda: fp8().differs(),
+        release=lambda: fp8().release(),
+        num_bytes=lambda: fp8().num_bytes,
+    )
+
+
 def _freeable(adopted: AdoptedModel, packed: PackedLinears) -> set[int]:
     """Ids of packable weights whose values nothing in a step reads: a router's, for instance, may be cast."""
     parts = [*adopted.layers, adopted.heads]

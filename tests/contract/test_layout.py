@@ -131,6 +131,13 @@ def test_folders_that_import_each_other_are_found(tmp_path):
     assert layout.cycles(layout.arrows(own)) == [["runner", "sampling"]]
 
 
+def test_rooms_of_a_door_stand_next_to_each_other():
+    """So an order of the rooms is one of the doors."""
+    doors = [layout.door_of(name) for name, _ in layout.FOLDERS]
+    changes = [door for before, door in zip(["", *doors], doors, strict=False) if door != before]
+    assert len(changes) == len(set(doors))
+
+
 def test_pure_modules_import_without_torch_and_numpy_and_need_the_standard_library_only():
     package = ROOT / layout.PACKAGE
     found = [".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine import build
+from megatron_infer.engine import build_runner
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton import experts
@@ -84,14 +83,9 @@ def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built
     calls: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(engine.device, "is_cuda", True)
-        patch.setattr(build, "launch_kernels", lambda runner, *args: calls.append(args))
+        patch.setattr(build_runner, "launch_kernels", lambda runner, *args: calls.append(args))
         parts = inspect(engine)
-        build.warm_up(
-            SimpleNamespace(
-                adopted=parts.adopted, kernels=engine.kernels, runner=parts.runner, device=engine.device,
-                agreed=SimpleNamespace(sizes=engine.sizes),
-            )
-        )  # fmt: skip
+        build_runner.warm_up(parts.runner, parts.adopted, engine.kernels, engine.device, max_tokens=64)
     assert calls == [(64, TALLER[kind])], "on a GPU it is part of building the engine"
     seen: list[set[Any]] = [set(), set()]
     with listening(lambda _, kernel, grid, args, options: seen[0].add(compiled_as(kernel, args, dict(options)))):

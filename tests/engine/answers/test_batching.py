@@ -10,9 +10,9 @@ import pytest
 import torch
 from model_kinds import make_model
 
+from megatron_infer.comm.groups import num_micro_batches_of
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.build import num_micro_batches_of
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 

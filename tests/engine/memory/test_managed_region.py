@@ -10,7 +10,7 @@ import torch
 from suspend_case import make_engine
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine import build
+from megatron_infer.memory import build_store
 from megatron_infer.memory.regions import choose, managed
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
@@ -120,7 +120,7 @@ def test_bytes_of_blocks_and_states_are_found():
 def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(fake, monkeypatch):
     runtime = managed.Runtime(fake)
     monkeypatch.setattr(
-        build,
+        build_store,
         "make_region",
         lambda shape, dtype, device, **asked: managed.ManagedRegion(shape, dtype, device, runtime=runtime),
     )

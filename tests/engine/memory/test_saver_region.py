@@ -13,9 +13,9 @@ import pytest
 import torch
 from suspend_case import MODES, make_engine, workload
 
-from megatron_infer.engine import build
 from megatron_infer.errors import ConfigError, TransitionFailed
 from megatron_infer.kernels import optional_packages
+from megatron_infer.memory import build_store
 from megatron_infer.memory.regions import choose, saver
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -128,7 +128,9 @@ def test_what_lacks_is_named_with_its_remedy(fake, monkeypatch):
 @pytest.fixture
 def engine(fake, monkeypatch):
     """An engine whose cache is in the stand-in's memory, and the answers to its work."""
-    monkeypatch.setattr(build, "make_region", lambda shape, dtype, device, **asked: make_saver_region(shape, dtype))
+    monkeypatch.setattr(
+        build_store, "make_region", lambda shape, dtype, device, **asked: make_saver_region(shape, dtype)
+    )
     torch.manual_seed(0)
     model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
     return make_engine(model, buffer_size_gb=0.004, max_requests=4, static_kv_memory_pointers=True)

@@ -1,0 +1,115 @@
+"""Makes what runs an engine's steps on one rank, and prepares it before the first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from megatron_infer.comm.lockstep import ALONE_S
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.comm.stage_link import StageLink
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.stage_sizes import StageSizes
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.engine.build_drafts import max_drafts_of
+from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
+from megatron_infer.engine.draft_model import DraftModel, MTPDraft
+from megatron_infer.engine.logits_hooks import LogitsHooks
+from megatron_infer.kernels.select import ATTENTION, SCAN, ChosenKernels
+from megatron_infer.lora.bank import AdapterBank
+from megatron_infer.memory.build_store import build_store
+from megatron_infer.memory.device import Device
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.parallel.stage_runner import StageRunner
+from megatron_infer.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.model_runner import ModelRunner, Runner
+from megatron_infer.runner.warm_up import launch_kernels
+from megatron_infer.sampling.draw_groups import DeviceOps
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.token_masks import forbid
+
+log = logging.getLogger("megatron_infer")
+
+TRITON = "triton"
+"""Name of the backends that are this package's own Triton kernels."""
+WARMED_UP = frozenset({TRITON, "flash_attn", "flash_attn_3"})
+"""With other backends, which compile with nvcc or not at all, an engine runs no step before its first request."""
+
+
+def build_runner(
+    adopted: AdoptedModel,
+    config: InferenceConfig,
+    agreed: StageSizes,
+    chosen: ChosenKernels,
+    device: Device,
+    rank_group: RankGroup,
+    hooks: LogitsHooks,
+    bank: AdapterBank | None,
+    draft: DraftModel | MTPDraft | None,
+) -> tuple[Runner, ModelRunner, StepGraphs | None]:
+    """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs).
+
+    chosen: gets a row for the graphs. hooks: edit logits before draws. bank: None without adapters.
+    """
+    shape = adopted.shape
+    sizes = agreed.sizes
+    dtype = getattr(torch, shape.dtype)
+    drafting = None if draft is None else draft.shape
+    store = build_store(config, shape, agreed, device, layer_order=adopted.cache_order, draft=drafting)
+    rotary = adopted.rotary_table(sizes.max_sequence_length)
+    max_drafts = max_drafts_of(config)
+    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
+    masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
+    params = RowParams(sizes.max_requests + 1, shape.vocab_size)
+    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params, chosen)
+    model = adopted if drafter is None or drafter.target is None else drafter.target
+    sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
+        params,
+        padded_vocab_size=shape.padded_vocab_size,
+        logprobs_mode=config.logprobs_mode,
+        argmax=chosen.argmax,
+        kernels=chosen.sampling,
+        ops=DeviceOps(to_device=device.to_device, forbid=masks),
+    )
+    link: StageLink | None = None
+    if (stages := rank_group.groups.pp) is not None:
+        link = StageLink(
+            stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
+        )
+    graphs = step_graphs(adopted, model, config, sizes, chosen, builder, sampler, link)
+    runner = ModelRunner(
+        model,
+        builder,
+        for_group(sampler, adopted.tp_group),
+        graphs=graphs,
+        edit_logits=hooks,
+        load_adapter=None if bank is None else bank.write,
+        draft=None if drafter is None else drafter.run,
+    )
+    if link is None:
+        return runner, runner, graphs
+    alone_s = ALONE_S if adopted.groups() else None
+    return StageRunner(runner, link, on_wait=rank_group.check_alive, alone_s=alone_s), runner, graphs
+
+
+def warm_up(runner: Runner, adopted: AdoptedModel, kernels: ChosenKernels, device: Device, *, max_tokens: int) -> None:
+    """Compile kernels that are compiled at their first launch; packages that compile by themselves are left to it.
+
+    max_tokens: of a step.
+    """
+    used = {kernels.ops.name} | {row.chosen for row in kernels.rows if row.operation.startswith((ATTENTION, SCAN))}
+    if device.is_cuda and TRITON in used and used <= WARMED_UP and adopted.foreign_layer() is None:
+        started = time.perf_counter()
+        launch_kernels(runner, max_tokens, [n for n in adopted.token_counts(kernels.ops) if n <= max_tokens])
+        log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
+
+
+def capture_at_start(graphs: StepGraphs | None, config: InferenceConfig) -> None:
+    """Capture the graphs that are not left to their first use."""
+    if graphs is not None and captures_at_start(config):
+        with torch.inference_mode():
+            graphs.pool.capture_all(decode_only=True)
