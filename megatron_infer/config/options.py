@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_infer.errors import ConfigError, unknown_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """A field of a dataclass of options: its name, type and default, and the facts that `option` declares."""
 
     name: str
@@ -61,7 +60,7 @@ class Option:
     since: str = ""
     """The first megatron-core whose InferenceConfig has a field of this name and meaning; "": none has."""
 
-    @cached_property
+    @property
     def words(self) -> tuple[str, ...]:
         """The texts that it may be; empty: it is no choice."""
         return self.choices if self.enum is None else tuple(member.value for member in self.enum)
