@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -62,6 +62,16 @@ class TokenValues(msgspec.Struct, array_like=True, gc=False):
         return TokenValues(new.dtype, new.shape, self.content + new.content, counts, vocab_size)
 
 
+class Columns(NamedTuple):
+    """The value of one output for consecutive tokens, as arrays."""
+
+    entries: np.ndarray
+    """[tokens], of positions [positions, layers, k], of sets of ids the words of all of them."""
+    counts: Any = b""
+    """int32 [tokens]: the words of each set of ids; b"": no sets of ids."""
+    vocab_size: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TokenOutput(ABC):
     """A row of the table. Its class says how values are held, cut, joined and packed."""
@@ -95,12 +105,25 @@ class TokenOutput(ABC):
         return ""
 
     @abstractmethod
-    def pack(self, value: Any, first: int = 0) -> TokenValues:
+    def columns(self, value: Any, first: int = 0) -> Columns:
         """A value from token `first` on; of positions always all of it."""
 
     @abstractmethod
+    def of_columns(self, columns: Columns) -> Any:
+        """The value that `columns` was given."""
+
+    def pack(self, value: Any, first: int = 0) -> TokenValues:
+        """`columns` as bytes."""
+        entries, counts, vocab_size = self.columns(value, first)
+        return TokenValues(entries.dtype.name, list(entries.shape[1:]), entries.tobytes(), bytes(counts), vocab_size)
+
     def unpack(self, values: TokenValues) -> Any:
-        """The value that `pack` was given. Raises ValueError or TypeError for what is none."""
+        """The value that `pack` was given. Raises ValueError or TypeError for values of another form."""
+        import numpy as np  # imported here: clients of a coordinator that return no arrays do without
+
+        entries: np.ndarray = np.frombuffer(bytearray(self._content(values)), values.dtype)
+        entries = entries.reshape(len(entries) // max(1, math.prod(values.shape)), *values.shape)
+        return self.of_columns(Columns(entries, np.frombuffer(values.counts, np.int32), values.vocab_size))
 
     @abstractmethod
     def extended(self, before: Any, new: Any) -> Any:
@@ -111,7 +134,7 @@ class TokenOutput(ABC):
         """A value as JSON has it."""
 
     def entries(self, value: Any) -> list[Any]:
-        """The entry of each token."""
+        """The entry of each token; not of positions."""
         raise NotImplementedError
 
     def of_entries(self, entries: Sequence[Any], vocab_size: int) -> Any:
@@ -138,6 +161,15 @@ class NumberOutput(TokenOutput):
 
     given: ClassVar[Any] = 0.0
     drawn_elsewhere: ClassVar[Any] = math.nan
+
+    def columns(self, value: Any, first: int = 0) -> Columns:
+        import numpy as np
+
+        return Columns(np.array(value[first:], dtype=self.dtypes[0]))
+
+    def of_columns(self, columns: Columns) -> list[float]:
+        numbers: list[float] = columns.entries.tolist()
+        return numbers
 
     def pack(self, value: Any, first: int = 0) -> TokenValues:
         return TokenValues(self.dtypes[0], [], array("f", value[first:] if first else value).tobytes())
@@ -175,21 +207,20 @@ class IdSetOutput(TokenOutput):
     def counts_column(self) -> str:
         return f"{self.key}_counts"
 
-    def pack(self, value: Any, first: int = 0) -> TokenValues:
+    def columns(self, value: Any, first: int = 0) -> Columns:
         offsets = value.offsets[first:]
-        words, counts = value.ids[offsets[0] :], offsets[1:] - offsets[:-1]
-        return TokenValues(self.dtypes[0], [], words.tobytes(), counts.tobytes(), value.vocab_size)
+        words = value.ids[offsets[0] :].astype("int32", copy=False)
+        counts = (offsets[1:] - offsets[:-1]).astype("int32", copy=False)
+        return Columns(words, counts, value.vocab_size)
 
-    def unpack(self, values: TokenValues) -> TokenSupport:
-        import numpy as np  # imported here: clients of a coordinator that return no arrays do without
+    def of_columns(self, columns: Columns) -> TokenSupport:
+        import numpy as np
 
         from megatron_infer.outputs.token_support import TokenSupport
 
-        ids: np.ndarray = np.frombuffer(bytearray(self._content(values)), np.int32)
-        counts = np.frombuffer(values.counts, np.int32)
-        offsets: np.ndarray = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=offsets[1:])
-        return TokenSupport(values.vocab_size, offsets, ids)
+        offsets: np.ndarray = np.zeros(len(columns.counts) + 1, dtype=np.int32)
+        np.cumsum(columns.counts, out=offsets[1:])
+        return TokenSupport(columns.vocab_size, offsets, columns.entries)
 
     def extended(self, before: Any, new: Any) -> TokenSupport:
         joined: TokenSupport = before.joined(new)
@@ -229,15 +260,11 @@ class PositionOutput(TokenOutput):
     def counts_column(self) -> str:
         return f"{self.key}_counts"
 
-    def pack(self, value: Any, first: int = 0) -> TokenValues:
-        return TokenValues(value.dtype.name, list(value.shape[1:]), value.tobytes())
+    def columns(self, value: Any, first: int = 0) -> Columns:
+        return Columns(value)
 
-    def unpack(self, values: TokenValues) -> np.ndarray:
-        import numpy as np
-
-        content: np.ndarray = np.frombuffer(bytearray(self._content(values)), values.dtype)
-        num_positions = len(content) // max(1, math.prod(values.shape))
-        return content.reshape(num_positions, *values.shape)
+    def of_columns(self, columns: Columns) -> np.ndarray:
+        return columns.entries
 
     def extended(self, before: Any, new: Any) -> Any:
         return new

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,7 @@ import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import OnError, check_on_error
-from megatron_infer.outputs.token_outputs import TokenOutput, TokenValues, values_in
+from megatron_infer.outputs.token_outputs import Columns, TokenOutput, values_in
 from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.utils.files import regular
@@ -199,20 +198,19 @@ def _parts_of(sample: RolloutSample) -> int:
 
 def _arrays_of(output: TokenOutput, values: list[Any]) -> Arrays:
     """The arrays of an output, from its value in each sample."""
-    packed = [output.pack(value) for value in values if value is not None]
-    found = [one for one in packed if one.content]  # a sample that was never computed has no layers
-    kinds = {(one.dtype, tuple(one.shape)) for one in found} or {(output.dtypes[0], (0,) * (output.num_dims - 1))}
+    found = [output.columns(value) for value in values if value is not None]
+    entries = [one.entries for one in found if one.entries.size]  # a sample that was never computed has no layers
+    kinds = {(one.dtype.name, one.shape[1:]) for one in entries}
     if len(kinds) > 1:
         raise SampleError(
             f"{output.name} of different models ({sorted(map(str, kinds))}); write them to separate files"
         )
-    ((dtype, shape),) = kinds
-    content = np.frombuffer(b"".join(one.content for one in found), dtype)
-    arrays = {output.column: content.reshape(len(content) // max(1, math.prod(shape)), *shape)}
+    none: np.ndarray = np.empty((0,) * output.num_dims, dtype=output.dtypes[0])
+    arrays = {output.column: np.concatenate(entries or [none])}
     if output.per_position:
         arrays[output.counts_column] = _lengths([() if value is None else value for value in values])
     elif output.counts_column:
-        arrays[output.counts_column] = np.frombuffer(b"".join(one.counts for one in packed), np.int32)
+        arrays[output.counts_column] = np.concatenate([np.empty(0, np.int32), *(one.counts for one in found)])
     return arrays
 
 
@@ -422,18 +420,9 @@ class _Reader:
         elif output.counts_column:
             counts = self._split(output.counts_column, sizes)
             sizes = np.array([piece.sum() for piece in counts], dtype=np.int64)
-        column = self._arrays[output.column]
         vocab_size = self._vocab_size if counts else 0
         return [
-            output.unpack(
-                TokenValues(
-                    column.dtype.name,
-                    list(column.shape[1:]),
-                    entries.tobytes(),
-                    counts[place].tobytes() if counts else b"",
-                    vocab_size,
-                )
-            )
+            output.of_columns(Columns(entries.copy(), counts[place] if counts else b"", vocab_size))
             for place, entries in enumerate(self._split(output.column, sizes))
         ]
 
