@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, TopK
+from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, TopK, renamed
 from megatron_infer.server.chat_completions import read_as_chat
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -26,13 +26,11 @@ from megatron_infer.server.server_config import ServerConfig
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 NAMES = {
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "tools[].function.strict": "tools[].strict",
 }
-"""Fields of the chat's body -> those of this body."""
+"""Fields of the chat's body -> those of this body, besides those that MessagesBody renames."""
 FIELDS = FieldTable(
     SHARED | {"metadata": LABEL, "service_tier": no_effect("there is one tier", "auto", "standard_only")},
     {
@@ -126,7 +124,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         read=read,
         reply=MessagesReply,
         module_fields=CHAT,
-        names=NAMES,
+        names=NAMES | renamed(MessagesBody),
         named_events=True,
     )
     generator.register(routes.add, dialect, statuses=GENERATION_STATUSES)

@@ -39,6 +39,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
 
+def renamed(body: type[msgspec.Struct]) -> dict[str, str]:
+    """Attributes of a body -> the dialect's names of the fields, where these differ."""
+    return {one.name: one.encode_name for one in msgspec.structs.fields(body) if one.name != one.encode_name}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -120,10 +120,12 @@ SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 
 def sampling_of(*bodies: Any) -> dict[str, Any]:
     """Attributes of bodies that SamplingParams has under the same name; a later body goes before those before it."""
-    found = (
-        (name, getattr(body, name)) for body in bodies for name in body.__struct_fields__ if name in SAMPLING_FIELDS
-    )
-    return {name: value for name, value in found if value is not None}
+    values = {}
+    for body in bodies:
+        for name in body.__struct_fields__:
+            if name in SAMPLING_FIELDS and (value := getattr(body, name)) is not None:
+                values[name] = value
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

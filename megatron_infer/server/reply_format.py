@@ -135,8 +135,9 @@ class ReplyFormat:
     def __init__(self, prepared: PreparedCall, id: str) -> None:
         """id: of the reply."""
         self.id = id
-        self.asked, self.model, self.shows_cached = prepared.asked, prepared.model, prepared.shows_cached
-        self.abort_ids: Iterable[str] = {id, prepared.id, self.asked.request_id or id}
+        self.model = prepared.model
+        self.shows_cached = prepared.shows_cached
+        self.abort_ids: Iterable[str] = {id, prepared.id, prepared.asked.request_id or id}
         """See `EngineClient.abort`."""
         self.latest: dict[int, RequestOutput] = {}
         """The newest output of each request of a stream."""

@@ -211,11 +211,7 @@ async def _structured(sampling: Sampling, fields: StructuredOutputFields) -> Str
 
 
 def _prompt_bytes(prompt: Prompt, num_tokens: int) -> int:
-    """Raises ApiError 400 where the log probabilities would begin after the prompt."""
     start = prompt.logprobs_start
-    if start >= num_tokens:
-        text = f"logprob_start_len is {start}, the prompt has {num_tokens} tokens; start within it"
-        raise bad_request(text, "logprob_start_len")
     return (num_tokens - start) * logprob_bytes(prompt.num_top) if prompt.has_logprobs and start >= 0 else 0
 
 
@@ -228,6 +224,11 @@ class SglangReply(ReplyFormat):
         self._prompts = prompts_of(self._body)
         self._machine, self._token_texts = machine, prepared.token_texts
         self._began = time.monotonic()
+        for prompt, request in zip(self._prompts, prepared.requests, strict=True):
+            start, num_tokens = prompt.logprobs_start, len(request.prompt_ids)
+            if start >= num_tokens:
+                text = f"logprob_start_len is {start}, the prompt has {num_tokens} tokens; start within it"
+                raise bad_request(text, "logprob_start_len")
         rid, num_prompts = self._body.rid, len(self._prompts)
         ids = [prepared.id] if rid is None else [rid] if isinstance(rid, str) else rid
         if len(ids) not in (1, num_prompts):
