@@ -10,7 +10,7 @@
 
 A command is a method of a class below: the method has its name, its parameters and its meaning. The row in `COMMANDS`
 has what a signature cannot say. A new command of the engine is a method of `EngineCommands` with a row here, and a
-method of `EngineControls`; the fronts have it then.
+method of `EngineControls`. Every front has the command then.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Count = TypeVar("Count")
 class EngineCommands(ABC, Generic[Done, Report, Count]):
     """The commands that every front has. A front says in `_command` how it forwards one.
 
-    Done, Report and Count are what the front returns: None, a `MemoryReport` and an integer of the engine itself; of a
-    client every replica's answer by its name for all of them; of an asynchronous front an awaitable.
+    Done, Report and Count are the types that a front returns. The engine returns None, a `MemoryReport` and an integer.
+    A client returns every replica's answer by its name for each of the three. An asynchronous front returns awaitables.
     A command happens whole or not at all, on all ranks. timeout_s: the seconds that it may take, None for
     `states.DEFAULT_TIMEOUT_S`; past it the call raises TransitionTimeout with everything as before. A state that does
     not allow the command (`states.TRANSITIONS`) raises WrongState. A client raises ControlFailed, which has the
@@ -107,7 +107,7 @@ class ProfileCommand(Protocol):
 
 
 class WeightCommands(Protocol):
-    """A replica receives new weights by these (`rl.remote_weights`). A client sends them by name: `control`."""
+    """How a replica receives new weights (`rl.remote_weights`). A client sends these by `InferenceClient.control`."""
 
     def load_weights(self, path: str) -> Any:
         """Write tensors from files below the replica's root: all tensors, or those of one file of several."""
@@ -146,9 +146,10 @@ class WeightCommands(Protocol):
 
 
 class AdapterChanges(Protocol):
-    """A replica loads LoRA adapters by these (`coordinator.adapter_commands`). A client sends them by name: `control`.
+    """How a replica loads LoRA adapters (`coordinator.adapter_commands`). A client sends these by
+    `InferenceClient.control`.
 
-    change: names a load or unload, so that it can be undone until it is settled.
+    change: the name of a load or unload. The change can be undone under this name until it is settled.
     """
 
     def load_adapter(
@@ -164,7 +165,8 @@ class AdapterChanges(Protocol):
         """Load an adapter from a directory below the replica's root -> its name, version, digest and rank."""
 
     def unload_adapter(self, *, name: str, abort: bool = False, change: str | None = None) -> Any:
-        """Forget an adapter. abort: unfinished requests of the adapter end with an error; else they hold it."""
+        """Forget an adapter. abort: unfinished requests of the adapter end with an error; without it they
+        raise AdapterInUse."""
 
     def undo_adapter(self, *, name: str, change: str) -> Any:
         """Undo a load or unload of the adapter, if it was made here."""

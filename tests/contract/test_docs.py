@@ -61,7 +61,8 @@ def _members(node: ast.ClassDef) -> set[str]:
             found.add(inner.target.id)
         elif isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
             found.add(inner.attr)
-    for base in node.bases:
+    for given in node.bases:
+        base = given.value if isinstance(given, ast.Subscript) else given
         if isinstance(base, ast.Name):
             for other in classes_of_package().get(base.id, ()):
                 if other is not node:
