@@ -23,11 +23,6 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
 def source(model):
     engine = make_engine(model)
     add_all(engine)
