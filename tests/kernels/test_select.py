@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import fake_packages
 import pytest
@@ -167,12 +168,6 @@ def test_a_scan_the_kernel_cannot_run_moves_to_torch(native_library, fields, mor
     assert chosen.attention.name == "native"
 
 
-def test_forcing_a_scan_that_cannot_run_is_an_error(monkeypatch, native_library):
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
-    with pytest.raises(ConfigError, match="selective scan needs state_dim up to 256, got 512"):
-        choose(ssm_specs=[dataclasses.replace(MAMBA, state_dim=512)])
-
-
 @pytest.mark.parametrize("name", ["native", "torch", "reference"])
 def test_debug_variable_forces_the_scan_too(monkeypatch, native_library, name):
     monkeypatch.setenv(select.BACKEND_VARIABLE, name)
@@ -196,21 +191,6 @@ def test_the_option_forces_attention_and_nothing_else(native_library, name):
     assert chosen.ops.name == chosen.scan.name == "native"
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
-def test_asking_for_a_backend_that_is_not_there_is_an_error_with_the_reason(name):
-    with pytest.raises(
-        ConfigError, match=f"attention_backend={name}, but attention: runs on a GPU, the model is on cpu"
-    ):
-        choose(attention=name)
-
-
-def test_asking_for_a_backend_that_cannot_run_the_model_is_an_error_with_the_reason(native_library):
-    with pytest.raises(ConfigError, match="attention_backend=native, but attention needs a positive scale"):
-        choose(attention="native", specs=[dataclasses.replace(SPEC, scale=-1.0)])
-    with pytest.raises(ConfigError, match="attention_backend=native, but attention: needs float32 or bfloat16"):
-        choose(attention="native", dtype=torch.float16)
-
-
 @pytest.mark.parametrize(("name", "kind"), [("native", "NativeSampling"), ("torch", "NoneType")])
 def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind):
     chosen = choose(sampling=name)
@@ -219,20 +199,38 @@ def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind)
     assert chosen.attention.name == chosen.ops.name == "native"
 
 
-def test_sampling_that_is_not_there_is_an_error_with_the_reason(monkeypatch):
+WIDE = dataclasses.replace(MAMBA, state_dim=512)
+HALF = {"dtype": torch.float16}
+ELSEWHERE = "but attention: runs on a GPU, the model is on cpu"
+NO_CLASSES = ("nowhere:Kernels", "megatron_infer.testing.static_kernels:Nothing", "megatron_infer.testing.tiny:")
+REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
+    (None, {"attention": "flashinfer"}, f"attention_backend=flashinfer, {ELSEWHERE}"),
+    (None, {"attention": "flash_attn"}, f"attention_backend=flash_attn, {ELSEWHERE}"),
+    (
+        None,
+        {"attention": "native", "specs": [dataclasses.replace(SPEC, scale=-1.0)]},
+        "attention_backend=native, but attention needs a positive scale",
+    ),
+    (None, {"attention": "native", **HALF}, "attention_backend=native, but attention: needs float32 or bfloat16"),
+    (None, {"sampling": "triton"}, r"sampling_backend=triton, but sampling: .*runs on a GPU"),
+    (None, {"sampling": "native", **HALF}, "sampling_backend=native, but sampling: needs float32 or bfloat16"),
+    ("reference", {"attention": "torch"}, "unset one of them"),
+    ("reference", {"sampling": "torch"}, "but sampling_backend=torch; unset one of them"),
+    ("native", {"ssm_specs": [WIDE]}, "selective scan needs state_dim up to 256, got 512"),
+    ("native", HALF, "float16"),
+    ("cuda", {}, "native, torch, reference"),
+    *((name, {}, f"{name}.*or module:class of attention and scan") for name in NO_CLASSES),
+]
+"""Value of the debug variable, what is asked, words of the error."""
+
+
+@pytest.mark.parametrize(("variable", "asked", "words"), REFUSED)
+def test_what_cannot_be_had_is_an_error_with_the_reason(monkeypatch, native_library, variable, asked, words):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ConfigError, match=r"sampling_backend=triton, but sampling: .*runs on a GPU"):
-        choose(sampling="triton")
-    with pytest.raises(ConfigError, match="sampling_backend=native, but sampling: needs float32 or bfloat16"):
-        choose(sampling="native", dtype=torch.float16)
-
-
-def test_the_option_and_the_debug_variable_may_not_differ(monkeypatch):
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "reference")
-    with pytest.raises(ConfigError, match="unset one of them"):
-        choose(attention="torch")
-    with pytest.raises(ConfigError, match="but sampling_backend=torch; unset one of them"):
-        choose(sampling="torch")
+    if variable is not None:
+        monkeypatch.setenv(select.BACKEND_VARIABLE, variable)
+    with pytest.raises(ConfigError, match=words):
+        choose(**asked)
 
 
 def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(monkeypatch):
@@ -303,19 +301,6 @@ def test_attention_that_rotates_by_itself_keeps_doing_so_unless_forced(monkeypat
     assert choose(**asked, fused_rope=None).attention.name == "native"
     assert type(choose(**asked, fused_rope=None).attention) is not flashinfer_rope.FlashInferRope
     assert type(choose(**asked, fused_rope=True).attention) is flashinfer_rope.FlashInferRope
-
-
-def test_debug_variable_with_a_wrong_value_or_an_impossible_one_is_an_error(monkeypatch):
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "cuda")
-    with pytest.raises(ConfigError, match="native, torch, reference"):
-        choose()
-    for name in ("nowhere:Kernels", "megatron_infer.testing.static_kernels:Nothing", "megatron_infer.testing.tiny:"):
-        monkeypatch.setenv(select.BACKEND_VARIABLE, name)
-        with pytest.raises(ConfigError, match=f"{name}.*or module:class of attention and scan"):
-            choose()
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
-    with pytest.raises(ConfigError, match="float16"):
-        choose(dtype=torch.float16)
 
 
 def test_debug_variable_can_name_attention_and_scan_in_torch_by_module_and_class(monkeypatch):

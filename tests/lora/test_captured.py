@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import engines
 import pytest
 from lora_cases import random_adapter
 
-from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
+from megatron_infer import LoRAConfig, SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.testing.inspect import inspect
@@ -13,28 +14,19 @@ from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
-BASE = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 64,
-    "max_requests": 4,
-    "max_tokens": 48,
-    "enable_chunked_prefill": True,
-    "check_invariants": True,
-}
+SIZES = {"max_sequence_length": 64, "max_requests": 4, "max_tokens": 48, "enable_chunked_prefill": True}
 GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 48}
 MODELS = {"gpt": tiny_gpt, "hybrid": lambda: tiny_hybrid("M*-ME", moe_shared_expert_intermediate_size=32)}
 PROMPTS = [[7 * i % 121 + 3 for i in range(5 + 9 * j)] for j in range(4)]
 
 
 def engine_of(model, *, max_loras=2, **settings):
-    lora = LoRAConfig(max_loras=max_loras, max_rank=16)
-    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings, lora=lora))
+    return engines.make_engine(model, lora=LoRAConfig(max_loras=max_loras, max_rank=16), **SIZES | settings)
 
 
 def tokens_of(engine, names):
     params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, adapter=name) for name in names]
-    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, params)]
+    return engines.tokens_of(engine.generate(PROMPTS, params))
 
 
 def answers(engine, adapters):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 
+import engines
 import pytest
 import torch
+from engines import finish, logprobs_of, suspending
 from lora_cases import merged, random_adapter
-from model_kinds import buffers
 from rehearsal import DRAFTS, check_drafted, rehearse
 
-from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
+from megatron_infer import InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.context.adapter_slots import MAX_FORGOTTEN, AdapterSlots
 from megatron_infer.engine.adapters import MAX_CHANGES
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, SnapshotError, UnknownAdapter
@@ -19,15 +20,6 @@ from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
-BASE = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
-CACHED = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
 MODELS = {
     "gqa": lambda **how: tiny_gpt(**how),
     "hybrid": lambda **how: tiny_hybrid("M*-M", **how),
@@ -41,8 +33,7 @@ NAMES = [f"a{i}" for i in range(8)]
 
 
 def engine_of(model, *, max_loras=3, max_rank=64, **settings):
-    lora = LoRAConfig(max_loras=max_loras, max_rank=max_rank)
-    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings, lora=lora))
+    return engines.make_engine(model, lora=LoRAConfig(max_loras=max_loras, max_rank=max_rank), **settings)
 
 
 def greedy(adapter=None, *, max_tokens=8, **how):
@@ -52,7 +43,7 @@ def greedy(adapter=None, *, max_tokens=8, **how):
 def account(output):
     """Tokens, and the log probability of each."""
     one = output.outputs[0]
-    return one.token_ids, [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+    return one.token_ids, logprobs_of(one)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +77,7 @@ def test_an_adapter_computes_what_the_merged_model_does(kind):
     outputs = engine.generate([PROMPT] * 4, [greedy(name, **params) for name in (None, "r1", "r7", "r64")])
     for adapter, output in zip((None, *adapters), outputs, strict=True):
         whole = make() if adapter is None else merged(make(), adapter)
-        want = DynamicInferenceEngine(whole, InferenceConfig(**BASE)).generate([PROMPT], greedy(**params))[0]
+        want = engines.make_engine(whole).generate([PROMPT], greedy(**params))[0]
         assert output.outputs[0].token_ids == want.outputs[0].token_ids
         got_scores, want_scores = (
             torch.tensor(
@@ -97,44 +88,27 @@ def test_an_adapter_computes_what_the_merged_model_does(kind):
         assert (got_scores - want_scores).abs().max() < (1e-5 if adapter else 1e-9), (kind, adapter)
 
 
+CACHED = {"prefix": "lru"}
 NUM_BLOCKS = 10
 """Of a pool that three requests fill before they end."""
-TIGHT = buffers(tiny_gpt(), blocks=NUM_BLOCKS, block_size=16, max_requests=8)
-PAUSES = buffers(tiny_gpt(), blocks=NUM_BLOCKS, paused_blocks=4, block_size=16, max_requests=8)
-SWAPS = TIGHT | {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
+PAUSES = {"pool_blocks": NUM_BLOCKS, "paused_blocks": 4, "max_requests": 8}
+SWAPS = {"pool_blocks": NUM_BLOCKS, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
+CHUNKS = {"enable_chunked_prefill": True, "max_tokens": 24}
 SCHEDULES = {
     "together": {},
-    "chunks": {"enable_chunked_prefill": True, "max_tokens": 24},
+    "chunks": CHUNKS,
     "prefixes": CACHED,
     "few rows": {"max_requests": 4, **CACHED},
     "in flight": {"overlap": True, "max_steps_in_flight": 2},
     "one slot": {"max_loras": 1, **CACHED},
-    "tiny pool": {**PAUSES, "max_requests": 8},
+    "tiny pool": PAUSES,
     "swapped": {**SWAPS, "max_requests": 8},
     "phased": {"batching": "phased", "min_batch_size_tg": 2, "max_queue_size_tg": 4},
     "drafts": DRAFTS,
-    "drafts, prefixes, chunks, one slot": {
-        **DRAFTS,
-        **CACHED,
-        "enable_chunked_prefill": True,
-        "max_tokens": 40,
-        "max_loras": 1,
-    },
-    "chunks, prefixes, in flight": {
-        "enable_chunked_prefill": True,
-        "max_tokens": 24,
-        "max_steps_in_flight": 3,
-        **CACHED,
-    },
+    "drafts, prefixes, chunks, one slot": {**DRAFTS, **CACHED, **CHUNKS, "max_tokens": 40, "max_loras": 1},
+    "chunks, prefixes, in flight": {**CHUNKS, **CACHED, "max_steps_in_flight": 3},
     "prefixes, swapped, few rows": {**SWAPS, "max_requests": 4, **CACHED},
-    "tiny pool, chunks, in flight, one slot": {
-        **PAUSES,
-        "max_requests": 8,
-        "enable_chunked_prefill": True,
-        "max_tokens": 24,
-        "overlap": True,
-        "max_loras": 1,
-    },
+    "tiny pool, chunks, in flight, one slot": {**PAUSES, **CHUNKS, "overlap": True, "max_loras": 1},
 }
 
 
@@ -155,9 +129,9 @@ def test_a_request_has_the_bits_that_it_has_alone(schedule, model, adapters, alo
     assert context.adapters.num_loads >= len(NAMES) and len(context.adapters.resident) <= 3
     counters = engine.stats().counters
     check_drafted(engine)
-    if "enable_prefix_caching" in SCHEDULES[schedule]:
+    if "prefix" in SCHEDULES[schedule]:
         assert counters["prefix_hits"] > 8
-    if "buffer_size_gb" in SCHEDULES[schedule]:
+    if "pool_blocks" in SCHEDULES[schedule]:
         assert counters["paused"] + counters["evicted"] + counters["swapped_out"] > 0
 
 
@@ -168,17 +142,14 @@ def test_a_suspended_request_goes_on_with_its_adapter(mode, model, adapters, alo
         engine.load_adapter(name, adapters[name])
     for name in (None, *NAMES[:3]):
         engine.add_request(PROMPT, greedy(name, logprobs=0), request_id=str(name), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step()}
+
+    def pause(engine):
         if engine.num_steps in (2, 5):
-            if mode == "pause":
-                engine.pause("retract")
-                engine.load_adapter("late", adapters["a7"])  # in any state
-                engine.unpause()
-            else:
-                engine.suspend(mode)
-                engine.resume()
+            engine.pause("retract")
+            engine.load_adapter("late", adapters["a7"])  # in any state
+            engine.unpause()
+
+    done = finish(engine, pause if mode == "pause" else suspending(mode, 2, 5))
     assert all(account(done[str(name)]) == alone[name] for name in (None, *NAMES[:3]))
 
 
@@ -235,9 +206,7 @@ def test_running_requests_keep_or_recompute_when_their_adapter_is_replaced(runni
     for _ in range(6):
         engine.step()
     engine.load_adapter("a0", adapters["a2"], replace=True, running=running)
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step()}
+    done = finish(engine)
     for name in (None, "a1"):  # others are not affected
         tokens, logprobs = account(done[str(name)])
         assert (tokens[:8], logprobs[:8]) == alone[name] and len(done[str(name)].outputs[0].spans) == 1
@@ -261,10 +230,8 @@ def test_a_request_starts_over_where_a_version_of_its_adapter_drew_nothing(model
         engine.step()
     for name in ("a1", "a2"):
         engine.load_adapter("a", adapters[name], replace=True, running="keep")
-    outputs = []
-    while engine.has_unfinished():
-        outputs = engine.step()
-    one = outputs[0].outputs[0]
+    (output,) = finish(engine).values()
+    one = output.outputs[0]
     assert [span.adapter_version for span in one.spans] == [1, 3]
     at, fresh = one.spans[1].first_token, engine_of(model)
     fresh.load_adapter("a", adapters["a2"])
@@ -279,11 +246,9 @@ def test_a_prompt_that_is_half_computed_starts_over_when_its_adapter_is_replaced
     engine.add_request(PROMPT, greedy("a", logprobs=0))
     engine.step()
     engine.load_adapter("a", adapters["a1"], replace=True, running="keep")
-    outputs = []
-    while engine.has_unfinished():
-        outputs = engine.step()
-    assert account(outputs[0])[0] == alone["a1"][0]
-    assert [span.adapter_version for span in outputs[0].outputs[0].spans] == [2]
+    (output,) = finish(engine).values()
+    assert account(output)[0] == alone["a1"][0]
+    assert [span.adapter_version for span in output.outputs[0].spans] == [2]
 
 
 def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
@@ -297,9 +262,7 @@ def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
     assert [info.num_requests for info in engine.adapters()] == [1]
     engine.unload_adapter("a", abort=True)
     assert engine.adapters() == []
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+    done = finish(engine)
     assert "'a' was unloaded" in str(done["one"].error) and len(done["one"].outputs[0].token_ids) > 0
     assert done["other"].error is None
     with pytest.raises(UnknownAdapter):
@@ -326,14 +289,11 @@ def test_saved_requests_go_on_with_the_content_they_began_with(model, adapters, 
     same = engine_of(model)
     same.load_adapter("a", adapters["a0"])
     assert sorted(same.load_requests(tmp_path / "kept").with_kv) == ["late", "one"]
-    done = {}
-    while same.has_unfinished():
-        done |= {output.request_id: output for output in same.step()}
+    done = finish(same)
     assert account(done["one"]) == account(done["late"]) == alone["a0"]
     report = other.load_requests(tmp_path / "kept", changed_adapters="recompute")
     assert sorted(report.recomputed) == ["late", "one"]
-    while other.has_unfinished():
-        done |= {output.request_id: output for output in other.step()}
+    done |= finish(other)
     assert [span.adapter_version for span in done["one"].outputs[0].spans] == [1, 2]
 
 
@@ -371,7 +331,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
     assert engine.load_adapter("a", adapters["a0"]).version == 1, "the same content again is fine"
     with pytest.raises(UnknownAdapter, match="unknown adapter 'b'"):
         engine.add_request(PROMPT, greedy("b"))
-    plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
+    plain = engines.make_engine(model)
     with pytest.raises(UnknownAdapter, match="this engine has no adapters"):
         plain.add_request(PROMPT, greedy("a"))
     with pytest.raises(ConfigError, match="this engine has no adapters"):
@@ -403,10 +363,7 @@ def test_an_adapter_is_read_while_the_engine_steps(model, adapters, alone, tmp_p
         engine.load_adapter("a1", readings[0])
     assert [info.name for info in engine.adapters()] == ["a0", "a1"]
     engine.add_request(PROMPT, greedy("a1", logprobs=0))
-    outputs = {}
-    while engine.has_unfinished():
-        outputs |= {output.request_id: account(output) for output in engine.step()}
-    assert list(outputs.values()) == [alone["a0"], alone["a1"]]
+    assert list(map(account, finish(engine).values())) == [alone["a0"], alone["a1"]]
 
 
 def test_two_engines_that_read_at_once_leave_the_interpreters_turns_as_they_were(model, adapters, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import stage_case
 import torch
 from engine_ranks import make_engine, part_of_model, run_ranks, whole_model
+from engines import logprobs_of
 from gloo_ranks import run_on_ranks
 from lora_cases import random_adapter
 
@@ -35,10 +36,7 @@ def answers(engine):
     ]
     outputs = engine.generate([PROMPT] * len(NAMES), params)
     ones = [output.outputs[0] for output in outputs]
-    return [
-        (one.token_ids, [entry[t].logprob for entry, t in zip(one.logprobs, one.token_ids, strict=True)])
-        for one in ones
-    ]
+    return [(one.token_ids, logprobs_of(one)) for one in ones]
 
 
 def save_expected(folder: Path, kind: str) -> None:

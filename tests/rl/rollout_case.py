@@ -5,27 +5,20 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_infer.config.inference import InferenceConfig
+import engines
+
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-    "logprobs_mode": "processed",
-}
+BASE: dict[str, Any] = engines.BASE | {"buffer_size_gb": 0.02, "logprobs_mode": "processed"}
 
 
-def make_engine(model: Any = None, *, tokenizer: Any = None, **settings: Any) -> DynamicInferenceEngine:
+def make_engine(model: Any = None, **settings: Any) -> DynamicInferenceEngine:
     model = tiny_gpt(init_method_std=0.2) if model is None else model
-    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings), tokenizer=tokenizer)
+    return engines.make_engine(model, **BASE | settings)
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:

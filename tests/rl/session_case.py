@@ -5,22 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import engines
 import torch
+from engines import tokens_of
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.rl.session import RolloutSession
 
 VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 128,
-    "max_requests": 8,
-    "max_tokens": 256,
-    "check_invariants": True,
-}
+SIZES = {"buffer_size_gb": engines.BUFFER_GIB, "max_sequence_length": 128, "max_requests": 8, "max_tokens": 256}
+BASE: dict[str, Any] = engines.BASE | SIZES
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
 
 
@@ -45,8 +40,7 @@ def answers_in(session) -> list[list[int]]:
 
 def fresh_answers(model: torch.nn.Module, params: SamplingParams = PARAMS) -> list[list[int]]:
     """Tokens of a new engine with the model's weights."""
-    engine = DynamicInferenceEngine(copied(model).eval(), InferenceConfig(**BASE))
-    return [output.outputs[0].token_ids for output in engine.generate(prompts(), params)]
+    return tokens_of(engines.make_engine(copied(model).eval(), **BASE).generate(prompts(), params))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

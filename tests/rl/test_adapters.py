@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import tokens_of
 from session_case import BASE, train_step
 from tiny_llama import VOCAB, save_tiny_llama
 
@@ -39,7 +40,7 @@ def other(tmp_path_factory) -> Path:
 
 
 def answers(llm) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
 def load(folder: Path) -> ColocateLLM:

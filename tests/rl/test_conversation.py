@@ -38,7 +38,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def engine(tokenizer):
     model = tiny_gpt(vocab_size=272, init_method_std=0.2)
-    return make_engine(model, tokenizer=tokenizer, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    return make_engine(model, tokenizer=tokenizer, prefix="lru")
 
 
 @pytest.fixture

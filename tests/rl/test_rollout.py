@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from engines import logprobs_of
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ def test_groups_equal_what_the_engine_draws(roll, engine):
         assert group.prompt_ids == output.prompt_token_ids and len(group.samples) == 3
         for sample, drawn in zip(group.samples, output.outputs, strict=True):
             assert sample.token_ids == drawn.token_ids and sample.finish_reason == "length"
-            processed = [entry[t].logprob for t, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)]
+            processed = logprobs_of(drawn)
             assert sample.logprobs == pytest.approx(processed, abs=1e-5)
             assert sample.raw_logprobs is not None and sample.raw_logprobs != sample.logprobs
             assert sample.loss_mask == [1] * len(drawn.token_ids)

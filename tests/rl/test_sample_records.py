@@ -13,21 +13,14 @@ from megatron_infer.rl import sample_file
 from megatron_infer.rl.conversation import Conversation
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.tool_rollouts import say
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 PARAMS = SamplingParams(n=2, max_tokens=6, ignore_eos=True, seed=1, top_p=0.7, return_support=True, return_routing=True)
 
 
 @pytest.fixture(scope="module")
 def roll():
-    model = tiny_gpt(
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=48,
-        moe_router_load_balancing_type="none",
-        init_method_std=0.2,
-    )
-    return Rollout(make_engine(model))
+    return Rollout(make_engine(tiny_gpt(init_method_std=0.2, **EXPERTS)))
 
 
 def test_samples_have_support_and_routing_and_sample_files_keep_them(roll):

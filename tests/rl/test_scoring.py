@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_forward import full_logits
 from session_case import VOCAB, batch, make_session
 
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.rl.scoring import micro_batches
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 MAKERS = {
     "attention": lambda **how: tiny_gpt(init_method_std=0.2, **how),
-    "experts": lambda **how: tiny_gpt(
-        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none", **how
-    ),
+    "experts": lambda **how: tiny_gpt(**EXPERTS, **how),
     "hybrid": lambda **how: tiny_hybrid("M*-M", init_method_std=0.2, **how),
 }
 
@@ -26,11 +25,9 @@ def sequences() -> list[list[int]]:
 
 def one_by_one(model, temperature: float = 1.0) -> list[torch.Tensor]:
     found = []
-    with torch.no_grad():
-        for ids in sequences():
-            ids_BS = torch.tensor([ids])
-            logits = model(ids_BS, torch.arange(len(ids))[None], None)[0, :-1].float() / temperature
-            found.append(torch.log_softmax(logits, -1).gather(-1, ids_BS[0, 1:, None]).squeeze(-1))
+    for ids in sequences():
+        logprobs = torch.log_softmax(full_logits(model, ids)[:-1] / temperature, -1)
+        found.append(logprobs.gather(-1, torch.tensor(ids)[1:, None]).squeeze(-1))
     return found
 
 

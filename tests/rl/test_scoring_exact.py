@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engines import logprobs_of
 from session_case import batch, make_session
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -44,7 +45,7 @@ def rollouts(session, step: int, *, temperature: float = 1.0) -> list[tuple[list
         (
             output.prompt_token_ids,
             sample.token_ids,
-            torch.tensor([entry[t].logprob for entry, t in zip(sample.logprobs, sample.token_ids, strict=True)]),
+            torch.tensor(logprobs_of(sample)),
         )
         for output in done
         for sample in output.outputs

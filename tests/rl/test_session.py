@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from engines import tokens_of
 from session_case import PARAMS, answers_in, make_session, prompts
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -251,7 +252,7 @@ def test_a_suspend_that_fails_does_not_begin_training():
         with pytest.raises(TransitionFailed, match="no room"), session.training():
             raise AssertionError("never reached")
         outputs = session.engine.generate(prompts(), PARAMS)
-        assert [output.outputs[0].token_ids for output in outputs] == want
+        assert tokens_of(outputs) == want
     assert model.training
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engines import finish
 from session_case import PARAMS, answers_in, copied, fresh_answers, make_session, prompts, train_step
 from test_session import failing_at
 
@@ -85,8 +86,7 @@ def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, run
         assert "rolled back: the engine is RUNNING with weights of version 0" in str(caught.value)
         assert all(map(torch.equal, session.model.parameters(), before.parameters()))
         engine.verify_weights()
-        while engine.has_unfinished():
-            done |= {out.request_id: out for out in engine.step() if out.finished}
+        done |= finish(engine)
     assert not running or [done[str(i)].outputs[0].token_ids for i in range(3)] == want
     assert answers_in(session) == want
     assert session.weight_version == 0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import finish, logprobs_of
 from hybrid_models import random_hybrid
 from safetensors.torch import load_file, save_file
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError, WrongState
@@ -22,19 +24,15 @@ from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.weights import WeightUpdate, apply, apply_async, apply_undoable, as_source
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
-SETTINGS = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_tokens": 64}
+make_engine = partial(engines.make_engine, max_sequence_length=64, max_requests=4, max_tokens=64)
 FAMILIES = ("nemotron_h_experts", "bamba", "mamba2_tied")
 NORM = "decoder.final_norm.weight"
-
-
-def make_engine(model: Any, **settings: Any) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, InferenceConfig(**SETTINGS, check_invariants=True, **settings))
 
 
 def answer(engine: DynamicInferenceEngine) -> tuple[list[int], list[float]]:
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
     out = engine.generate([[5, 9, 30, 7, 66, 12, 3]], params)[0].outputs[0]
-    return out.token_ids, [entry[token].logprob for entry, token in zip(out.logprobs, out.token_ids, strict=True)]
+    return out.token_ids, logprobs_of(out)
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
@@ -319,10 +317,7 @@ def test_running_requests_continue_with_both_versions_in_their_spans(engine, new
     for _ in range(3):
         engine.step()
     apply(engine, new, version=3)
-    done = []
-    while not done:
-        done = [out for out in engine.step() if out.finished]
-    assert [span.policy_version for span in done[0].outputs[0].spans] == [0, 3]
+    assert [span.policy_version for span in finish(engine)["r"].outputs[0].spans] == [0, 3]
 
 
 def test_suspended_engines_take_weights(new, wanted):

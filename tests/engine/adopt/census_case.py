@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import engines
 import pytest
 import torch
 from torch import nn
@@ -238,8 +239,7 @@ def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> tuple[
 def read(output: Any) -> tuple[list[int], list[float]]:
     (found,) = output.outputs
     assert found.finish_reason == "length", output
-    steps = zip(found.logprobs, found.token_ids, strict=True)
-    return list(found.token_ids), [step[token].logprob for step, token in steps]
+    return list(found.token_ids), engines.logprobs_of(found)
 
 
 def check_equal(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> None:
@@ -252,7 +252,4 @@ def refusing(words: str) -> Any:
 
 
 def run_to_end(engine: DynamicInferenceEngine) -> list[Any]:
-    done = []
-    while engine.has_unfinished():
-        done += [output for output in engine.step() if output.finished]
-    return done
+    return list(engines.finish(engine).values())

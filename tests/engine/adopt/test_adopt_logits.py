@@ -19,7 +19,7 @@ from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
 from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.rotary import rotary_table
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import stock_spec, tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt
 
 try:
     from megatron.core.inference.utils import InferenceMode  # 0.19: a flag of the process tells GPTModel.forward
@@ -32,7 +32,6 @@ except ImportError:
 
 
 LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
 QUICK_GEGLU = {
     "activation_func": mcore.quick_gelu,
     "gated_linear_unit": True,
@@ -91,20 +90,20 @@ ARCHITECTURES = {
         "share_embeddings_and_output_weights": True,
     },
     "qwen3_like": {"qk_layernorm": True, "kv_channels": 32, "share_embeddings_and_output_weights": True},
-    "moe": MOE,
-    "moe_top1": {**MOE, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "moe_pre_softmax_scaled": {**MOE, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},
+    "moe": EXPERTS,
+    "moe_top1": {**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "moe_pre_softmax_scaled": {**EXPERTS, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},
     "moe_sigmoid_groups": {
-        **MOE,
+        **EXPERTS,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": 2,
         "moe_router_group_topk": 1,
     },
-    "moe_fp32_router": {**MOE, "moe_router_dtype": "fp32"},
-    "moe_sinkhorn": {**MOE, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
-    "moe_biases_gelu": {**MOE, "add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu},
+    "moe_fp32_router": {**EXPERTS, "moe_router_dtype": "fp32"},
+    "moe_sinkhorn": {**EXPERTS, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
+    "moe_biases_gelu": {**EXPERTS, "add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu},
     "gpt_oss_like": {
-        **MOE,
+        **EXPERTS,
         **QUICK_GEGLU,
         "bias_activation_fusion": False,
         "add_bias_linear": True,
@@ -112,10 +111,10 @@ ARCHITECTURES = {
         "window_size": (4, 0),
         "window_attn_skip_freq": 2,
     },
-    "moe_quick_geglu_fused": {**MOE, **QUICK_GEGLU},
-    "moe_some_layers": {**MOE, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
-    "moe_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40},
-    "moe_gated_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+    "moe_quick_geglu_fused": {**EXPERTS, **QUICK_GEGLU},
+    "moe_some_layers": {**EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
+    "moe_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40},
+    "moe_gated_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
 }
 
 
@@ -135,7 +134,7 @@ def test_paged_logits_equal_the_full_forward(name):
 
 def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
     """megatron-core's own two paths give different numbers there; the engine computes only the other one."""
-    model = tiny_gpt(**{**MOE, **QUICK_GEGLU, "add_bias_linear": True})
+    model = tiny_gpt(**{**EXPERTS, **QUICK_GEGLU, "add_bias_linear": True})
     with pytest.raises(AdoptionError, match=r"clamps before it adds the bias.*bias_activation_fusion=False"):
         adopt(model)
 

@@ -24,9 +24,7 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.specs import gpt_spec, with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import stock_spec, tiny_config, tiny_gpt
-
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_config, tiny_gpt
 
 
 def stock(**overrides):
@@ -199,7 +197,7 @@ REFUSED = {
         f"{LAYER}.self_attention.core_attention: class .*TheirCore is not known.*with_inference",
     ),
     "their_router": (
-        lambda: changed(become(f"{LAYER}.mlp.router", TheirRouter), **MOE),
+        lambda: changed(become(f"{LAYER}.mlp.router", TheirRouter), **EXPERTS),
         f"{LAYER}.mlp.router: router class TheirRouter",
     ),
     "their_norm": (
@@ -219,10 +217,10 @@ REFUSED = {
     "half": (lambda: stock(params_dtype=torch.float16, fp16=True), "weights are float16"),
     "two_dtypes": (lambda: changed(lambda m: m.decoder.layers[1].mlp.bfloat16()), "weights are bfloat16, float32"),
     "capacity": (
-        lambda: stock(**MOE, moe_expert_capacity_factor=1.0),
+        lambda: stock(**EXPERTS, moe_expert_capacity_factor=1.0),
         "decoder.layers.0.mlp: moe_expert_capacity_factor=1.0: tokens dropped",
     ),
-    "jitter": (lambda: stock(**MOE, moe_input_jitter_eps=0.1), "moe_input_jitter_eps=0.1"),
+    "jitter": (lambda: stock(**EXPERTS, moe_input_jitter_eps=0.1), "moe_input_jitter_eps=0.1"),
     "fused_relu": (
         lambda: changed(
             lambda m: [setattr(m.config, "bias_activation_fusion", True)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import paged_step
 import pytest
@@ -14,15 +15,15 @@ from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, Tra
 from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import gpt_spec, randomize_vectors, stock_spec, tiny_config, tiny_gpt
-
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
-MODELS = {
-    "plain": {},
-    "biases": {"add_bias_linear": True, "qk_layernorm": True},
-    "tied": {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
-    "moe": MOE,
-}
+from megatron_infer.testing.tiny import (
+    EXPERTS,
+    gpt_spec,
+    randomize_vectors,
+    stock_spec,
+    tiny_config,
+    tiny_gpt,
+    tiny_hybrid,
+)
 
 
 def unpaged_spec(config):
@@ -34,10 +35,23 @@ def unpaged_spec(config):
     return spec
 
 
+GPT = {
+    "plain": {},
+    "biases": {"add_bias_linear": True, "qk_layernorm": True},
+    "tied": {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+    "moe": EXPERTS,
+}
+MODELS = {name: functools.partial(tiny_gpt, spec=unpaged_spec, **settings) for name, settings in GPT.items()} | {
+    "mamba": functools.partial(tiny_hybrid, "MMM"),
+    "hybrid": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
+    "hybrid experts": functools.partial(tiny_hybrid, "M*ME"),
+    "hybrid tied": functools.partial(tiny_hybrid, "M-", share_embeddings_and_output_weights=True),
+}
+
+
 def batch(step: int = 0):
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 128, (2, 12), generator=generator)
-    return ids, torch.arange(12)[None].expand(2, -1), ids.roll(-1, 1)
+    ids = torch.randint(0, 128, (2, 21), generator=torch.Generator().manual_seed(step))
+    return ids, torch.arange(21)[None].expand(2, -1), ids.roll(-1, 1)
 
 
 def loss_of(model, step: int = 0) -> torch.Tensor:
@@ -55,9 +69,9 @@ def generate(adopted) -> torch.Tensor:
         return adopted.logits(adopted.hidden(second), second.ops)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GPT)
 def test_loss_and_gradients_are_those_of_the_stock_modules(name):
-    stock, adopted_model = (tiny_gpt(spec=unpaged_spec, **MODELS[name]).train() for _ in range(2))
+    stock, adopted_model = (MODELS[name]().train() for _ in range(2))
     adopted = adopt(adopted_model.eval())
     assert type(adopted_model.decoder.layers[0]) is PagedTransformerLayer
     assert type(stock.decoder.layers[0]) is TransformerLayer
@@ -92,10 +106,11 @@ def test_adoption_changes_no_parameter_buffer_or_key():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_between_optimizer_steps_follows_the_weights_and_leaves_training_alone(name):
-    with_us, without = (tiny_gpt(spec=unpaged_spec, **MODELS[name]) for _ in range(2))
-    adopted = adopt(with_us)
+    with_us, without = (MODELS[name]() for _ in range(2))
+    adopted, checkpoint = adopt(with_us), with_us.sharded_state_dict().keys()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (with_us, without)]
     for step in range(3):
+        adopted.refresh_scan_weights()
         assert paged_step.worst_difference(with_us, adopted) < 1e-5
         losses = []
         for model, optimizer in zip((with_us, without), optimizers, strict=True):
@@ -106,9 +121,12 @@ def test_generation_between_optimizer_steps_follows_the_weights_and_leaves_train
             optimizer.step()
             model.eval()
         assert torch.equal(*losses)
+        assert adopted.scan_weights_differ() == ("decoder.layers.0.mixer.A_log" if adopted.ssm_specs else None)
     for ours, theirs in zip(with_us.parameters(), without.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    adopted.refresh_scan_weights()
     assert paged_step.worst_difference(with_us, adopted) < 1e-5
+    assert with_us.sharded_state_dict().keys() == checkpoint
 
 
 def test_a_parameter_that_training_replaces_is_seen():
@@ -186,14 +204,19 @@ def test_wrapped_models_are_unwrapped():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
-def test_megatron_ddp_and_distributed_optimizer_train_an_adopted_model():
-    """The training stack a job uses: bf16-style main parameters live in DDP's buffer, and parameters are re-pointed."""
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["gpt", "hybrid"])
+def test_megatron_ddp_and_distributed_optimizer_train_an_adopted_model(is_hybrid):
+    """The training stack a job uses: bf16-style main parameters live in DDP's buffer, and parameters are re-pointed.
+
+    Scans of a hybrid that was adopted before follow their parameters into the buffer.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     with cpu_shim(level=4):
-        model = tiny_gpt(spec=stock_spec)
+        model = tiny_hybrid("M*-M") if is_hybrid else tiny_gpt(spec=stock_spec)
         randomize_vectors(model)
+        early = [adopt(model)] if is_hybrid else []
         ddp = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
@@ -215,8 +238,12 @@ def test_megatron_ddp_and_distributed_optimizer_train_an_adopted_model():
             loss_of(ddp, step).backward()
             ddp.finish_grad_sync()
             assert optimizer.step()[0]
+            for one in (adopted, *early) if is_hybrid else ():
+                assert one.scan_weights_differ() is not None
+                one.refresh_scan_weights()
         model.eval()
-        assert paged_step.worst_difference(model, adopted) < 1e-5
+        for one in (adopted, *early):
+            assert paged_step.worst_difference(model, one) < 1e-5
         assert not torch.allclose(logits[0], logits[-1])
 
 

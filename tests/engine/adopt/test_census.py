@@ -41,7 +41,6 @@ from torch import nn
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, StaleCache
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.models import census
 from megatron_infer.models.census import Census
@@ -414,15 +413,6 @@ def test_a_census_tells_modules_apart_by_path():
     assert before.difference(Census(model)) is None
 
 
-@pytest.fixture
-def native() -> None:
-    """Loads the library as an engine of this dtype would."""
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(str(error))
-
-
 def census_pair(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Census, Census]:
     """(compares in C++, compares in Python)."""
     with monkeypatch.context() as patch:
@@ -435,7 +425,7 @@ def census_pair(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Census, Ce
     return compiled, python
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("native_kernels")
 @every_kind
 @every_change
 def test_both_comparisons_notice_every_change(pair, change, monkeypatch):
@@ -449,7 +439,7 @@ def test_both_comparisons_notice_every_change(pair, change, monkeypatch):
         assert compiled._holds() and python.is_intact()
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("kind", ["gpt"])
 def test_both_comparisons_notice_attributes_classes_methods_and_moved_children(pair, kind, monkeypatch):
     model, _ = pair
@@ -488,7 +478,7 @@ def test_both_comparisons_notice_attributes_classes_methods_and_moved_children(p
     assert not notice()
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("kind", ["gpt"])
 @pytest.mark.parametrize("what", ["module", "parameter"])
 def test_what_exists_no_more_is_noticed_and_was_not_kept(pair, kind, what, monkeypatch):

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
+import engines
 import torch
 import torch.nn.functional as F
-from model_kinds import buffers, make_model, prefix_caching
+from model_kinds import make_model
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing import tiny
 
 VOCAB = 128
-BLOCK = 16
 TEMPERATURE = 0.8
 BF16 = {"params_dtype": torch.bfloat16}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_router_load_balancing_type": "none",
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
-}
+EXPERTS = tiny.EXPERTS | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32"}
 LAYER_NORM = {
     "normalization": "LayerNorm",
@@ -47,29 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {}),
 }
 """Kind, and what its model is built with."""
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": BLOCK,
-    "max_sequence_length": 256,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-    "batch_invariant": True,
-}
+make_engine = partial(engines.make_engine, max_sequence_length=256, batch_invariant=True)
 
 
 def model_of(name: str) -> torch.nn.Module:
     kind, settings = MODELS[name]
     return make_model(kind, vocab_size=VOCAB, **settings)
-
-
-def make_engine(model: torch.nn.Module, kind: str = "attention", **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    if settings.pop("prefix", False):
-        settings |= prefix_caching(kind)
-    if (pool := settings.pop("pool_blocks", None)) is not None:
-        settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
 def workload(seed: int, *, sampled: bool) -> list[tuple[list[int], SamplingParams]]:
@@ -85,21 +62,18 @@ def workload(seed: int, *, sampled: bool) -> list[tuple[list[int], SamplingParam
     return work
 
 
-def run(
-    engine: DynamicInferenceEngine, work: list[tuple[list[int], SamplingParams]], suspend: tuple[str, ...] = ()
-) -> list[RequestOutput]:
+def run(engine: DynamicInferenceEngine, work: engines.Work, suspend: tuple[str, ...] = ()) -> list[RequestOutput]:
     """All requests; suspended in the modes given, some steps apart."""
-    first = engine.num_steps
-    for i, (prompt, params) in enumerate(work):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
-    done, modes = {}, list(suspend)
-    while engine.has_unfinished():
+    first, modes = engine.num_steps, list(suspend)
+
+    def before_step(engine: DynamicInferenceEngine) -> None:
         if modes and engine.num_steps >= first + 3 + 6 * (len(suspend) - len(modes)):
             engine.suspend(modes.pop(0))
             engine.resume()
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+
+    outputs = engines.run(engine, work, before_step)
     assert not modes, "ended before the last suspend"
-    return [done[str(i)] for i in range(len(work))]
+    return outputs
 
 
 def differing(

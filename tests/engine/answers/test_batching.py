@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from model_kinds import make_model
+from engines import finish, make_engine, tokens_of
 
 from megatron_infer.comm.groups import num_micro_batches_of
 from megatron_infer.config.inference import InferenceConfig
@@ -18,16 +17,6 @@ from megatron_infer.errors import ConfigError
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
 PROMPTS = [list(range(5, 30)), list(range(9, 20)), list(range(40, 47))]
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("attention")
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    base = {"buffer_size_gb": 0.008, "block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 8}
-    return DynamicInferenceEngine(model, InferenceConfig(**base, check_invariants=True, **settings))
 
 
 class Prefills:
@@ -42,16 +31,9 @@ class Prefills:
             self.of_steps.append([chunk.request.id for chunk in plan.prefill])
 
 
-def run_to_end(engine: DynamicInferenceEngine) -> dict[str, list[int]]:
-    done = {}
-    while engine.has_unfinished():
-        done |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-    return done
-
-
 def test_prompts_that_arrive_within_the_delay_are_computed_together(model):
     plain = make_engine(model)
-    expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]
+    expected = tokens_of(plain.generate(PROMPTS, GREEDY))
     engine = make_engine(model, batching="phased", ce_delay_ms=300)
     prefills = Prefills(engine)
     began = time.monotonic()
@@ -60,10 +42,10 @@ def test_prompts_that_arrive_within_the_delay_are_computed_together(model):
     engine.add_request(PROMPTS[1], GREEDY, request_id="b")
     engine.step()
     engine.add_request(PROMPTS[2], GREEDY, request_id="c")
-    done = run_to_end(engine)
+    done = finish(engine)
     assert time.monotonic() - began >= 0.3
     assert prefills.of_steps == [["a", "b", "c"]]
-    assert [done[name] for name in "abc"] == expected
+    assert tokens_of(done[name] for name in "abc") == expected
     assert engine.stats().num_steps < 320, "steps that wait do not spin"
 
 
@@ -76,7 +58,7 @@ def test_a_request_that_is_held_back_can_be_aborted_and_saved(model, tmp_path):
     assert not engine.has_unfinished()
     other = make_engine(model)
     other.load_requests(tmp_path / "held")
-    assert len(run_to_end(other)["a"]) == 6
+    assert len(finish(other)["a"].outputs[0].token_ids) == 6
 
 
 def test_an_evicted_request_does_not_wait_again(model):
@@ -88,7 +70,7 @@ def test_an_evicted_request_does_not_wait_again(model):
     engine.unpause()
     engine.step()
     assert engine.stats().counters["admitted"] == 2
-    run_to_end(engine)
+    finish(engine)
 
 
 def test_stages_of_a_pipeline_refuse_more_steps_in_flight():

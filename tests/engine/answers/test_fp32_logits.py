@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import make_engine
 from torch import Tensor
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels import packing
@@ -18,7 +18,6 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
-BASE: dict[str, Any] = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 4}
 PROMPTS = [[5, 9, 33, 71, 8, 100, 2], [90, 41, 7]]
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 WAYS: dict[str, dict[str, Any]] = {
@@ -42,7 +41,7 @@ def engine(request, monkeypatch) -> DynamicInferenceEngine:
         monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     model = tiny_gpt(params_dtype=torch.bfloat16, init_method_std=0.2, vocab_size=128).eval()
-    return DynamicInferenceEngine(model, InferenceConfig(**BASE | WAYS[way]))
+    return make_engine(model, max_sequence_length=64, max_requests=4, **WAYS[way])
 
 
 def test_what_is_drawn_and_returned_comes_of_sums_that_are_not_rounded(engine, monkeypatch):

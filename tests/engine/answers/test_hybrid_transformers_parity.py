@@ -13,7 +13,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from functools import partial
+
+import engines
 from hybrid_models import random_hybrid
+from model_kinds import prefix_caching
+from plain_forward import full_logits
 from vocabularies import byte_level
 
 from megatron_infer.cli.main import main
@@ -30,19 +35,9 @@ from megatron_infer.testing.tiny import tiny_hybrid
 VOCAB = 131
 FAMILIES = ("mamba2", "nemotron_h", "nemotron_h_experts", "bamba", "granite_factors_tied", "granite_experts")
 QUICK = ("mamba2", "nemotron_h_experts", "granite_experts")
-SIZES: dict[str, Any] = {
-    "buffer_size_gb": 0.05,
-    "block_size_tokens": 16,
-    "max_sequence_length": 192,
-    "max_requests": 8,
-    "check_invariants": True,
-}
+SIZES: dict[str, Any] = engines.BASE | {"buffer_size_gb": 0.05, "max_sequence_length": 192, "max_requests": 8}
 CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 40}
-CACHED = {
-    "enable_prefix_caching": True,
-    "prefix_caching_eviction_policy": "lru",
-    "prefix_caching_mamba_gb": 4 / 1024,
-}
+CACHED = prefix_caching("hybrid")
 RUNS = {"batch": {}, "chunks": CHUNKED, "chunks, cache, overlap": CHUNKED | CACHED | {"overlap": True}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 
@@ -149,8 +144,4 @@ def test_decoding_step_by_step_equals_megatron_cores_full_forward(pattern, setti
     model = tiny_hybrid(pattern, max_sequence_length=192)
     outputs = DynamicInferenceEngine(model, InferenceConfig(**(SIZES | settings))).generate(prompts_of(128), GREEDY)
 
-    def logits_of(ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0]
-
-    assert_answers(outputs, logits_of, within=1e-5)
+    assert_answers(outputs, partial(full_logits, model), within=1e-5)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 
+import engines
 import pytest
 import torch
+from engines import tokens_of
 from rehearsal import DRAFTS, check_drafted, rehearse
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.inspect import inspect
@@ -21,10 +22,7 @@ MODELS = {"attention": tiny_gpt, "hybrid": tiny_hybrid}
 
 
 def make_engine(kind: str, **options) -> DynamicInferenceEngine:
-    config = InferenceConfig(
-        buffer_size_gb=0.01, block_size_tokens=16, max_requests=8, max_tokens=64, check_invariants=True, **options
-    )
-    return DynamicInferenceEngine(MODELS[kind](), config)
+    return engines.make_engine(MODELS[kind](), max_requests=8, max_tokens=64, **options)
 
 
 def limit_tokens(engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, most) -> list[int]:
@@ -70,7 +68,7 @@ def test_a_retracted_step_with_drafts_leaves_none_of_them(kind, overlap, monkeyp
     """Else a request waits for their commit in every later step that overlaps, and is never forgotten."""
     heard = make_engine(kind).generate(PROMPTS, PARAMS)
     engine = make_engine(kind, overlap=overlap, **DRAFTS)
-    rehearse(engine, PROMPTS, [output.outputs[0].token_ids for output in heard])
+    rehearse(engine, PROMPTS, tokens_of(heard))
     room = iter([10**9] * 3 + [10, 10**9] * 20)
     limit_tokens(engine, monkeypatch, lambda: next(room, 10**9))
     assert answers(engine.generate(PROMPTS, PARAMS)) == answers(heard)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import RECURRENT, UNALIGNED, buffers, make_model, prefix_caching
+from engines import each_of
+from model_kinds import RECURRENT, UNALIGNED
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
@@ -30,16 +31,6 @@ from megatron_infer.kernels.ssm_torch import CHUNK
 
 VOCAB = 128
 ALIGNED = 1e-5
-NUM_ROWS = 8
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 320,
-    "max_requests": NUM_ROWS,
-    "max_tokens": 2048,
-    "enable_chunked_prefill": True,
-    "check_invariants": True,
-}
 ALONE = {"max_requests": 1}
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "whole, alone": (ALONE, ALIGNED),
@@ -51,28 +42,14 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "evicted": ({"pool_blocks": 24}, UNALIGNED),
     "suspended": ({"suspends": (5, 20, 33)}, UNALIGNED),
 }
+kind = each_of(RECURRENT)
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=VOCAB)
-
-
-def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    if "prefix" in settings:
-        settings |= prefix_caching(kind, settings.pop("prefix"))
-    pool = settings.pop("pool_blocks", None)
-    if pool is not None:
-        settings |= buffers(model, blocks=pool, block_size=16, max_requests=NUM_ROWS)
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    sizes = {"max_sequence_length": 320, "max_requests": 8, "max_tokens": 2048, "enable_chunked_prefill": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BACKEND_VARIABLE, "torch")
-        engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
+        engine = engines.make_engine(model, **sizes | settings)
     assert engine.kernels.scan.name == "torch"
     return engine
 
@@ -92,18 +69,15 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
 
 def run(engine: DynamicInferenceEngine, suspends: tuple[int, ...] = ()) -> list[tuple[list[int], torch.Tensor]]:
     """Every request's (tokens, log probabilities of its prompt where asked for, and of its tokens)."""
-    work = workload()
-    for i, (prompt, params) in enumerate(work):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
-    done = {}
-    while engine.has_unfinished():
+
+    def suspend(engine: DynamicInferenceEngine) -> None:
         if engine.num_steps in suspends:
             engine.suspend("recompute")
             engine.resume()
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+
     answers = []
-    for i, (prompt, _) in enumerate(work):
-        output, sample = done[str(i)], done[str(i)].outputs[0]
+    for output in engines.run(engine, workload(), suspend):
+        prompt, sample = output.prompt_token_ids, output.outputs[0]
         known = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
         pairs = [*known, *zip(sample.token_ids, sample.logprobs, strict=True)]
         values = [entry[token].logprob for token, entry in pairs if entry is not None]
@@ -112,8 +86,8 @@ def run(engine: DynamicInferenceEngine, suspends: tuple[int, ...] = ()) -> list[
 
 
 @pytest.fixture(scope="module")
-def whole(model, kind) -> list[tuple[list[int], torch.Tensor]]:
-    return run(make_engine(model, kind))
+def whole(model) -> list[tuple[list[int], torch.Tensor]]:
+    return run(make_engine(model))
 
 
 @pytest.mark.one_in(6)
@@ -122,7 +96,7 @@ def test_tokens_are_the_same_and_logprobs_within_the_tolerance(model, kind, whol
     settings, tolerance = WAYS[way]
     settings = dict(settings)
     suspends = settings.pop("suspends", ())
-    engine = make_engine(model, kind, **settings)
+    engine = make_engine(model, **settings)
     for i, ((tokens, values), (other, wanted)) in enumerate(zip(run(engine, suspends), whole, strict=True)):
         assert tokens == other, f"request {i}: other tokens"
         worst = float((values - wanted).abs().max())

@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engines
 import numpy as np
 import pytest
 import tokenizers
 import torch
 from chi_square import homogeneity
+from engines import finish, submit, suspending, tokens_of
 from model_kinds import buffers, make_model
 from test_same_answer import FEATURES, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
@@ -52,10 +54,8 @@ def model() -> torch.nn.Module:
     return make_model("attention", vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def twin() -> torch.nn.Module:
-    """Another model of the same weights."""
-    return make_model("attention", vocab_size=VOCAB)
+twin = model
+"""Another model of the same weights."""
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,19 @@ def check_all_kept(engine: DynamicInferenceEngine) -> None:
 @pytest.mark.parametrize("feature", OTHERS)
 def test_a_draft_like_the_target_is_accepted_entirely_with_the_feature(model, twin, expected, feature):
     """So the draft model's keys and values are right wherever blocks are shared, cut, paused, evicted or swapped."""
-    settings = OTHERS[feature]
+    check_feature(partial(make_engine, model, "attention", draft=twin), expected, feature)
+
+
+def check_feature(make: Callable[..., DynamicInferenceEngine], expected: dict[str, list[list[int]]], name: str) -> None:
+    """Answers of `make(**settings)` are the expected ones with the feature of this name, and all drafts are kept."""
+    settings = OTHERS[name]
     for drawing in ("greedy", "sampled"):
-        engine = make_engine(model, "attention", draft=twin, **settings)
+        engine = make(**settings)
         assert run(engine, drawing, settings.get("order")) == expected[drawing]
         check_all_kept(engine)
     counters = engine.stats().counters
-    assert counters["swapped_in"] > 0 or feature != "tiny_pool_swap"
-    assert counters["prefix_hits"] > 0 or not feature.startswith("prefix")
+    assert counters["swapped_in"] > 0 or name != "tiny_pool_swap"
+    assert counters["prefix_hits"] > 0 or not name.startswith("prefix")
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
@@ -127,49 +132,49 @@ def test_wrong_drafts_change_no_answer_whatever_else_happens(kind, guesser):
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 def test_suspends_keep_what_the_draft_model_has_computed(model, twin, expected, mode):
     engine = make_engine(model, "attention", draft=twin, overlap=mode == "offload", prefix="lru")
-    prompts, params = workload("sampled")
-    for index, prompt in enumerate(prompts):
-        engine.add_request(prompt, params[index], request_id=str(index), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        if engine.num_steps in (2, 5):
-            engine.suspend(mode)
-            engine.resume()
-    assert [done[str(index)].outputs[0].token_ids for index in range(len(prompts))] == expected["sampled"]
+    outputs = engines.run(engine, list(zip(*workload("sampled"), strict=True)), suspending(mode, 2, 5))
+    assert tokens_of(outputs) == expected["sampled"]
     check_all_kept(engine)
 
 
 @pytest.mark.parametrize("reader", ["twin", "other blocks", "without"])
 def test_saved_requests_bring_the_draft_models_memory(model, twin, tmp_path, reader):
-    prompts, _ = workload("sampled")
-    wanted = make_engine(model, "attention").generate(prompts, SAMPLED)
-    first = make_engine(model, "attention", draft=twin)
-    for index, prompt in enumerate(prompts):
-        first.add_request(prompt, SAMPLED, request_id=str(index), stream="final")
-    for _ in range(3):
-        assert not first.step()
-    first.save_requests(tmp_path / "saved", kv=True)
     settings = {"twin": {"draft": twin}, "other blocks": {"draft": twin, "block_size_tokens": 32}, "without": {}}
     second = make_engine(model, "attention", **settings[reader])
-    second.load_requests(tmp_path / "saved")
-    done = {}
-    while second.has_unfinished():
-        done |= {output.request_id: output for output in second.step() if output.finished}
-    assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == [
-        one.outputs[0].token_ids for one in wanted
-    ]
-    assert (second.stats().counters["prefill_tokens"] == 0) == (reader != "without")
-    if reader != "without":
+    check_saved(
+        make_engine(model, "attention"), make_engine(model, "attention", draft=twin), second, tmp_path / "saved"
+    )
+
+
+def check_saved(
+    plain: DynamicInferenceEngine, first: DynamicInferenceEngine, second: DynamicInferenceEngine, path: Path
+) -> None:
+    """Requests that `first` saves half way go on in `second`, which computes nothing again if it drafts."""
+    prompts, _ = workload("sampled")
+    wanted = plain.generate(prompts, SAMPLED)
+    submit(first, [(prompt, SAMPLED) for prompt in prompts])
+    for _ in range(3):
+        assert not first.step()
+    first.save_requests(path, kv=True)
+    second.load_requests(path)
+    done = finish(second)
+    assert tokens_of(done[str(place)] for place in range(len(prompts))) == tokens_of(wanted)
+    drafts = second.spec_decode_metrics() is not None
+    assert (second.stats().counters["prefill_tokens"] == 0) == drafts
+    if drafts:
         check_all_kept(second)
 
 
 def test_adaptive_depth_stops_where_drafts_do_not_pay(model, guesser):
+    draft = {"method": "draft", "draft_model": guesser, "num_speculative_tokens": 4}
+    engine = partial(make_engine, model, "attention")
+    check_adaptive(engine(speculative=draft), engine(speculative=draft | {"adaptive": False}))
+
+
+def check_adaptive(adaptive: DynamicInferenceEngine, full: DynamicInferenceEngine) -> None:
+    """Drafts that do not pay are fewer with an adaptive depth, for the same answers."""
     prompts, _ = workload("greedy")
     params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-    draft = {"method": "draft", "draft_model": guesser, "num_speculative_tokens": 4}
-    adaptive = make_engine(model, "attention", speculative=draft)
-    full = make_engine(model, "attention", speculative=draft | {"adaptive": False})
     assert shown(adaptive.generate(prompts, params)) == shown(full.generate(prompts, params))
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
 
@@ -382,7 +387,7 @@ def check_random_events(make: Callable[..., DynamicInferenceEngine], expected: l
             case 3 if "lost" in engine.output_processor:
                 engine.abort("lost")
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    assert [done[str(index)].outputs[0].token_ids for index in range(len(prompts))] == expected
+    assert tokens_of(done[str(index)] for index in range(len(prompts))) == expected
     found = engine.spec_decode_metrics()
     assert found.num_drafted - found.num_accepted in range(5), found  # those of the aborted request
     assert found.num_accepted > 100 and engine.stats().num_free_blocks == 14

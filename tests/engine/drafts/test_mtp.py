@@ -11,10 +11,12 @@ import random
 from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import suspending, tokens_of
 from model_kinds import make_model, prefix_caching
-from test_draft_model import OTHERS, check_all_kept, check_random_events
+from test_draft_model import OTHERS, check_adaptive, check_all_kept, check_feature, check_random_events, check_saved
 from test_same_answer import BASE, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
 
@@ -93,14 +95,7 @@ def expected(model) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("feature", OTHERS)
 def test_an_mtp_layer_like_the_model_is_accepted_entirely_with_the_feature(model, expected, feature):
     """So its keys and values are right wherever blocks are shared, cut, paused, evicted or swapped."""
-    settings = OTHERS[feature]
-    for drawing in ("greedy", "sampled"):
-        engine = drafting(model, **settings)
-        assert run(engine, drawing, settings.get("order")) == expected[drawing]
-        check_all_kept(engine)
-    counters = engine.stats().counters
-    assert counters["swapped_in"] > 0 or feature != "tiny_pool_swap"
-    assert counters["prefix_hits"] > 0 or not feature.startswith("prefix")
+    check_feature(partial(drafting, model), expected, feature)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -187,21 +182,14 @@ def reference(model: torch.nn.Module, tokens: list[int], *, guessed: int = 0) ->
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 def test_suspends_keep_keys_values_and_hidden_states(model, guesser, expected, mode):
     """Of the model that guesses, drafts are the same ones as without the suspends."""
+    work = list(zip(*workload("sampled"), strict=True))
     for one in (model, guesser):
-        prompts, params = workload("sampled")
         plain = drafting(one, prefix="lru")
-        plain.generate(prompts, params)
+        engines.run(plain, work)
         engine = drafting(one, overlap=mode == "offload", prefix="lru")
-        for index, prompt in enumerate(prompts):
-            engine.add_request(prompt, params[index], request_id=str(index), stream="final")
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-            if engine.num_steps in (2, 5):
-                engine.suspend(mode)
-                engine.resume()
+        outputs = engines.run(engine, work, suspending(mode, 2, 5))
         if one is model:
-            assert [done[str(index)].outputs[0].token_ids for index in range(len(prompts))] == expected["sampled"]
+            assert tokens_of(outputs) == expected["sampled"]
             check_all_kept(engine)
         if mode != "recompute":  # which draws a token where it computes a sequence again, without drafts
             assert engine.spec_decode_metrics().num_accepted == plain.spec_decode_metrics().num_accepted
@@ -209,26 +197,9 @@ def test_suspends_keep_keys_values_and_hidden_states(model, guesser, expected, m
 
 @pytest.mark.parametrize("reader", ["same", "other blocks", "without"])
 def test_saved_requests_bring_the_mtp_layers_memory(model, tmp_path, reader):
-    prompts, _ = workload("sampled")
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
-    wanted = make_engine(model, "attention").generate(prompts, params)
-    first = drafting(model)
-    for index, prompt in enumerate(prompts):
-        first.add_request(prompt, params, request_id=str(index), stream="final")
-    for _ in range(3):
-        assert not first.step()
-    first.save_requests(tmp_path / "saved", kv=True)
     settings = {"same": {}, "other blocks": {"block_size_tokens": 32}, "without": {"speculative": None}}
     second = drafting(model, **settings[reader])
-    second.load_requests(tmp_path / "saved")
-    done = {}
-    while second.has_unfinished():
-        done |= {output.request_id: output for output in second.step() if output.finished}
-    answers = [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
-    assert answers == [one.outputs[0].token_ids for one in wanted]
-    assert (second.stats().counters["prefill_tokens"] == 0) == (reader != "without")
-    if reader != "without":
-        check_all_kept(second)
+    check_saved(make_engine(model, "attention"), drafting(model), second, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
@@ -292,11 +263,7 @@ def test_rejection_keeps_a_layer_like_the_model(model):
 
 
 def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
-    prompts, _ = workload("greedy")
-    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-    adaptive, full = drafting(guesser, speculative={"method": "mtp"}), drafting(guesser)
-    assert shown(adaptive.generate(prompts, params)) == shown(full.generate(prompts, params))
-    assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
+    check_adaptive(drafting(guesser, speculative={"method": "mtp"}), drafting(guesser))
 
 
 @pytest.mark.parametrize("part", [4, 2, 1])

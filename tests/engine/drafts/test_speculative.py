@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from typing import Any
 
+import engines
 import pytest
 import tokenizers
 import torch
-from model_kinds import buffers, make_model
+from engines import finish, submit, suspending
+from model_kinds import make_model
 from rehearsal import Rehearsal, check_drafted
 
 from megatron_infer.config.inference import InferenceConfig
@@ -26,14 +29,6 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.text.tokenizer import Tokenizer
 
 VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
 ON: dict[str, Any] = {"speculative": {"num_speculative_tokens": 5, "adaptive": False}}
 
 
@@ -49,7 +44,7 @@ def model() -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings), tokenizer=words())
+    return engines.make_engine(model, tokenizer=words(), **settings)
 
 
 def prompts() -> list[list[int]]:
@@ -93,6 +88,10 @@ def shown(outputs: list[RequestOutput]) -> list[Any]:
         ]
         for output in outputs
     ]
+
+
+def with_logprobs(outputs: Iterable[RequestOutput]) -> list[Any]:
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
 def rehearsed(engine: DynamicInferenceEngine, outputs: list[RequestOutput]) -> DynamicInferenceEngine:
@@ -198,10 +197,7 @@ def test_saved_requests_that_ask_for_drafts_continue_without(model, plain, tmp_p
     for settings in ({}, ON):
         second = make_engine(model, **settings)
         second.load_requests(tmp_path / "saved")
-        done = []
-        while second.has_unfinished():
-            done += second.step()
-        found = done[-1].outputs[0]
+        found = finish(second)["saved"].outputs[0]
         assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
 
 
@@ -216,8 +212,7 @@ def test_priorities_in_a_tiny_pool_change_nothing(kind, overlap):
         for index in range(len(prompts()))
     ]
     wanted = make_engine(model).generate(prompts(), params)
-    tight = buffers(model, blocks=11, block_size=16, max_requests=16)
-    engine = rehearsed(make_engine(model, overlap=overlap, **ON, **tight), wanted)
+    engine = rehearsed(make_engine(model, overlap=overlap, **ON, pool_blocks=11), wanted)
     assert shown(engine.generate(prompts(), params)) == shown(wanted)
     check_drafted(engine)
     counters = engine.stats().counters
@@ -231,18 +226,9 @@ def test_suspends_change_nothing(kind, mode):
     model = make_model(kind, vocab_size=VOCAB)
     wanted = ask(make_engine(model), {"temperature": 0.0, "logprobs": 0})
     engine = rehearsed(make_engine(model, overlap=mode == "offload", **ON), wanted)
-    for index, prompt in enumerate(prompts()):
-        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
-        engine.add_request(prompt, params, request_id=str(index), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        if engine.num_steps in (2, 4, 7):
-            engine.suspend(mode)
-            engine.resume()
-    found = [done[str(index)].outputs[0] for index in range(len(wanted))]
-    expected = [output.outputs[0] for output in wanted]
-    assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in expected]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
+    outputs = engines.run(engine, [(prompt, params) for prompt in prompts()], suspending(mode, 2, 4, 7))
+    assert with_logprobs(outputs) == with_logprobs(wanted)
     check_drafted(engine)
 
 
@@ -267,20 +253,14 @@ def test_saved_requests_continue_with_drafts(model, plain, tmp_path):
     wanted = ask(plain, {"temperature": 0.0, "logprobs": 0})
     first = rehearsed(make_engine(model, **ON), wanted)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
-    for index, prompt in enumerate(prompts()):
-        first.add_request(prompt, params, request_id=str(index), stream="final")
+    submit(first, [(prompt, params) for prompt in prompts()])
     for _ in range(3):
         assert not first.step()
     first.save_requests(tmp_path / "saved")
     second = rehearsed(make_engine(model, **ON), wanted)
     second.load_requests(tmp_path / "saved")
-    done = {}
-    while second.has_unfinished():
-        done |= {output.request_id: output for output in second.step() if output.finished}
-    found = [done[str(index)].outputs[0] for index in range(len(wanted))]
-    assert [(one.token_ids, one.logprobs) for one in found] == [
-        (output.outputs[0].token_ids, output.outputs[0].logprobs) for output in wanted
-    ]
+    done = finish(second)
+    assert with_logprobs(done[str(place)] for place in range(len(wanted))) == with_logprobs(wanted)
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
@@ -410,7 +390,7 @@ def test_wrong_options_are_refused_by_name(values, message):
 
 def test_grammar_proposals_need_a_tokenizer(model):
     with pytest.raises(ConfigError, match="no tokenizer for it"):
-        DynamicInferenceEngine(model, InferenceConfig(**BASE, speculative={"method": "grammar"}))
+        engines.make_engine(model, speculative={"method": "grammar"})
 
 
 def test_a_config_survives_plain_values():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structured_case
 import torch
+from engines import finish, tokens_of
 from model_kinds import make_model
 from test_speculative import ON, VOCAB, make_engine, prompts
 
@@ -26,14 +27,8 @@ def synthetic(rate: float, **more: Any) -> dict[str, Any]:
     return {"speculative": {**ON["speculative"], "synthetic_acceptance_rate": rate, **more}}
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("attention", vocab_size=VOCAB)
-
-
 def ask(engine: DynamicInferenceEngine, **more: Any) -> list[list[int]]:
-    outputs = engine.generate(prompts(), SamplingParams(**GREEDY | more))
-    return [output.outputs[0].token_ids for output in outputs]
+    return tokens_of(engine.generate(prompts(), SamplingParams(**GREEDY | more)))
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
@@ -74,10 +69,7 @@ def test_a_saved_request_stays_marked(model, tmp_path):
     engine.save_requests(tmp_path / "saved")
     other = make_engine(model)
     other.load_requests(tmp_path / "saved")
-    outputs = []
-    while other.has_unfinished():
-        outputs += other.step()
-    assert outputs[-1].outputs[0].is_synthetic
+    assert finish(other)["one"].outputs[0].is_synthetic
 
 
 def test_nothing_of_it_is_published(model, caplog):

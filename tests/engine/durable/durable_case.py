@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from megatron_infer.config.inference import InferenceConfig
+import engines
+import model_kinds
+
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
 PROMPT = list(range(5, 45))
 
 
 def make_model(**changes):
-    return tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2, **changes)
+    return model_kinds.make_model("attention", **changes)
 
 
-def make_engine(model, *, tokenizer=None, **settings) -> DynamicInferenceEngine:
-    base = {
-        "buffer_size_gb": 0.05,
-        "block_size_tokens": 16,
-        "max_sequence_length": 200,
-        "max_requests": 16,
-        "max_tokens": 64,
-        "enable_chunked_prefill": True,
-        "check_invariants": True,
-    }
-    return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}), tokenizer=tokenizer)
+def make_engine(model, **settings) -> DynamicInferenceEngine:
+    """Pools of any block size and many requests fit."""
+    sizes = {"buffer_size_gb": 0.05, "max_sequence_length": 200, "max_tokens": 64, "enable_chunked_prefill": True}
+    return engines.make_engine(model, **sizes | settings)
 
 
 def pool_of(model, num_blocks: int) -> float:

@@ -28,11 +28,6 @@ FILES = Path(__file__).parent / "files"
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
 def source(model):
     engine = make_engine(model)
     add_all(engine)

@@ -8,11 +8,14 @@ import signal
 import durable_child
 import pytest
 from durable_case import Collector, make_engine
-from model_kinds import RECURRENT, make_model, prefix_caching
+from engines import each_of
+from model_kinds import RECURRENT, make_model
 from test_durable_kill import Victims, assert_nothing_is_lost, notes
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SnapshotError
+
+kind = each_of(RECURRENT)
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +23,6 @@ def victims():
     made = Victims()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module", params=RECURRENT)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind):
-    return make_model(kind)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def test_what_another_process_saved_goes_on_here_from_its_states(
 ):
     path = tmp_path / "requests"
     assert victims.run(path, kind=kind, save_after=9) == 0
-    engine = make_engine(model, block_size_tokens=block_size, **prefix_caching(kind))
+    engine = make_engine(model, block_size_tokens=block_size, prefix="lru")
     report = engine.load_requests(path)
     assert len(report.with_kv) >= 4 and not report.recomputed  # the others had ended there
     done = Collector().step(engine)

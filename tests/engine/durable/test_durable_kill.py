@@ -12,7 +12,7 @@ from pathlib import Path
 
 import durable_child
 import pytest
-from durable_case import PROMPT, Collector, make_engine, make_model
+from durable_case import PROMPT, Collector, make_engine
 from gloo_ranks import fork_server
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -21,11 +21,6 @@ from megatron_infer.errors import DuplicateRequest, SnapshotError, UnknownReques
 from megatron_infer.testing.inspect import inspect
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import types
 import msgspec
 import pytest
 import torch
-from durable_case import PROMPT, Collector, add_all, assert_same, make_engine, make_model
-from model_kinds import RECURRENT, prefix_caching
+from durable_case import PROMPT, Collector, add_all, make_engine, make_model
+from model_kinds import RECURRENT
 from model_kinds import make_model as make_kind
 from store_case import build_store
 
@@ -214,68 +214,9 @@ def test_a_file_that_lost_its_blocks_is_refused_whole(attention, tmp_path):
         make_engine(make_model()).load_requests(path)
 
 
-# ---------------------------------------------------------------------- engines
-
-TARGETS = {
-    "same": {},
-    "smaller blocks": {"block_size_tokens": 8},
-    "small steps, overlap": {"max_tokens": 17, "overlap": True},
-    "prefix cache": None,
-}
-
-
-@pytest.fixture(scope="module", params=RECURRENT)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def recurrent(kind):
-    torch.manual_seed(0)
-    return make_kind(kind)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(recurrent):
-    engine = make_engine(recurrent)
-    add_all(engine)
-    return Collector().step(engine)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_load_goes_on_with_the_same_tokens_and_logprobs(recurrent, kind, uninterrupted, tmp_path, target, kv):
-    settings = prefix_caching(kind) if target == "prefix cache" else TARGETS[target]
-    for steps in (0, 1, 2, 3, 8, 14):
-        source = make_engine(recurrent, max_requests=6, overlap=steps % 2 == 0)
-        add_all(source)
-        seen = Collector().step(source, steps)
-        source.save_requests(tmp_path / "requests", kv=kv)
-        engine = make_engine(recurrent, **settings)
-        report = engine.load_requests(tmp_path / "requests")
-        seen.take(report.finished)
-        if kv:  # whatever had begun goes on where it was
-            assert not report.recomputed and (report.with_kv or not steps), (steps, report)
-        assert_same(seen.step(engine), uninterrupted)
-        assert engine.stats().num_free_blocks == engine.stats().num_blocks
-
-
-def test_samples_that_have_not_forked_go_on_from_their_leaders_state(recurrent, tmp_path):
-    params = SamplingParams(n=4, seed=11, max_tokens=12, ignore_eos=True)
-    want = make_engine(recurrent).generate(PROMPT, params)[0].outputs
-    source = make_engine(recurrent, max_tokens=17)
-    source.add_request(PROMPT, params)
-    Collector().step(source, 1)
-    source.save_requests(tmp_path / "requests", kv=True)
-    engine = make_engine(recurrent)
-    engine.load_requests(tmp_path / "requests")
-    done = Collector().step(engine)
-    assert [done.tokens["0", index] for index in range(4)] == [one.token_ids for one in want]
-    assert engine.stats().counters["prefill_tokens"] == len(PROMPT) - 17
-
-
-def test_states_of_another_dtype_are_computed_again(recurrent, tmp_path):
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_states_of_another_dtype_are_computed_again(kind, tmp_path):
+    recurrent = make_kind(kind)
     source = make_engine(recurrent)
     source.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     Collector().step(source, 2)

@@ -12,8 +12,9 @@ from functools import partial
 
 import pytest
 import torch
+from engines import make_engine, run, tokens_of
 from store_case import RandomCopies, block_in, block_out, build_store, copy_block, cut_pieces, quiet
-from suspend_case import MODES, make_engine, workload
+from suspend_case import MODES, workload
 
 from megatron_infer.context.copies import CopyKind
 from megatron_infer.memory import copy_pipeline
@@ -22,7 +23,6 @@ from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream, words
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
 from megatron_infer.memory.store_layout import StoreLayout
-from megatron_infer.testing.tiny import tiny_gpt
 
 CPU = torch.device("cpu")
 
@@ -356,30 +356,23 @@ def test_places_that_are_strided_are_copied_as_words():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engine_draws_the_same_tokens_with_copies_in_three_streams(mode, device, monkeypatch):
+def test_engine_draws_the_same_tokens_with_copies_in_three_streams(model, mode, device, monkeypatch):
     cut_pieces(monkeypatch, 40_000)
-    torch.manual_seed(0)
-    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
     work = workload("greedy")[:4]
     engine = make_engine(model, buffer_size_gb=0.004, max_requests=4)
     device[0][0].steps_are_now = True
-    expected = [out.outputs[0].token_ids for out in engine.generate([p for p, _ in work], [how for _, how in work])]
-    for prompt, how in work:
-        engine.add_request(prompt, how)
-    done, steps = {}, 0
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                done[int(output.request_id)] = output.outputs[0].token_ids
-        steps += 1
-        if steps in (2, 5, 9):
+    expected, first = tokens_of(run(engine, work)), engine.num_steps
+
+    def suspend(engine):
+        if engine.num_steps - first in (2, 5, 9):
             report = engine.suspend(mode).tags["kv_cache"]
             assert (report.gb_per_s is not None) is (mode == "offload")
             if mode == "offload":
                 assert report.gb_per_s == report.bytes_copied / 0.5 / 1e9
             back = engine.resume().tags["kv_cache"]
             assert (back.bytes_under_way == back.bytes_copied > 0) is (mode == "offload") and back.gb_per_s is None
-    assert [done[key] for key in sorted(done)] == expected
+
+    assert tokens_of(run(engine, work, suspend)) == expected
 
 
 def test_dropped_staging_waits_for_its_copies_and_a_stopwatch_for_both_streams(device):

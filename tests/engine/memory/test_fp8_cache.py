@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import engines
 import pytest
 import torch
 from durable_case import make_engine as make_durable
@@ -20,16 +21,6 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
-BASE: dict[str, Any] = {
-    "kv_cache_dtype": "fp8_e4m3",
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 96,
-    "max_requests": 6,
-    "max_tokens": 64,
-    "enable_chunked_prefill": True,
-    "check_invariants": True,
-}
 LRU = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
 FEATURES: dict[str, dict[str, Any]] = {
     "chunked": {"max_tokens": 16},
@@ -40,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "reference": {},
     "static_graphs": {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24},
 }
+SIZES = {"max_sequence_length": 96, "max_requests": 6, "max_tokens": 64, "enable_chunked_prefill": True}
 TEXTS = [
     "Water boils at 100 degrees Celsius at sea level. At higher altitudes the air pressure is lower, so that it boils "
     "at a lower temperature, and food takes longer to cook.",
@@ -53,18 +45,12 @@ LARGEST, MEAN = 0.16, 0.035
 and 0.026 were measured; rounding towards zero, an error twice as large, gave 0.22 and 0.041 and more."""
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("attention", max_sequence_length=96)
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    pool = settings.pop("pool_blocks", None)
-    if pool is not None:
-        settings |= buffers(model, blocks=pool, block_size=16, max_requests=settings["max_requests"])
-        settings["buffer_size_gb"] /= 4  # of a model in fp32
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+def make_engine(model: torch.nn.Module, *, pool_blocks: int | None = None, **settings: Any) -> DynamicInferenceEngine:
+    settings = SIZES | {"kv_cache_dtype": "fp8_e4m3"} | settings
+    if pool_blocks is not None:  # buffers() sizes blocks of the model's dtype, fp32
+        sized = buffers(model, blocks=pool_blocks, block_size=16, max_requests=settings["max_requests"])
+        settings["buffer_size_gb"] = sized["buffer_size_gb"] / 4
+    return engines.make_engine(model, **settings)
 
 
 def check_same(got, want) -> None:
@@ -103,7 +89,7 @@ def test_suspends_give_the_same_answers(model, expected, mode):
 
 
 def test_a_hybrid_keeps_its_states_exact_and_its_keys_in_eight_bits():
-    model = make_model("hybrid", max_sequence_length=96)
+    model = make_model("hybrid")
     want = run(make_engine(model, mamba_memory_ratio=0.5))
     engine = make_engine(model, mamba_memory_ratio=0.5, max_tokens=16, overlap=True)
     check_same(run(engine), want)
@@ -113,7 +99,7 @@ def test_a_hybrid_keeps_its_states_exact_and_its_keys_in_eight_bits():
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_log_probabilities_differ_little_from_those_of_an_exact_cache(seed):
-    model, generator = make_model("attention", max_sequence_length=96), torch.Generator().manual_seed(seed)
+    model, generator = make_model("attention"), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -179,4 +165,4 @@ def test_what_it_excludes_is_refused_and_what_it_does_nothing_for_is_told():
     with pytest.raises(ConfigError, match="did you mean 'fp8_e4m3'"):
         InferenceConfig(kv_cache_dtype="fp8_e4m")
     with pytest.warns(ConfigWarning, match="no effect on a model without attention layers"):
-        make_engine(make_model("mamba", max_sequence_length=96))
+        make_engine(make_model("mamba"))

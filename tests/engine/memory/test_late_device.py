@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import engines
 import pytest
 import torch
 from late_device import LateDevice, LateGpu, LateStream
-from model_kinds import buffers, make_model, prefix_caching
+from model_kinds import make_model, prefix_caching
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw, RowMirror
 from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
@@ -35,19 +35,20 @@ from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 128
 SIZES: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
     "max_sequence_length": 64,
     "max_requests": 6,
     "max_tokens": 48,
     "enable_chunked_prefill": True,
-    "check_invariants": True,
     "overlap": True,
     "num_cuda_graphs": 0,
 }
 GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24, "cuda_graph_capture": "first_use"}
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
 KINDS = ("attention", "mamba", "hybrid")
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    return engines.make_engine(model, **SIZES | settings)
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +67,6 @@ def expected(models) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         return {kind: answers(make_engine(models[kind], overlap=False)) for kind in KINDS}
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**SIZES, **settings}
-    if (blocks := settings.pop("blocks", None)) is not None:
-        settings |= buffers(model, blocks=blocks, block_size=16, max_requests=6)
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
 def work(kind: str = "attention") -> list[tuple[list[int], SamplingParams]]:
@@ -158,15 +152,15 @@ def aborts(engine: DynamicInferenceEngine, step: int) -> None:
 # name -> (kind, settings, between the steps)
 RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "graphs": ("attention", GRAPHS, aborts),
-    "swap": ("attention", {**SWAP, **prefix_caching("attention"), "blocks": 6}, aborts),
-    "graphs and swap": ("attention", {**GRAPHS, **SWAP, "blocks": 6}, suspends("offload")),
+    "swap": ("attention", {**SWAP, **prefix_caching("attention"), "pool_blocks": 6}, aborts),
+    "graphs and swap": ("attention", {**GRAPHS, **SWAP, "pool_blocks": 6}, suspends("offload")),
     "suspends": ("attention", GRAPHS, suspends("recompute", "offload", "persist")),
     "static pointers": (
         "attention",
         {**GRAPHS, "static_kv_memory_pointers": True},
         suspends("recompute", "offload", "persist"),
     ),
-    "layers": ("attention", {**SWAP, **prefix_caching("attention"), "blocks": 7}, wakes),
+    "layers": ("attention", {**SWAP, **prefix_caching("attention"), "pool_blocks": 7}, wakes),
     "steps in flight": ("attention", {**GRAPHS, "max_steps_in_flight": 4}, suspends("offload")),
     "layers of a hybrid": ("hybrid", {}, wakes),
     "states": ("mamba", {**GRAPHS, **prefix_caching("mamba")}, suspends("offload")),
@@ -297,7 +291,7 @@ SEAMS = (
 def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeypatch):
     """Ctrl-C before and after whatever a step does on the device, one on the heels of another now and then."""
     rng, gpu = random.Random(3), LateGpu(monkeypatch)
-    engine = make_engine(models["attention"], **GRAPHS, **SWAP, **prefix_caching("attention"), blocks=6)
+    engine = make_engine(models["attention"], **GRAPHS, **SWAP, **prefix_caching("attention"), pool_blocks=6)
     stopped: list[str] = []
 
     def maybe(where: str) -> None:

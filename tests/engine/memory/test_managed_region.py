@@ -7,14 +7,13 @@ import logging
 import fake_cuda
 import pytest
 import torch
-from suspend_case import make_engine
+from engines import make_engine
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.memory import build_store
 from megatron_infer.memory.regions import choose, managed
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
 CPU = torch.device("cpu")
@@ -117,15 +116,14 @@ def test_bytes_of_blocks_and_states_are_found():
     assert list(without.ranges([5, 1, 2], [])) == []
 
 
-def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(fake, monkeypatch):
+def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(model, fake, monkeypatch):
     runtime = managed.Runtime(fake)
     monkeypatch.setattr(
         build_store,
         "make_region",
         lambda shape, dtype, device, **asked: managed.ManagedRegion(shape, dtype, device, runtime=runtime),
     )
-    torch.manual_seed(0)
-    engine = make_engine(tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2), max_requests=4)
+    engine = make_engine(model, max_requests=4)
     engine.add_request(list(range(5, 50)), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     for _ in range(4):
         engine.step()

@@ -11,14 +11,14 @@ from types import ModuleType
 import fake_saver
 import pytest
 import torch
-from suspend_case import MODES, make_engine, workload
+from engines import finish, make_engine, run, submit, tokens_of
+from suspend_case import MODES, workload
 
 from megatron_infer.errors import ConfigError, TransitionFailed
 from megatron_infer.kernels import optional_packages
 from megatron_infer.memory import build_store
 from megatron_infer.memory.regions import choose, saver
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB = 1 << 20
@@ -126,13 +126,11 @@ def test_what_lacks_is_named_with_its_remedy(fake, monkeypatch):
 
 
 @pytest.fixture
-def engine(fake, monkeypatch):
+def engine(model, fake, monkeypatch):
     """An engine whose cache is in the stand-in's memory, and the answers to its work."""
     monkeypatch.setattr(
         build_store, "make_region", lambda shape, dtype, device, **asked: make_saver_region(shape, dtype)
     )
-    torch.manual_seed(0)
-    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
     return make_engine(model, buffer_size_gb=0.004, max_requests=4, static_kv_memory_pointers=True)
 
 
@@ -140,35 +138,29 @@ def make_saver_region(shape, dtype):
     return saver.SaverRegion(shape, dtype, CPU)
 
 
-def tokens_of(outputs):
-    return [out.outputs[0].token_ids for out in sorted(outputs, key=lambda out: int(out.request_id))]
-
-
 def test_tokens_are_the_same_over_suspends_in_every_mode(engine, fake):
     work = workload("greedy")[:4]
-    expected = tokens_of(engine.generate([prompt for prompt, _ in work], [how for _, how in work]))
+    expected = tokens_of(run(engine, work))
     store = inspect(engine).store
     address, held = store.kv_cache.data_ptr(), fake.limit - fake.free_bytes
     for mode in MODES:
-        for prompt, how in work:
-            engine.add_request(prompt, how)
-        done, steps = [], 0
-        while engine.has_unfinished():
-            done += [output for output in engine.step() if output.finished]
-            steps += 1
-            if steps in (2, 5, 9):
+        first = engine.num_steps
+
+        def suspend(engine, mode=mode, first=first):
+            if engine.num_steps - first in (2, 5, 9):
                 report = engine.suspend(mode)
                 assert fake.limit - fake.free_bytes == (held if mode == "persist" else 0)
                 assert report.tags["kv_cache"].bytes_copied > 0 if mode == "offload" else True
                 engine.resume()
                 assert store.kv_cache.data_ptr() == address
-        assert tokens_of(done) == expected and steps > 9
+
+        assert tokens_of(run(engine, work, suspend)) == expected and engine.num_steps - first > 9
 
 
 def test_a_resume_without_memory_can_be_called_again(engine, fake):
     prompt, how = workload("greedy")[0]
     expected = engine.generate([prompt], how)[0].outputs[0].token_ids
-    engine.add_request(prompt, how)
+    submit(engine, [(prompt, how)])
     for _ in range(3):
         engine.step()
     engine.suspend("offload")
@@ -177,7 +169,4 @@ def test_a_resume_without_memory_can_be_called_again(engine, fake):
         engine.resume()
     fake.limit = 64 * MIB
     engine.resume()
-    done = []
-    while engine.has_unfinished():
-        done += [output for output in engine.step() if output.finished]
-    assert done[0].outputs[0].token_ids == expected
+    assert tokens_of(finish(engine).values()) == [expected]

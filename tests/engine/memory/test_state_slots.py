@@ -1,4 +1,4 @@
-"""Recurrent states and KV blocks are in one store: the promises for one hold for the other, in every combination."""
+"""KV blocks and recurrent states in one store: they come back as they were, and a failure on the way loses nothing."""
 
 from __future__ import annotations
 
@@ -158,21 +158,25 @@ def test_offloaded_states_come_back_bit_equal_with_their_blocks(num_layers, stat
         assert not store.read_states(others).any(), "more than the given slots was copied"
 
 
-def test_states_of_requests_aborted_meanwhile_stay_behind():
+def test_memory_of_requests_aborted_meanwhile_stays_behind():
     store = make_store()
-    _, states = fill(store)
-    store.offload([1], quiet, state_slots=[0, 1, 2])
-    report = store.restore({1}, quiet, keep_states={2})
-    assert (report.num_blocks, report.num_states) == (1, 1)
+    cache, states = fill(store)
+    store.offload([1, 2, 3, 4], quiet, state_slots=[0, 1, 2])
+    report = store.restore({2, 4}, quiet, keep_states={2})
+    assert (report.num_blocks, report.num_states) == (2, 1)
+    assert report.bytes_copied == 2 * store.layout.block_bytes + STATE.slot_bytes and store.host_bytes() == 0
+    assert torch.equal(store.kv_cache[:, :, [2, 4]], cache[:, :, [2, 4]]) and not store.kv_cache[:, :, [1, 3]].any()
     assert torch.equal(store.read_states([2]), states[[2]]) and not store.read_states([0, 1]).any()
 
 
-def test_asking_for_a_state_that_was_not_offloaded_is_refused_and_harmless():
+def test_asking_for_what_was_not_offloaded_is_refused_and_harmless():
     store = make_store()
     cache, states = fill(store)
     store.offload([1], quiet, state_slots=[2])
     with pytest.raises(AssertionError, match=r"states \[4\].*were not offloaded"):
         store.restore({1}, quiet, keep_states={2, 4})
+    with pytest.raises(AssertionError, match=r"\[6\].*were not offloaded"):
+        store.restore({1, 6}, quiet, keep_states={2})
     store.restore({1}, quiet, keep_states={2})
     assert torch.equal(store.read_states([2]), states[[2]])
     assert torch.equal(store.kv_cache[:, :, 1], cache[:, :, 1])
@@ -189,13 +193,15 @@ def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_p
     assert len(rehearsal.calls) == 5 + 7 + 1, rehearsal.calls
     for fail_at in range(len(rehearsal.calls)):
         store = make_store(static=static)
-        (cache, states), held = fill(store), store.states
+        (cache, states), held, address = fill(store), store.states, store.kv_cache.data_ptr()
         with pytest.raises(error):
             store.offload(BLOCKS, Recorder(fail_at, error), state_slots=KEPT_SLOTS)
         assert not store.is_released and store.states is held and store.host_bytes() == 0
+        assert store.kv_cache.data_ptr() == address
         assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
         store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
         store.restore(set(BLOCKS), quiet, keep_states=set(KEPT_SLOTS))
+        assert torch.equal(store.kv_cache[:, :, BLOCKS], cache[:, :, BLOCKS])
         assert torch.equal(store.read_states(KEPT_SLOTS), states[KEPT_SLOTS])
 
 
@@ -249,27 +255,42 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
         with pytest.raises(error):
             store.restore(set(BLOCKS), Recorder(fail_at, error), keep_states=set(KEPT_SLOTS))
         assert store.is_released and store.resident_bytes() == 0 and store.host_bytes() == host_bytes
+        with pytest.raises(StateReleased):
+            _ = store.kv_cache
     store.restore(set(BLOCKS), quiet, keep_states=set(KEPT_SLOTS))
     assert torch.equal(store.kv_cache[:, :, BLOCKS], cache[:, :, BLOCKS])
     assert torch.equal(store.read_states(KEPT_SLOTS), states[KEPT_SLOTS])
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
     assert not store.read_states([DUMMY]).any() and store.host_bytes() == 0
 
 
-def test_dummies_are_zero_again_where_memory_comes_back_dirty(monkeypatch):
+@pytest.mark.parametrize("how", ["release", "offload"])
+def test_dummies_are_zero_again_where_memory_comes_back_dirty(how, monkeypatch):
+    """Fresh pages of a CPU are zeros; the memory of a GPU holds what its last owner left."""
     store = make_store(static=True)
     fill(store)
-    store.offload([1], quiet, state_slots=[1])
+    store.release(quiet) if how == "release" else store.offload([1], quiet, state_slots=[1])
     monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
     store.restore(set(), quiet)
     assert not store.read_states([DUMMY]).any() and not store.kv_cache[:, :, store.layout.dummy_block].any()
     assert store.read_states([1]).all(), "only the dummy is cleared"
 
 
-def test_nothing_reads_or_writes_released_states():
+@pytest.mark.parametrize("how", ["release", "offload"])
+def test_nothing_reads_or_writes_released_memory(how):
     store = make_store()
     fill(store)
-    store.offload([1], quiet, state_slots=[1, 2])
+    store.release(quiet) if how == "release" else store.offload([1], quiet, state_slots=[1, 2])
+    assert store.is_released
+    words = "resume before" if how == "release" else r"1 blocks, 2 states of it are kept .* resume before"
     for use in (
+        lambda: store.kv_cache,
+        lambda: store.run_copies([copy_block(0, 1)]),
+        lambda: store.read_blocks([0]),
+        lambda: store.write_blocks([0], {}),
+        lambda: store.run_copies([block_out(0, 0)]),
+        lambda: store.release(quiet),
+        lambda: store.offload([0], quiet),
         lambda: store.states,
         lambda: store.run_copies([copy_state(0, 1)]),
         lambda: store.read_states([0]),
@@ -278,10 +299,11 @@ def test_nothing_reads_or_writes_released_states():
         lambda: store.run_copies([copy_state(1, 0)]),
         lambda: store.measure_copies(),
     ):
-        with pytest.raises(StateReleased, match=r"1 blocks, 2 states of it are kept .* resume before"):
+        with pytest.raises(StateReleased, match=words):
             use()
-    assert store.drop_host_copy() > 0
+    assert (store.drop_host_copy() > 0) == (how == "offload")
     store.restore(set(), quiet)
+    assert store.kv_cache.shape == (3, 2, 8, 4, 2, 8)
     assert store.states.layer(0).conv_SCW.shape == (SLOTS, 10, 4)
 
 
@@ -300,7 +322,11 @@ def test_moves_of_every_kind_do_what_one_after_the_other_would(seed, num_layers,
         for block in blocks:
             assert torch.equal(store.kv_cache[:, :, block], cache[:, :, copies.held["block", block]]), (drawn, block)
         store.free_host_slots(copies.free("block"), copies.free("state"))
-    assert not store.read_states([DUMMY]).any()
+    assert not store.read_states([DUMMY]).any() and not store.kv_cache[:, :, store.layout.dummy_block].any()
+    for (pool, slot), content in copies.held.items():
+        if pool == "host block" and num_layers:
+            store.run_copies([block_in(slot, 0)])
+            assert torch.equal(store.kv_cache[:, :, 0], cache[:, :, content])
 
 
 @pytest.mark.parametrize(
@@ -339,36 +365,40 @@ def test_states_written_are_the_states_read(small_pieces):
         other.write_states([0], torch.zeros(1, 1000, dtype=torch.uint8))
 
 
-def test_host_states_are_bounded_and_give_their_memory_back():
-    store = make_store(host_states=2)
+def test_host_slots_are_bounded_and_give_their_memory_back():
+    store = make_store(host_slots=2, host_states=2)
     fill(store)
-    with pytest.raises(AssertionError, match="host slot 2 of 2"):
-        store.run_copies([state_out(0, 2)])
-    store.run_copies([state_out(0, 0), state_out(1, 1)])
+    for out, back in ((block_out, block_in), (state_out, state_in)):
+        with pytest.raises(AssertionError, match="host slot 2 of 2"):
+            store.run_copies([out(0, 2)])
+        with pytest.raises(AssertionError, match="hold nothing"):
+            store.run_copies([back(1, 0)])
+        store.run_copies([out(0, 0), out(1, 1)])
     assert store.host_bytes() > 0
-    store.free_host_slots(states=[0, 1])
+    store.free_host_slots([0, 1], [0, 1])
     assert store.host_bytes() == 0
-    with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_copies([state_in(1, 0)])
+    for back in (block_in, state_in):
+        with pytest.raises(AssertionError, match="hold nothing"):
+            store.run_copies([back(1, 0)])
 
 
-def test_swapped_states_outlive_a_release():
+def test_swapped_memory_outlives_a_release():
     store = make_store()
-    _, states = fill(store)
-    store.run_copies([state_out(4, 2)])
+    cache, states = fill(store)
+    store.run_copies([state_out(4, 2), block_out(5, 2)])
     store.release(quiet)
     store.restore(set(), quiet)
-    store.run_copies([state_in(2, 7)])
-    assert torch.equal(store.read_states([7]), states[[4]])
+    store.run_copies([state_in(2, 7), block_in(2, 6)])
+    assert torch.equal(store.read_states([7]), states[[4]]) and torch.equal(store.kv_cache[:, :, 6], cache[:, :, 5])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_speed_of_a_state_is_measured_followed_and_leaves_no_trace(device):
+def test_speed_is_measured_followed_and_leaves_no_trace(device):
     store = make_store(device=device)
     cache, states = fill(store)
     assert store.copy_s_per_state == 0.0
     store.measure_copies()
-    assert 0 < store.copy_s_per_state < 1
+    assert 0 < store.copy_s_per_state < 1 and 0 < store.copy_s_per_block < 1 and store.host_bytes() == 0
     assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
     block, state = store.copy_s_per_block, store.copy_s_per_state
     store.run_copies([state_out(0, 0), copy_state(0, 1)])
@@ -377,21 +407,28 @@ def test_speed_of_a_state_is_measured_followed_and_leaves_no_trace(device):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_addresses_of_states_are_kept_with_static_pointers(static):
+def test_addresses_are_kept_with_static_pointers(static):
     store = make_store(static=static)
-    held, address = store.states, store.states.conv_SLCW.data_ptr()
+    assert store.addresses_stable is static
+    states, cache = store.states, store.kv_cache  # held: else a new mapping may land in the same place
+    addresses = states.conv_SLCW.data_ptr(), cache.data_ptr()
     for _ in range(3):
         store.release(quiet)
         store.restore(set(), quiet)
-        assert (store.states.conv_SLCW.data_ptr() == address) is static
-    assert held.conv_SLCW.data_ptr() == address
+        now = store.states.conv_SLCW.data_ptr(), store.kv_cache.data_ptr()
+        assert [one == other for one, other in zip(now, addresses, strict=True)] == [static] * 2
+    assert (states.conv_SLCW.data_ptr(), cache.data_ptr()) == addresses
 
 
-def test_states_restored_in_inference_mode_can_be_written_outside_it():
+def test_memory_restored_in_inference_mode_can_be_written_outside_it():
     store = make_store()
     fill(store)
     with torch.inference_mode():
-        store.offload([], quiet, state_slots=[0])
-        store.restore(set(), quiet, keep_states={0})
+        store.offload([0], quiet, state_slots=[0])
+        store.restore({0}, quiet, keep_states={0})
+        store.run_copies([block_out(0, 0)])
     store.states.layer(0).ssm_SHPN[1].fill_(2.0)
     assert (store.states.layer(0).ssm_SHPN[1] == 2.0).all()
+    store.kv_cache[:, :, 1].fill_(2)
+    store.run_copies([block_in(0, 1)])
+    assert torch.equal(store.kv_cache[:, :, 1], store.kv_cache[:, :, 0])

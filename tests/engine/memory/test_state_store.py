@@ -1,27 +1,25 @@
-"""The store gives its memory back and restores its content, and a failure on the way loses nothing."""
+"""The store gives its memory back and restores its blocks; what holds for states as well is in test_state_slots.py."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import mmap
-import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from store_case import RandomCopies, Recorder, block_in, block_out, build_store, copy_block, cut_pieces, quiet
+from engines import make_engine, run, tokens_of
+from model_kinds import make_model
+from store_case import Recorder, block_in, block_out, build_store, cut_pieces, quiet
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, StateReleased
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.host_arena import HostArena, slots_per_chunk
 from megatron_infer.memory.regions import choose
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt
 
 MIB = 1 << 20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RSS is read from /proc")
@@ -80,27 +78,6 @@ def test_only_the_given_blocks_are_copied():
     assert not store.kv_cache[:, :, others].any()
 
 
-def test_blocks_of_requests_aborted_meanwhile_stay_behind():
-    store = make_store()
-    before = fill(store)
-    store.offload([1, 2, 3, 4], quiet)
-    report = store.restore({2, 4}, quiet)
-    assert report.num_blocks == 2 and report.bytes_copied == 2 * store.layout.block_bytes
-    assert torch.equal(store.kv_cache[:, :, [2, 4]], before[:, :, [2, 4]])
-    assert not store.kv_cache[:, :, [1, 3]].any()
-    assert store.host_bytes() == 0
-
-
-def test_asking_for_a_block_that_was_not_offloaded_is_refused_and_harmless():
-    store = make_store()
-    before = fill(store)
-    store.offload([1, 2], quiet)
-    with pytest.raises(AssertionError, match=r"\[7\].*were not offloaded"):
-        store.restore({1, 7}, quiet)
-    store.restore({1, 2}, quiet)
-    assert torch.equal(store.kv_cache[:, :, [1, 2]], before[:, :, [1, 2]])
-
-
 def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
     store = make_store()
     fill(store)
@@ -110,51 +87,6 @@ def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
     assert report.bytes_freed >= store.layout.num_bytes
     store.restore(set(), quiet)
     assert not store.kv_cache[:, :, store.layout.dummy_block].any()
-
-
-@pytest.mark.parametrize("how", ["release", "offload"])
-def test_dummy_block_is_zero_again_where_memory_comes_back_dirty(how, monkeypatch):
-    store = make_store(static=True)
-    fill(store)
-    store.release(quiet) if how == "release" else store.offload([1], quiet)
-    # a CPU's fresh pages are zeros, a GPU's memory holds what its last owner left
-    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
-    store.restore(set(), quiet)
-    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
-
-
-@pytest.mark.parametrize("how", ["release", "offload"])
-def test_nothing_reads_or_writes_a_released_cache(how):
-    store = make_store(slots=4)
-    fill(store)
-    store.release(quiet) if how == "release" else store.offload([1], quiet)
-    assert store.is_released
-    for use in (
-        lambda: store.kv_cache,
-        lambda: store.run_copies([copy_block(0, 1)]),
-        lambda: store.read_blocks([0]),
-        lambda: store.write_blocks([0], {}),
-        lambda: store.run_copies([block_out(0, 0)]),
-        lambda: store.measure_copies(),
-        lambda: store.release(quiet),
-        lambda: store.offload([0], quiet),
-    ):
-        with pytest.raises(StateReleased, match="resume before"):
-            use()
-    store.restore(set(), quiet)
-    assert store.kv_cache.shape == (3, 2, 12, 4, 2, 8)
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_addresses_are_kept_with_static_pointers(static):
-    store = make_store(4096, static=static)
-    held, address = store.kv_cache, store.kv_cache.data_ptr()  # held: else a new mapping may land in the same place
-    assert store.addresses_stable is static
-    for _ in range(3):
-        store.release(quiet)
-        store.restore(set(), quiet)
-        assert (store.kv_cache.data_ptr() == address) is static
-    assert held.data_ptr() == address
 
 
 @LINUX
@@ -224,48 +156,6 @@ def num_mappings():
 BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # five pieces: nine rows of a layer to a chunk
 
 
-@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
-@pytest.mark.parametrize("static", [False, True])
-def test_offload_that_fails_anywhere_changes_nothing(static, error, small_pieces):
-    rehearsal = Recorder()
-    make_store(static=static).offload(BLOCKS, rehearsal)
-    assert len(rehearsal.calls) == 6, rehearsal.calls
-    for fail_at in range(len(rehearsal.calls)):
-        store = make_store(static=static)
-        before, address = fill(store), store.kv_cache.data_ptr()
-        with pytest.raises(error):
-            store.offload(BLOCKS, Recorder(fail_at, error))
-        assert not store.is_released
-        assert store.kv_cache.data_ptr() == address and torch.equal(store.kv_cache, before)
-        assert store.host_bytes() == 0
-        store.offload(BLOCKS, quiet)
-        store.restore(set(BLOCKS), quiet)
-        assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
-
-
-@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
-@pytest.mark.parametrize("static", [False, True])
-def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pieces):
-    store = make_store(static=static)
-    before = fill(store)
-    store.offload(BLOCKS, quiet)
-    host_bytes, rehearsal = store.host_bytes(), Recorder()
-    store.restore(set(BLOCKS), rehearsal)
-    assert len(rehearsal.calls) == 6, rehearsal.calls
-    store.offload(BLOCKS, quiet)
-    for fail_at in range(len(rehearsal.calls)):
-        with pytest.raises(error):
-            store.restore(set(BLOCKS), Recorder(fail_at, error))
-        assert store.is_released and store.resident_bytes() == 0
-        assert store.host_bytes() == host_bytes
-        with pytest.raises(StateReleased):
-            _ = store.kv_cache
-    store.restore(set(BLOCKS), quiet)
-    assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
-    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
-    assert store.host_bytes() == 0
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_release_that_fails_changes_nothing(static):
     store = make_store(static=static)
@@ -308,23 +198,6 @@ def _no_memory(*args, **kwargs):
     raise OSError(12, "Cannot allocate memory")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(20))
-def test_moves_do_what_one_after_the_other_would(seed, device, small_pieces):
-    store = make_store(9, slots=10, device=device)
-    before, copies = fill(store), RandomCopies(random.Random(seed), num_slots=10, block=range(8))
-    for _ in range(25):
-        store.run_copies(drawn := copies.draw(30))
-        for block in range(8):
-            assert torch.equal(store.kv_cache[:, :, block], before[:, :, copies.held["block", block]]), (drawn, block)
-        store.free_host_slots(copies.free("block"))
-    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
-    for (pool, slot), content in copies.held.items():
-        if pool == "host block":
-            store.run_copies([block_in(slot, 0)])
-            assert torch.equal(store.kv_cache[:, :, 0], before[:, :, content])
-
-
 def test_block_and_slot_reused_within_one_call():
     store = make_store(4, slots=2)
     before = fill(store)
@@ -332,29 +205,6 @@ def test_block_and_slot_reused_within_one_call():
     out, back = block_out, block_in
     store.run_copies([out(1, 0), out(2, 1), back(1, 1), out(0, 1), back(1, 2), back(0, 0)])
     assert torch.equal(store.kv_cache[:, :, :3], before[:, :, [1, 2, 0]])
-
-
-def test_swapped_blocks_outlive_a_release():
-    store = make_store(slots=4)
-    before = fill(store)
-    store.run_copies([block_out(5, 2)])
-    store.release(quiet)
-    store.restore(set(), quiet)
-    store.run_copies([block_in(2, 7)])
-    assert torch.equal(store.kv_cache[:, :, 7], before[:, :, 5])
-
-
-def test_host_slots_are_bounded_and_must_hold_something():
-    store = make_store(slots=2)
-    fill(store)
-    with pytest.raises(AssertionError, match="host slot 2 of 2"):
-        store.run_copies([block_out(0, 2)])
-    with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_copies([block_in(1, 0)])
-    store.run_copies([block_out(0, 1)])
-    store.free_host_slots([1])
-    with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_copies([block_in(1, 0)])
 
 
 @LINUX
@@ -392,28 +242,6 @@ def test_last_chunk_is_no_larger_than_its_slots():
     assert torch.equal(back[:2], pool[[1, 3]])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_measured_speed_is_positive_and_leaves_no_trace(device):
-    store = make_store(device=device)
-    before = fill(store)
-    store.measure_copies()
-    assert 0 < store.copy_s_per_block < 1
-    assert torch.equal(store.kv_cache, before)
-    assert store.host_bytes() == 0
-
-
-def test_cache_restored_in_inference_mode_can_be_written_outside_it():
-    store = make_store(slots=1)
-    fill(store)
-    with torch.inference_mode():
-        store.offload([0], quiet)
-        store.restore({0}, quiet)
-        store.run_copies([block_out(0, 0)])
-    store.kv_cache[:, :, 1].fill_(2)
-    store.run_copies([block_in(0, 1)])
-    assert torch.equal(store.kv_cache[:, :, 1], store.kv_cache[:, :, 0])
-
-
 def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch):
     monkeypatch.setattr(choose, "DISCARDS_PAGES", False)
     with pytest.raises(ConfigError, match="set static_kv_memory_pointers=False"):
@@ -431,33 +259,20 @@ def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static, dtype):
-    torch.manual_seed(0)
-    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2).to(getattr(torch, dtype))
-    config = InferenceConfig(
-        buffer_size_gb=0.02,
-        block_size_tokens=16,
-        max_sequence_length=160,
-        max_requests=4,
-        static_kv_memory_pointers=static,
-    )
-    prompts = [[3 + i + j for j in range(21)] for i in range(4)]
+    model = make_model("attention").to(getattr(torch, dtype))
+    settings = {"max_requests": 4, "static_kv_memory_pointers": static}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    expected = [out.outputs[0].token_ids for out in DynamicInferenceEngine(model, config).generate(prompts, params)]
+    work = [([3 + i + j for j in range(21)], params) for i in range(4)]
+    expected = tokens_of(run(make_engine(model, **settings), work))
+    engine, moved, holders = make_engine(model, **settings), set(), []
 
-    engine = DynamicInferenceEngine(model, config)
-    for prompt in prompts:
-        engine.add_request(prompt, params)
-    store, done, moved, holders = inspect(engine).store, {}, set(), []
-    steps = 0
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output.outputs[0].token_ids
+    def move(engine):
+        store = inspect(engine).store
         used = {block for request in inspect(engine).scheduler.running for block in request.lease.blocks}
         holders.append(store.kv_cache)  # the address of memory still mapped cannot come again
         store.offload(sorted(used), quiet)
         store.restore(used, quiet)
         moved.add(store.kv_cache.data_ptr())
-        steps += 1
-    assert [done[key] for key in sorted(done, key=int)] == expected
-    assert len(moved) == (1 if static else steps) and steps > 20
+
+    assert tokens_of(run(engine, work, move)) == expected
+    assert len(moved) == (1 if static else len(holders)) and len(holders) > 20

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import UNALIGNED, buffers, bytes_of, is_native, make_model, prefix_caching
+from engines import each_of, logprobs_of, submit, tokens_of
+from model_kinds import UNALIGNED, bytes_of, is_native
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
@@ -22,48 +23,27 @@ from megatron_infer.testing.inspect import inspect
 NUM_ROWS = 8
 PROMPTS = [list(range(i + 4, i + 40)) for i in range(8)]
 PARAMS = SamplingParams(temperature=0.9, top_k=30, max_tokens=40, ignore_eos=True, logprobs=0)
-
-
-@pytest.fixture(scope="module", params=["attention", "hybrid"])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=128, max_sequence_length=256)
+kind = each_of(["attention", "hybrid"])
 
 
 def make_engine(model: torch.nn.Module, *, blocks: int = 12, swap: int = 64, **settings: Any) -> DynamicInferenceEngine:
     """blocks: of the pool; swap: blocks the host has room for, with the states of all rows on top."""
     block_bytes, slot_bytes = bytes_of(model, 16)
-    config = {
-        **buffers(model, blocks=blocks, block_size=16, max_requests=NUM_ROWS),
-        "swap_buffer_size_gb": (swap * block_bytes + NUM_ROWS * slot_bytes) / 2**30 + 1e-9 if swap else 0,
-        "block_size_tokens": 16,
-        "max_sequence_length": 128,
-        "max_requests": NUM_ROWS,
-        "max_tokens": 256,
-        "check_invariants": True,
-        "seed": 5,
-        **settings,
-    }
-    return DynamicInferenceEngine(model, InferenceConfig(**config))
+    room = (swap * block_bytes + NUM_ROWS * slot_bytes) / 2**30 + 1e-9 if swap else 0
+    sizes = {"max_sequence_length": 128, "max_requests": NUM_ROWS, "max_tokens": 256, "swap_buffer_size_gb": room}
+    return engines.make_engine(model, pool_blocks=blocks, **sizes | {"seed": 5} | settings)
 
 
 def answers(engine: DynamicInferenceEngine, disturb: Any = None) -> dict[str, tuple[list[int], list[float]]]:
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        if disturb is not None:
-            disturb(engine)
-        for output in engine.step():
-            if output.finished:
-                sample = output.outputs[0]
-                values = [entry[t].logprob for t, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
-                done[output.request_id] = (sample.token_ids, values)
-    return done
+    outputs = engines.run(engine, [(prompt, PARAMS) for prompt in PROMPTS], disturb)
+    return {output.request_id: (output.outputs[0].token_ids, logprobs_of(output.outputs[0])) for output in outputs}
+
+
+def check_same(engine: DynamicInferenceEngine, got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert {k: v[0] for k, v in got.items()} == {k: v[0] for k, v in expected.items()}
+    for name, (_, values) in got.items():
+        bits = expected[name][1]
+        assert values == (bits if is_native(engine) else pytest.approx(bits, rel=0, abs=UNALIGNED)), name
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +56,7 @@ def expected(model: torch.nn.Module) -> dict[str, tuple[list[int], list[float]]]
 @pytest.mark.parametrize("caching", [False, True], ids=["", "prefix cache"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, kind, expected, mode, caching, overlap):
-    engine = make_engine(model, preemption_mode="swap", overlap=overlap, **(prefix_caching(kind) if caching else {}))
+    engine = make_engine(model, preemption_mode="swap", overlap=overlap, prefix="lru" if caching else None)
     host = inspect(engine).context.swap
     num_states = host.num_free_states
     assert num_states == (NUM_ROWS if kind == "hybrid" else 0)
@@ -94,11 +74,7 @@ def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, ki
             away["suspends"] += 1
             away["swapped"] += waiting
 
-    got = answers(engine, suspend)
-    assert {k: v[0] for k, v in got.items()} == {k: v[0] for k, v in expected.items()}
-    for name, (_, values) in got.items():
-        bits = expected[name][1]
-        assert values == (bits if is_native(engine) else pytest.approx(bits, rel=0, abs=UNALIGNED)), name
+    check_same(engine, answers(engine, suspend), expected)
     counters = engine.stats().counters
     assert away["suspends"] >= 2 and counters["swapped_out"] >= 2
     assert (counters["swapped_in"] > 0) or mode == "recompute"
@@ -122,7 +98,7 @@ def test_everyone_finishes_with_the_same_tokens_however_small_the_pool(model, de
     tight = make_engine(model, blocks=blocks, swap=0 if mode == "recompute" else 64, paused_buffer_size_gb=0, **swap)
     want, calm = run(make_engine(model, blocks=8 * 5 + 1, swap=0))
     got, counters = run(tight)
-    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert tokens_of(got) == tokens_of(want)
     assert calm["evicted"] == 0 < counters["evicted"] == sum(o.metrics.num_evictions for o in got)
     assert counters["finished"] == count and counters["paused"] - counters["resumed"] <= counters["evicted"]
     assert counters["swapped_in"] == counters["swapped_out"] <= counters["evicted"]
@@ -136,6 +112,7 @@ def test_prices_are_what_was_measured(model, kind):
     first = inspect(engine).scheduler.preemption.costs
     assert first.copy_s_per_block > 0 and first.copy_s_per_block != CostModel().copy_s_per_block
     assert (first.copy_s_per_state > 0) == (kind == "hybrid")
+    assert first.copy_s_per_state == inspect(engine).store.copy_s_per_state
     assert first.prefill_s_per_token == CostModel().prefill_s_per_token, "no step has told yet"
     answers(engine)
     costs = inspect(engine).scheduler.preemption.costs
@@ -180,8 +157,7 @@ def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
         return forward(plan, writes)
 
     runner.forward = interrupted
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    submit(engine, [(prompt, PARAMS) for prompt in PROMPTS])
     done = {}
     while engine.has_unfinished():
         try:
@@ -192,12 +168,23 @@ def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
 
 
 def until_swapped(engine: DynamicInferenceEngine) -> dict[str, Any]:
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    submit(engine, [(prompt, PARAMS) for prompt in PROMPTS])
     done = {}
     while not inspect(engine).scheduler.preemption.swapped:
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     return done
+
+
+@pytest.mark.parametrize("kind", ["hybrid"], indirect=True)
+def test_host_memory_for_one_state_swaps_one_and_computes_the_others(model, expected):
+    block_bytes, slot_bytes = bytes_of(model, 16)
+    room = (slot_bytes + 5 * block_bytes) / 2**30 + 1e-9
+    engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=room)
+    check_same(engine, answers(engine), expected)
+    counters = engine.stats().counters
+    assert 0 < counters["swapped_out"] < counters["evicted"] and counters["recomputed_tokens"] > 0
+    engine.drain()
+    assert inspect(engine).store.host_bytes() == 0
 
 
 @pytest.mark.parametrize("before", ["", "offload"])

@@ -5,28 +5,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import engines
 import torch
-from model_kinds import HYBRID_PATTERN, buffers, prefix_caching
+from engines import logprobs_of
+from model_kinds import HYBRID_PATTERN
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.models.adopt import adopt
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 VOCAB = 128
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_sequence_length": 512, "init_method_std": 0.2}
 ALL = {"return_sampled_logprobs": True, "return_support": True, "return_routing": True}
+BASE = engines.BASE | {"buffer_size_gb": engines.BUFFER_GIB}
+make_engine = engines.make_engine
 NO_ROUTING = ALL | {"return_routing": False}
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
 
 
 def make_model(kind: str, **changes: Any) -> torch.nn.Module:
@@ -36,18 +29,6 @@ def make_model(kind: str, **changes: Any) -> torch.nn.Module:
     if kind == "experts":
         return tiny_gpt(**{**SIZES, **EXPERTS, "num_layers": 3, "moe_layer_freq": [1, 0, 1], **changes})
     return tiny_hybrid(HYBRID_PATTERN + "E", position_embedding_type="rope", **SIZES, **changes)
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    """pool_blocks, paused_blocks: a pool of so many blocks; prefix: a policy of the prefix cache."""
-    settings = {**BASE, **settings}
-    if "prefix" in settings:
-        settings |= prefix_caching("hybrid" if adopt(model).ssm_specs else "attention", settings.pop("prefix"))
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        sized = {"block_size": 16, "max_requests": settings["max_requests"]}
-        settings |= buffers(model, blocks=pool, paused_blocks=paused, **sized)
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
 def workload(asked: dict[str, Any], n: int = 1) -> list[tuple[list[int], SamplingParams]]:
@@ -73,10 +54,9 @@ def workload(asked: dict[str, Any], n: int = 1) -> list[tuple[list[int], Samplin
 
 def told(one: CompletionOutput) -> dict[str, Any]:
     """Everything of a sample that may not depend on what else went on."""
-    logprobs = one.logprobs or []
     return {
         "tokens": one.token_ids,
-        "logprobs": [entry[token].logprob for entry, token in zip(logprobs, one.token_ids, strict=True)],
+        "logprobs": logprobs_of(one),
         "raw": one.raw_logprobs,
         "processed": one.processed_logprobs,
         "support": None if one.support is None else [one.support.ids_at(i).tolist() for i in range(len(one.support))],

@@ -7,26 +7,19 @@ import random
 from functools import lru_cache
 from typing import Any
 
+import engines
 import regex
-from model_kinds import buffers
+from model_kinds import make_model
 from vocabularies import byte_level
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 288
 """More than the tokenizer has: ids without a token are never drawn by structured output."""
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 224,
-    "max_requests": 32,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
+SIZES = {"max_sequence_length": 224, "max_requests": 32}
+BASE: dict[str, Any] = engines.BASE | SIZES | {"buffer_size_gb": engines.BUFFER_GIB}
 PERSON = {
     "type": "object",
     "properties": {
@@ -72,17 +65,11 @@ def tokenizer() -> Any:
 
 @lru_cache(maxsize=1)
 def model() -> Any:
-    return tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2)
+    return make_model("attention", vocab_size=VOCAB)
 
 
 def make_engine(**settings: Any) -> DynamicInferenceEngine:
-    """pool_blocks, paused_blocks: a pool of so many blocks."""
-    settings = {**BASE, **settings}
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        sized = {"block_size": 16, "max_requests": settings["max_requests"]}
-        settings |= buffers(model(), blocks=pool, paused_blocks=paused, **sized)
-    return DynamicInferenceEngine(model(), InferenceConfig(**settings), tokenizer=tokenizer())
+    return engines.make_engine(model(), tokenizer=tokenizer(), **SIZES | settings)
 
 
 def workload() -> list[tuple[list[int], SamplingParams]]:

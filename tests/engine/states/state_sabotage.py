@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_forward import full_logits
 
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -26,9 +27,7 @@ def worst_error(model: torch.nn.Module, outputs: Iterable[RequestOutput], *, gre
     for output in outputs:
         for one in output.outputs:
             ids = output.prompt_token_ids + one.token_ids
-            with torch.inference_mode():
-                logits = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0].float()
-            expected = logits.log_softmax(-1)[len(output.prompt_token_ids) - 1 : -1]
+            expected = full_logits(model, ids).log_softmax(-1)[len(output.prompt_token_ids) - 1 : -1]
             if greedy and expected.argmax(-1).tolist() != one.token_ids:
                 return float("inf")
             for row, token, entry in zip(expected, one.token_ids, one.logprobs, strict=True):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
+import engines
 import pytest
 import torch
-from model_kinds import RECURRENT, make_model, prefix_caching
+from engines import tokens_of
+from model_kinds import RECURRENT, make_model
 from state_sabotage import finish, worst_error
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 
@@ -19,15 +19,13 @@ PROMPTS = [[(7 * i + 3 * j) % 120 + 4 for j in range(n)] for i, n in enumerate((
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 
 
+SIZES = {"max_sequence_length": 128, "max_requests": 8, "max_tokens": 48, "enable_chunked_prefill": True}
+make_engine = partial(engines.make_engine, prefix="lru", **SIZES)
+
+
 @pytest.fixture(params=RECURRENT)
 def kind(request) -> str:
     return request.param
-
-
-def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    sizes: dict[str, Any] = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 128}
-    sizes |= {"max_requests": 8, "max_tokens": 48, "enable_chunked_prefill": True, "check_invariants": True}
-    return DynamicInferenceEngine(model, InferenceConfig(**sizes | prefix_caching(kind) | settings))
 
 
 class Trainer:
@@ -48,15 +46,11 @@ class Trainer:
         return loss.item()
 
 
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_answers_between_optimizer_steps_are_a_fresh_engines_with_those_weights(kind, overlap):
     model = make_model(kind)
-    engine, trainer = make_engine(model, kind, overlap=overlap), Trainer(model)
+    engine, trainer = make_engine(model, overlap=overlap), Trainer(model)
     losses, answers = [], []
     for version in range(4):
         outputs = engine.generate(PROMPTS, GREEDY)
@@ -67,7 +61,7 @@ def test_answers_between_optimizer_steps_are_a_fresh_engines_with_those_weights(
         assert engine.stats().counters["states_loaded"] == hits + len(PROMPTS), "the cache holds this round's states"
         twin = make_model(kind, seed=1)
         twin.load_state_dict(model.state_dict())
-        assert tokens_of(outputs) == tokens_of(again) == tokens_of(make_engine(twin, kind).generate(PROMPTS, GREEDY))
+        assert tokens_of(outputs) == tokens_of(again) == tokens_of(make_engine(twin).generate(PROMPTS, GREEDY))
         answers.append(tokens_of(outputs))
         with engine.suspended("recompute" if version % 2 else "offload"):
             losses.append(trainer.step())
@@ -79,7 +73,7 @@ def test_answers_between_optimizer_steps_are_a_fresh_engines_with_those_weights(
 def test_requests_that_training_fell_into_say_which_weights_made_what(kind, mode):
     """Kept: the state of the old weights goes on under the new. Recomputed: as if the new had read it all."""
     model = make_model(kind)
-    engine, trainer = make_engine(model, kind), Trainer(model)
+    engine, trainer = make_engine(model), Trainer(model)
     for i, prompt in enumerate(PROMPTS[:3]):
         engine.add_request(prompt, GREEDY, request_id=f"running-{i}", stream="final")
     for _ in range(8):

@@ -10,11 +10,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import RECURRENT, UNALIGNED, buffers, is_native, make_model, poison, prefix_caching
+from engines import each_of, logprobs_of, tokens_of
+from model_kinds import RECURRENT, UNALIGNED, bytes_of, is_native, poison
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import RequestOutput
@@ -23,15 +24,6 @@ from megatron_infer.testing.inspect import inspect
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""
 VOCAB = 128
-BLOCK = 16
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": BLOCK,
-    "max_sequence_length": 160,
-    "max_requests": 10,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
 Answers = dict[str, list[tuple[list[int], list[float]]]]
 SWAP = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.02}
 WAYS: dict[str, dict[str, Any]] = {
@@ -48,31 +40,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 DISTURBED = [("", False), ("", True), ("offload", True), ("recompute", False)]
 """How the engine is suspended now and then, and whether steps overlap."""
+kind = each_of(RECURRENT)
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=VOCAB)
-
-
-def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    """prefix: policy of the prefix cache; states: how many it may keep; pool_blocks: sizes the pool."""
-    settings = {**BASE, **settings}
-    states = settings.pop("states", None)
-    if "prefix" in settings:
-        settings |= prefix_caching(kind, settings.pop("prefix"))
+def make_engine(model: torch.nn.Module, *, states: int | None = None, **settings: Any) -> DynamicInferenceEngine:
+    """states: how many the prefix cache may keep."""
     if states is not None:
-        plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
-        settings["prefix_caching_mamba_gb"] = (states + 0.5) * plain.sizes.state_slot_bytes / 2**30
-    pool = settings.pop("pool_blocks", None)
-    if pool is not None:
-        settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
-    engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
+        settings["prefix_caching_mamba_gb"] = (states + 0.5) * bytes_of(model, 16)[1] / 2**30
+    engine = engines.make_engine(model, **{"max_requests": 10} | settings)
     assert states in (None, engine.sizes.num_cached_states)
     return engine
 
@@ -92,10 +67,11 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
 
 
 def answer(output: RequestOutput) -> list[tuple[list[int], list[float]]]:
-    return [
-        (s.token_ids, [entry[t].logprob for t, entry in zip(s.token_ids, s.logprobs, strict=True)])
-        for s in output.outputs
-    ]
+    return [(s.token_ids, logprobs_of(s)) for s in output.outputs]
+
+
+def finish(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: None) -> dict[str, RequestOutput]:
+    return engines.finish(engine, lambda engine: (disturb(), poison(engine)))
 
 
 def run(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: None) -> Answers:
@@ -104,10 +80,7 @@ def run(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: No
     for number in range(2):
         for i, (prompt, params) in enumerate(workload()):
             engine.add_request(prompt, params, request_id=f"{number}.{i}", stream="final")
-        while engine.has_unfinished():
-            disturb()
-            poison(engine)
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= finish(engine, disturb)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
     assert inspect(engine).context.num_free_rows == engine.sizes.max_requests, "a row leaked"
     return {name: answer(output) for name, output in done.items()}
@@ -124,7 +97,7 @@ def check_same(engine: DynamicInferenceEngine, got: Answers, wanted: Answers) ->
 @pytest.fixture(scope="module")
 def expected(model, kind) -> Answers:
     """One request after the other, nothing switched on."""
-    engine = make_engine(model, kind)
+    engine = make_engine(model)
     answers = {str(i): answer(engine.generate([p], q)[0]) for i, (p, q) in enumerate(workload())}
     return {f"{number}.{i}": answers[i] for number in range(2) for i in answers}
 
@@ -133,7 +106,7 @@ def expected(model, kind) -> Answers:
 @pytest.mark.parametrize(("mode", "overlap"), DISTURBED, ids=["", "overlap", "offload, overlap", "recompute"])
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, overlap):
-    engine = make_engine(model, kind, overlap=overlap, **WAYS[way])
+    engine = make_engine(model, overlap=overlap, **WAYS[way])
 
     def suspend() -> None:
         if mode and engine.num_steps in (4, 12, 20, 45, 55):
@@ -152,7 +125,7 @@ def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, o
 @pytest.mark.parametrize("where", ["before it", "behind its forward", "behind its draw"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, overlap, where, monkeypatch):
-    engine = make_engine(model, kind, overlap=overlap, prefix="lru", enable_chunked_prefill=True, max_tokens=40)
+    engine = make_engine(model, overlap=overlap, prefix="lru", enable_chunked_prefill=True, max_tokens=40)
     runner, failures, steps = inspect(engine).runner, 0, 0
     forward, sample = runner.forward, runner.sample
 
@@ -195,22 +168,15 @@ PROMPT = [5 + i % 90 for i in range(70)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def finish(engine: DynamicInferenceEngine) -> dict[str, RequestOutput]:
-    done = {}
-    while engine.has_unfinished():
-        poison(engine)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
-
-
 @pytest.mark.parametrize(
     ("mode", "held", "hit"), [("persist", False, 64), ("offload", False, 0), ("offload", True, 64)]
 )
 def test_states_behind_free_blocks_go_with_an_offload_and_are_not_hit(model, kind, mode, held, hit):
-    engine = make_engine(model, kind, prefix="lru")
+    plain = make_engine(model).generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    engine = make_engine(model, prefix="lru")
     engine.add_request(PROMPT, GREEDY, request_id="first", stream="final")
     if not held:
-        plain = finish(engine)["first"].outputs[0].token_ids
+        finish(engine)
     else:
         engine.step()
     slots = inspect(engine).context.states.slots
@@ -222,17 +188,16 @@ def test_states_behind_free_blocks_go_with_an_offload_and_are_not_hit(model, kin
     engine.add_request(PROMPT, GREEDY, request_id="late", stream="final")
     done = finish(engine)
     assert done["late"].num_cached_tokens == hit
-    want = done["first"].outputs[0].token_ids if held else plain
-    assert done["late"].outputs[0].token_ids == want
+    assert all(output.outputs[0].token_ids == plain for output in done.values())
     assert engine.stats().counters["states_loaded"] == (hit > 0)
 
 
 def test_a_prefix_is_hit_as_far_as_a_state_was_kept_and_no_further(model, kind):
     """Blocks alone are of no use; where two prompts part the next one finds a state, at the latest."""
-    engine = make_engine(model, kind, prefix="lru")
+    engine = make_engine(model, prefix="lru")
     others = [PROMPT[:40] + [100 + i] * 20 for i in range(3)]
-    plain = [make_engine(model, kind).generate([other], GREEDY)[0].outputs[0].token_ids for other in others]
+    plain = [make_engine(model).generate([other], GREEDY)[0].outputs[0].token_ids for other in others]
     engine.generate([PROMPT], GREEDY)
     outputs = [engine.generate([other], GREEDY)[0] for other in others]
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 32]
-    assert [output.outputs[0].token_ids for output in outputs] == plain
+    assert tokens_of(outputs) == plain

@@ -6,11 +6,13 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import buffers, make_model, prefix_caching
+from engines import each_of, finish, submit
+from model_kinds import make_model
 
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -23,15 +25,7 @@ from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
 VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 64,
-    "max_requests": 6,
-    "max_tokens": 48,
-    "enable_chunked_prefill": True,
-    "check_invariants": True,
-}
+SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 48, "enable_chunked_prefill": True}
 GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,32 +43,16 @@ def static_kernels(monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
 
 
-@pytest.fixture(scope="module", params=["attention", "hybrid"])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=VOCAB, max_sequence_length=64)
+kind = each_of(["attention", "hybrid"])
 
 
 @pytest.fixture(scope="module")
 def gpt() -> torch.nn.Module:
-    return make_model("attention", vocab_size=VOCAB, max_sequence_length=64)
+    return make_model("attention")
 
 
-def make_engine(model, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    recurrent = "hybrid" if hasattr(model, "mamba_stack_spec") or "Mamba" in type(model).__name__ else "attention"
-    if "prefix" in settings:
-        settings |= prefix_caching(recurrent, settings.pop("prefix"))
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        settings |= buffers(
-            model, blocks=pool, paused_blocks=paused, block_size=16, max_requests=settings["max_requests"]
-        )
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    return engines.make_engine(model, **SIZES | settings)
 
 
 def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
@@ -257,17 +235,11 @@ def assert_close(want, got) -> None:
 def test_an_abort_between_replays_leaves_the_others_their_answers(gpt):
     requests, expected = work(5), answers(make_engine(gpt), work(5))
     engine = make_engine(gpt, **GRAPHS)
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, params, request_id=str(i))
-    found: dict[str, list[list[int]]] = {}
-    while engine.has_unfinished():
-        if engine.num_steps == 3:
-            engine.abort("1")
-        for output in engine.step():
-            if output.finished:
-                found[output.request_id] = [one.token_ids for one in output.outputs]
+    submit(engine, requests)
+    found = finish(engine, lambda engine: engine.abort("1") if engine.num_steps == 3 else None)
     check_used(engine)
-    assert {name: found[name] for name in "0234"} == {name: expected[int(name)] for name in "0234"}
+    for name in "0234":
+        assert [one.token_ids for one in found[name].outputs] == expected[int(name)]
 
 
 # ---------------------------------------------------------------------- what a capture may write to, what a graph holds
@@ -299,8 +271,7 @@ def test_a_capture_writes_to_padding_alone(model):
     assert set(pool.captured) == set(pool.index.shapes)
     for was, now in zip(before, in_use(), strict=True):
         assert torch.equal(was, now)
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
 
 
 def test_a_number_of_the_host_that_leaks_into_a_capture_shows(gpt, monkeypatch):
@@ -353,8 +324,7 @@ def test_what_a_graph_cannot_hold_is_refused_and_the_step_runs_uncaptured(gpt, m
 def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
     expected = answers(make_engine(gpt), work())
     engine = make_engine(gpt, **GRAPHS, static_kv_memory_pointers=static)
-    for i, (prompt, params) in enumerate(work()):
-        engine.add_request(prompt, params, request_id=str(i))
+    submit(engine, work())
     for _ in range(4):
         engine.step()
     pool = pool_of(engine)
@@ -366,12 +336,8 @@ def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
     else:
         assert not pool.captured and (report.bytes_freed, report.bytes_resident) == (num_bytes, 0)
     engine.resume()
-    found = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                found[output.request_id] = [one.token_ids for one in output.outputs]
-    assert [found[str(i)] for i in range(len(expected))] == expected
+    found = finish(engine)
+    assert [[one.token_ids for one in found[str(i)].outputs] for i in range(len(expected))] == expected
     check_used(engine)
     assert sum(pool.counts.invalidated.values()) == (mode != "persist" and not static)
 
@@ -414,7 +380,7 @@ def test_the_tag_of_graphs_gives_their_memory_back_and_they_are_captured_again(g
 
 
 def test_a_replay_sees_weights_updated_in_place_and_replaced_ones_make_new_graphs():
-    model = make_model("attention", vocab_size=VOCAB, max_sequence_length=64)
+    model = make_model("attention")
     engine = make_engine(model, **GRAPHS)
     first, pool = answers(engine, work()), pool_of(engine)
     captures = pool.counts.captures

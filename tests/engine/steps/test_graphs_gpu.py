@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import tokens_of
 from model_kinds import make_model
 
 from megatron_infer.config.inference import InferenceConfig
@@ -54,7 +55,7 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def answers(engine: DynamicInferenceEngine) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in engine.generate(*work())]
+    return tokens_of(engine.generate(*work()))
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"cuda_graph_all_prefills": True}])

@@ -5,38 +5,31 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
 from lora_cases import random_adapter
 from model_kinds import make_model
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.cpu_native import PANELS
 from megatron_infer.kernels.native_layers import NativeLayers
-from megatron_infer.testing.tiny import tiny_gpt
 
-SIZES: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 64,
-    "max_requests": 6,
-    "max_tokens": 24,
-    "enable_chunked_prefill": True,
-}
-SMALL: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "init_method_std": 0.2}
+SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 24, "enable_chunked_prefill": True}
+engine_of = partial(engines.make_engine, **SIZES)
 
 
 def model_of(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     if kind == "hybrid":
-        return make_model("hybrid", **SMALL).to(dtype)
+        return make_model("hybrid").to(dtype)
     more = {"bias": {"add_bias_linear": True}, "layer norm": {"normalization": "LayerNorm"}}
-    return tiny_gpt(**SMALL, num_layers=3, **more.get(kind, {})).to(dtype)
+    return make_model("attention", num_layers=3, **more.get(kind, {})).to(dtype)
 
 
 def answers(engine: DynamicInferenceEngine, *adapters: str | None) -> list[tuple[list[int], Any]]:
@@ -47,10 +40,6 @@ def answers(engine: DynamicInferenceEngine, *adapters: str | None) -> list[tuple
     params = [SamplingParams(max_tokens=3 + 2 * i, adapter=names[i % len(names)], **greedy) for i in range(6)]
     found = engine.generate(prompts, params)
     return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in found]
-
-
-def engine_of(model: torch.nn.Module) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, InferenceConfig(**SIZES))
 
 
 def test_native_kernels_are_there_wherever_a_compiler_is():
@@ -93,7 +82,7 @@ def test_one_call_has_the_bits_of_many_with_adapters(monkeypatch, kind, dtype):
     adapters = [random_adapter(model, "a", rank=5, seed=1), random_adapter(model, "b", rank=16, seed=2), few]
 
     def runs() -> tuple[list[Any], DynamicInferenceEngine]:
-        engine = DynamicInferenceEngine(model, InferenceConfig(**SIZES, lora=LoRAConfig(max_loras=2, max_rank=16)))
+        engine = engine_of(model, lora=LoRAConfig(max_loras=2, max_rank=16))
         for adapter in adapters:
             engine.load_adapter(adapter.name, adapter)
         found = answers(engine, None, "a", "b", "c")

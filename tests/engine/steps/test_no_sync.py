@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
+import engines
 import pytest
 import torch
-from model_kinds import buffers, make_model
+from model_kinds import make_model
 from sync_watch import SyncWatch
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
@@ -40,9 +41,7 @@ OF_HYBRIDS = {
 }
 
 
-def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
-    sizes = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 12}
-    return DynamicInferenceEngine(model, InferenceConfig(**{**sizes, **settings}))
+make_engine = partial(engines.make_engine, max_sequence_length=256, max_requests=12, check_invariants=False)
 
 
 def waits_of(device: Device, steps) -> Counter:
@@ -84,8 +83,8 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypat
 def test_blocks_that_go_to_the_host_and_come_back_make_no_step_wait(monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     watch, model = SyncWatch(monkeypatch), make_model("attention")
-    room = buffers(model, blocks=6, block_size=16, max_requests=6)
-    engine = make_engine(model, **room, overlap=True, preemption_mode="swap", swap_buffer_size_gb=0.01, max_requests=6)
+    swap = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
+    engine = make_engine(model, pool_blocks=6, overlap=True, max_requests=6, **swap)
     for first in range(4):
         params = SamplingParams(temperature=1.0, max_tokens=50, ignore_eos=True)
         engine.add_request(list(range(4 + first, 24)), params, stream="delta")
@@ -157,43 +156,6 @@ def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch
 # ---------------------------------------------------------------------- the watch itself
 
 
-def leaks_item(device: Device, x: torch.Tensor) -> None:
-    x.sum().item()
-
-
-def leaks_mask(device: Device, x: torch.Tensor) -> None:
-    x[x > 0]
-
-
-def leaks_branch(device: Device, x: torch.Tensor) -> None:
-    if (x > 0).any():
-        pass
-
-
-def leaks_pageable(device: Device, x: torch.Tensor) -> None:
-    torch.tensor([1, 0]).to(x.device, non_blocking=True)
-
-
-def leaks_tensor(device: Device, x: torch.Tensor) -> None:
-    torch.tensor([1, 0], device=x.device)
-
-
-def leaks_host_index(device: Device, x: torch.Tensor) -> None:
-    x.index_select(0, torch.tensor([1, 0]))
-
-
-def leaks_list_index(device: Device, x: torch.Tensor) -> None:
-    x[[1, 0]]
-
-
-def leaks_list(device: Device, x: torch.Tensor) -> None:
-    (x + 1).tolist()
-
-
-def leaks_cpu(device: Device, x: torch.Tensor) -> None:
-    (x * 2).cpu()
-
-
 def fine(device: Device, x: torch.Tensor) -> None:
     index = device.to_device(torch.tensor([1, 0]).numpy())
     chosen = x.index_select(0, index) + torch.arange(2, device=x.device)
@@ -201,15 +163,25 @@ def fine(device: Device, x: torch.Tensor) -> None:
     device.begin_read(chosen).wait()[0].tolist()
 
 
-LEAKS = [function for name, function in sorted(globals().items()) if name.startswith("leaks_")]
+LEAKS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "mask": lambda x: x[x > 0],
+    "branch": lambda x: bool((x > 0).any()),
+    "pageable": lambda x: torch.tensor([1, 0]).to(x.device, non_blocking=True),
+    "tensor": lambda x: torch.tensor([1, 0], device=x.device),
+    "host index": lambda x: x.index_select(0, torch.tensor([1, 0])),
+    "list index": lambda x: x[[1, 0]],
+    "list": lambda x: (x + 1).tolist(),
+    "cpu": lambda x: (x * 2).cpu(),
+}
 
 
-@pytest.mark.parametrize("function", [*LEAKS, fine], ids=lambda function: function.__name__)
-def test_the_watch_sees_what_would_wait_or_copy(function, monkeypatch):
+@pytest.mark.parametrize("leak", [*LEAKS, "none"])
+def test_the_watch_sees_what_would_wait_or_copy(leak, monkeypatch):
     watch, device, x = SyncWatch(monkeypatch), Device("cpu"), torch.ones(4)
     with watch:
-        function(device, x)
-    assert bool(watch.hits) == (function is not fine), watch.hits
+        fine(device, x) if leak == "none" else LEAKS[leak](x)
+    assert bool(watch.hits) == (leak != "none"), watch.hits
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import finish
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from model_kinds import make_model
 
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine import profile
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -23,17 +25,8 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+make_engine = partial(engines.make_engine, max_sequence_length=96, max_requests=8)
 PARTS = ("schedule", "build", "layers", "sampling", "commit")
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("attention")
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    base = {"buffer_size_gb": 0.008, "block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 8}
-    return DynamicInferenceEngine(model, InferenceConfig(**base, **settings))
 
 
 def ranges_in(path: Any) -> Counter[str]:
@@ -72,8 +65,7 @@ def test_a_profile_can_be_ended_early_and_taken_again(model, tmp_path):
     assert ranges_in(first)["schedule"] == 1
     engine.profile(None)  # there is none
     engine.profile(second, steps=2)
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert ranges_in(second)["schedule"] == 2
 
 

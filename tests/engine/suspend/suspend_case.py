@@ -6,42 +6,19 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import buffers, prefix_caching
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StateReleased
-from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
 MAX_SUSPENDS = 6
 MODES = ("persist", "offload", "recompute")
 Engine = DynamicInferenceEngine
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> Engine:
-    """prefix: a policy of the prefix cache, with room for states where the model keeps some."""
-    settings = {**BASE, **settings}
-    if "prefix" in settings:
-        settings |= prefix_caching("hybrid" if adopt(model).ssm_specs else "attention", settings.pop("prefix"))
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        settings |= buffers(
-            model, blocks=pool, paused_blocks=paused, block_size=16, max_requests=settings["max_requests"]
-        )
-    return Engine(model, InferenceConfig(**settings))
 
 
 def workload(drawing: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]:
@@ -84,23 +61,14 @@ SITUATIONS: dict[str, tuple[dict[str, Any], int, Callable[[Engine], bool]]] = {
     "mid decode": ({}, 1, decoding),
     PAUSED: ({"pool_blocks": 14, "paused_blocks": 8}, 1, lambda e: e.stats().num_paused > 0),
     "waiting rows": ({"max_requests": 4}, 1, lambda e: e.stats().num_waiting > 0 and decoding(e)),
-    "shared prefixes": (
-        {"prefix": "lru", "max_requests": 4},
-        1,
-        shares_blocks,
-    ),
+    "shared prefixes": ({"prefix": "lru", "max_requests": 4}, 1, shares_blocks),
     "groups of 4": ({"max_requests": 6}, 4, siblings_wait),
 }
 
 
-def run(engine: Engine, drawing: str, n: int, suspend: Callable[[Engine], None] | None = None) -> dict[str, Any]:
-    for i, (prompt, params) in enumerate(workload(drawing, n)):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        if suspend is not None:
-            suspend(engine)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+def run(engine: Engine, drawing: str, n: int = 1, suspend: Callable[[Engine], None] | None = None) -> dict[str, Any]:
+    engines.submit(engine, workload(drawing, n))
+    done = engines.finish(engine, suspend)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
     return done
 
@@ -110,13 +78,8 @@ def answers(done: dict[str, Any]) -> dict[str, list[tuple[list[int], str]]]:
 
 
 def logprobs(done: dict[str, Any]) -> torch.Tensor:
-    rows = [
-        sample.logprobs[i][token].logprob
-        for _, output in sorted(done.items())
-        for sample in output.outputs
-        for i, token in enumerate(sample.token_ids)
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
+    rows = [engines.logprobs_of(one) for _, output in sorted(done.items()) for one in output.outputs]
+    return torch.tensor(sum(rows, []), dtype=torch.float64)
 
 
 class Suspender:

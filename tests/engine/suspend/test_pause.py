@@ -7,22 +7,27 @@ import threading
 import warnings
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import KINDS, RECURRENT, make_model, prefix_caching
+from engines import finish, submit, tokens_of
+from model_kinds import KINDS, RECURRENT, make_model
 from test_async_llm import make_async
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
-from megatron_infer.models.adopt import adopt
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.weights.derived import DerivedCache
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 PROMPTS = [list(range(i + 4, i + 30 + i)) for i in range(4)]
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    return engines.make_engine(model, **{"prefix": "lru", "max_sequence_length": 128, "max_requests": 8} | settings)
 
 
 @pytest.fixture
@@ -36,44 +41,24 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=128, max_sequence_length=256)
+    return make_model(kind)
 
 
-def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
-    base = {
-        "buffer_size_gb": 0.02,
-        "block_size_tokens": 16,
-        "max_sequence_length": 128,
-        "max_requests": 8,
-        "check_invariants": True,
-        **prefix_caching("hybrid" if adopt(model).ssm_specs else "attention"),
-    }
-    return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
-
-
-def finish(engine: DynamicInferenceEngine) -> dict[str, object]:
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
+def named_tokens(done: dict[str, RequestOutput]) -> dict[str, list[int]]:
+    return dict(zip(done, tokens_of(done.values()), strict=True))
 
 
 def start(engine: DynamicInferenceEngine, steps: int = 5) -> None:
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    submit(engine, [(prompt, PARAMS) for prompt in PROMPTS])
     for _ in range(steps):
         engine.step()
-
-
-def tokens_of(done: dict[str, object]) -> dict[str, list[int]]:
-    return {name: output.outputs[0].token_ids for name, output in done.items()}
 
 
 @pytest.fixture
 def expected(model):
     engine = make_engine(model)
     start(engine, 0)
-    return tokens_of(finish(engine))
+    return named_tokens(finish(engine))
 
 
 @pytest.mark.one_in(2)
@@ -94,7 +79,7 @@ def test_pause_and_unpause_change_no_token(model, expected, mode, overlap):
     with pytest.raises(WrongState, match="PAUSED"):
         engine.generate([PROMPTS[0]], PARAMS)
     engine.unpause()
-    done = tokens_of(finish(engine))
+    done = named_tokens(finish(engine))
     assert done.pop(late) == expected["0"]
     assert done == expected
     prefilled = engine.stats().counters["prefill_tokens"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-from typing import Any
+from collections.abc import Iterable
 
+import engines
 import pytest
 import torch
+from engines import each_of, finish, make_engine, submit
 from model_kinds import KINDS, RECURRENT, UNALIGNED, is_native, make_model
 from suspend_case import (
     MODES,
@@ -19,7 +21,6 @@ from suspend_case import (
     answers,
     decoding,
     logprobs,
-    make_engine,
     run,
     workload,
 )
@@ -27,20 +28,11 @@ from suspend_case import (
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.memory.store import CacheStore
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=VOCAB)
-
-
+kind = each_of(KINDS)
 only_attention = pytest.mark.parametrize("kind", ["attention"], indirect=True)
 """For what does not know what a model keeps."""
 
@@ -77,10 +69,9 @@ def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_added_and_aborted_while_suspended(model, mode):
     work = workload("greedy")
-    plain = answers(run(make_engine(model), "greedy", 1))
+    plain = answers(run(make_engine(model), "greedy"))
     engine = make_engine(model, prefix="ref_zero")
-    for i, (prompt, params) in enumerate(work[:4]):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
+    submit(engine, work[:4])
     for _ in range(5):
         engine.step()
     engine.suspend(mode)
@@ -89,11 +80,11 @@ def test_requests_added_and_aborted_while_suspended(model, mode):
     engine.add_request(*work[4], request_id="4", stream="final")
     with pytest.raises(WrongState, match=r"SUSPENDED; call resume\(\) first"):
         engine.step()
-    engine.resume()
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    assert answers(done) == {name: plain[name] for name in ("0", "2", "3", "4")}
+    context, sizes = inspect(engine).context, engine.sizes
+    live = len(context.held_blocks()) * sizes.block_bytes + len(context.held_state_slots()) * sizes.state_slot_bytes
+    copied = engine.resume().tags["kv_cache"].bytes_copied
+    assert copied == (live if mode == "offload" else 0), "memory of the aborted request stays behind"
+    assert answers(finish(engine)) == {name: plain[name] for name in ("0", "2", "3", "4")}
 
 
 def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(model):
@@ -114,7 +105,7 @@ def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(m
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, kind, mode, overlap):
     """Fault injection: the n-th thing a transition does fails, for every n; the answers are those of a calm run."""
-    plain = answers(run(make_engine(model, overlap=overlap), "greedy", 1))
+    plain = answers(run(make_engine(model, overlap=overlap), "greedy"))
     faults = {"suspend": 0, "resume": 0}
 
     def disturb(engine: Engine) -> None:
@@ -146,7 +137,7 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
                     engine.lifecycle.observers.remove(fail)
             assert engine.state == after
 
-    assert answers(run(make_engine(model, overlap=overlap), "greedy", 1, disturb)) == plain
+    assert answers(run(make_engine(model, overlap=overlap), "greedy", suspend=disturb)) == plain
     pools = 2 if kind == "hybrid" else 1
     fewest = 3 * {"persist": 1, "offload": 2 + pools, "recompute": 2}[mode]  # three times each of the steps it has
     assert faults["suspend"] >= fewest and faults["resume"] >= fewest, faults
@@ -157,7 +148,7 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, monkeypatch):
     """The longest single call of a suspend: an interrupt lands right behind it, before it is noted."""
-    plain = answers(run(make_engine(model), "greedy", 1))
+    plain = answers(run(make_engine(model), "greedy"))
     engine = make_engine(model, static_kv_memory_pointers=static)
     region, calls = inspect(engine).store._region, []
     release = region.release
@@ -179,12 +170,12 @@ def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, mon
                 raise AssertionError("its body is not for those who pressed Ctrl-C")
             assert engine.state == "running"
 
-    assert answers(run(engine, "greedy", 1, suspend)) == plain and len(calls) == 2
+    assert answers(run(engine, "greedy", suspend=suspend)) == plain and len(calls) == 2
 
 
 def test_a_failed_suspend_lets_the_engine_run_on_as_if_nothing_was(model, kind):
     last = "copy states" if kind in RECURRENT else "copy blocks"
-    plain = answers(run(make_engine(model), "greedy", 1))
+    plain = answers(run(make_engine(model), "greedy"))
     engine = make_engine(model, kv_cache_management_mode="offload")
     failures = 0
 
@@ -202,16 +193,17 @@ def test_a_failed_suspend_lets_the_engine_run_on_as_if_nothing_was(model, kind):
             failures += 1
         engine.lifecycle.observers.clear()
 
-    assert answers(run(engine, "greedy", 1, try_to)) == plain and failures > 10
+    assert answers(run(engine, "greedy", suspend=try_to)) == plain and failures > 10
 
 
-def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
+def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model, kind):
     engine = make_engine(model, kv_cache_management_mode="offload")
     prompt, params = workload("greedy")[0]
     engine.add_request(prompt, params, request_id="a", stream="final")
     for _ in range(4):
         engine.step()
     drawn = engine.output_processor.get("a").sequences[0].request.num_output
+    assert len(inspect(engine).context.held_state_slots()) == (kind in RECURRENT), "one for each row, and no more"
     with pytest.raises(ConfigError, match="did you mean 'weights'"):
         engine.suspend(tags={"weight"})
     with pytest.raises(ConfigError, match="no tags"):
@@ -239,9 +231,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
         engine.set_weight_version(5)
         assert engine.resume(["kv_cache"]).state == "suspended"
         assert engine.resume().state == "running"
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+        done = finish(engine)
         assert done["a"].outputs[0].spans == [VersionSpan(0, 0, 0, 0), VersionSpan(drawn, 5, 0, 5)]
         engine.verify_weights()
         fresh = make_engine(model).generate([prompt], params)[0].outputs[0].token_ids
@@ -253,7 +243,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
 
 
 def test_a_suspend_can_go_further_but_not_back(model):
-    plain = answers(run(make_engine(model), "greedy", 1))
+    plain = answers(run(make_engine(model), "greedy"))
 
     def further(engine: Engine) -> None:
         if engine.num_steps != 4:
@@ -267,7 +257,7 @@ def test_a_suspend_can_go_further_but_not_back(model):
         assert report.tags.get("kv_cache") is not None and inspect(engine).store.host_bytes() == 0
         engine.resume()
 
-    assert answers(run(make_engine(model), "greedy", 1, further)) == plain
+    assert answers(run(make_engine(model), "greedy", suspend=further)) == plain
 
 
 @only_attention
@@ -321,9 +311,7 @@ def test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed(ki
         positions, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
         live(ids, positions, mask, labels=ids).sum().backward()
         torch.optim.SGD(live.parameters(), lr=0.05).step()
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+    done = finish(engine)
     spans = done["a"].outputs[0].spans
     assert [span[1:4] for span in spans] == [(0, 0, 0), (1, 1, 1)]
     assert live.training and engine.stats().weight_version == 1
@@ -337,8 +325,7 @@ def test_a_deadline_that_passes_leaves_the_engine_running(model):
     with pytest.raises(TransitionTimeout, match="engine is RUNNING again"):
         engine.suspend("offload", timeout_s=1e-9)
     assert engine.state == "running"
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
 
 
 def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
@@ -354,7 +341,7 @@ def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
     engine.resume()
     assert addresses(store) == before and store.addresses_stable
     assert store.resident_bytes() < 0.01 * size
-    assert answers(run(engine, "greedy", 1)) == answers(run(make_engine(model), "greedy", 1))
+    assert answers(run(engine, "greedy")) == answers(run(make_engine(model), "greedy"))
 
 
 def fill(store: CacheStore) -> None:
@@ -391,7 +378,7 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     engine = make_engine(model, buffer_size_gb=0.25, prefix="lru", **many)
     context, sizes, store = inspect(engine).context, engine.sizes, inspect(engine).store
     fill(store)
-    run(engine, "greedy", 1)  # leaves cached blocks behind, and states
+    run(engine, "greedy")  # leaves cached blocks behind, and states
     assert context.pool.num_cached > 0
     for prompt, params in workload("greedy")[:4]:
         engine.add_request(prompt, params, stream="final")
@@ -400,13 +387,12 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     blocks, states = context.held_blocks(), context.held_state_slots()
     report = engine.suspend("offload").tags["kv_cache"]
     assert report.bytes_copied == len(blocks) * sizes.block_bytes + len(states) * sizes.state_slot_bytes
-    assert report.bytes_freed > 0.95 * store.layout.num_bytes
+    assert report.bytes_freed > 0.95 * store.layout.num_bytes and store.resident_bytes() == 0
     assert context.pool.num_cached == 0, "cached blocks without their memory could be hit"
     assert (len(states) > 4) == (kind in RECURRENT), "a row each, and snapshots behind their blocks"
     assert context.held_state_slots() == states and context.held_blocks() == blocks
-    engine.resume()
-    while engine.has_unfinished():
-        engine.step()
+    assert engine.resume().tags["kv_cache"].bytes_copied == report.bytes_copied and store.host_bytes() == 0
+    finish(engine)
 
 
 @pytest.mark.one_in(2)
@@ -420,14 +406,12 @@ def test_recomputing_all_requests_after_every_step_ends_prompts_of_several_steps
         ([rng.randrange(4, VOCAB) for _ in range(length)], SamplingParams(max_tokens=3, temperature=0.0, n=n))
         for length, n in ((120, 1), (5, 1), (100, 2), (33, 1))
     ]
-    expected = undisturbed(model, work, **settings)
+    expected = all_tokens(engines.run(make_engine(model, **settings), work))
     engine = make_engine(model, **settings)
-    names = [engine.add_request(prompt, params) for prompt, params in work]
+    submit(engine, work)
     version, finished = 0, {}
     for _ in range(60):
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = output
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
         if len(finished) == len(work):
             break
         if how == "suspend":
@@ -440,8 +424,11 @@ def test_recomputing_all_requests_after_every_step_ends_prompts_of_several_steps
             version += 1
             engine.set_weight_version(version, running="recompute")
     assert len(finished) == len(work), f"{len(finished)} of {len(work)} after 60 cycles"
-    tokens = [[one.token_ids for one in finished[name].outputs] for name in names]
-    assert tokens == expected
+    assert all_tokens(finished[str(place)] for place in range(len(work))) == expected
+
+
+def all_tokens(outputs: Iterable[RequestOutput]) -> list[list[list[int]]]:
+    return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
 def test_a_step_takes_one_forward_unless_a_request_is_stuck(model):
@@ -463,8 +450,3 @@ def test_a_step_takes_one_forward_unless_a_request_is_stuck(model):
     (output,) = engine.step()
     assert output.request_id == request and engine.num_steps == 7 + 1 + 4, "its prompt of 120 and 3 tokens, at once"
     engine.abort(request)
-
-
-def undisturbed(model: torch.nn.Module, work: list, **settings: Any) -> list[list[list[int]]]:
-    outputs = make_engine(model, **settings).generate([prompt for prompt, _ in work], [params for _, params in work])
-    return [[one.token_ids for one in output.outputs] for output in outputs]

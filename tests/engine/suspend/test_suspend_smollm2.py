@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import logprobs_of
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -74,10 +75,7 @@ def test_real_answers_are_those_of_an_undisturbed_run(llm, kind):
                 continue  # its last delta only
             for mine, other in zip(output.outputs, plain[name].outputs, strict=True):
                 assert (mine.token_ids, mine.text) == (other.token_ids, other.text), mode
-                values, wanted = (
-                    torch.tensor([entry[t].logprob for t, entry in zip(s.token_ids, s.logprobs, strict=True)])
-                    for s in (mine, other)
-                )
+                values, wanted = (torch.tensor(logprobs_of(s)) for s in (mine, other))
                 assert torch.allclose(values, wanted, rtol=0, atol=2e-5)
                 if mode != "recompute" or llm.engine.kernels.attention.name == "native":
                     assert torch.equal(values, wanted), f"{mode}: other bits"

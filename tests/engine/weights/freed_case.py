@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import engines
 import torch
 from torch import nn
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 SETTINGS: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
+    **engines.BASE,
+    "buffer_size_gb": engines.BUFFER_GIB,
     "max_sequence_length": 96,
     "max_requests": 6,
     "max_tokens": 24,
     "enable_chunked_prefill": True,
-    "check_invariants": True,
 }
 
 PROMPTS = [[5, 9, 30, 7, 66, 12, 3], list(range(20, 60)), [7] * 3]
@@ -28,15 +27,12 @@ PARAMS = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs
 
 
 def make_engine(model: nn.Module, *, owns: bool = True, **settings: Any) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, InferenceConfig(**SETTINGS | settings), owns_weights=owns)
+    return engines.make_engine(model, owns_weights=owns, **SETTINGS | settings)
 
 
 def answers(engine: DynamicInferenceEngine, **changes: Any) -> list[tuple[list[int], list[float]]]:
-    found = []
-    for output in engine.generate(PROMPTS, replace(PARAMS, **changes)):
-        out = output.outputs[0]
-        found.append((out.token_ids, [e[t].logprob for e, t in zip(out.logprobs, out.token_ids, strict=True)]))
-    return found
+    outputs = engine.generate(PROMPTS, replace(PARAMS, **changes))
+    return [(one.token_ids, engines.logprobs_of(one)) for output in outputs for one in output.outputs]
 
 
 def freed(model: nn.Module) -> list[str]:

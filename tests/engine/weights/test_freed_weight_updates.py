@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from engines import finish
 from freed_case import FC1, PARAMS, PROMPTS, answers, assert_equal, freed, make_engine, moved, state
 from model_kinds import make_model
 from torch import nn
@@ -306,8 +307,7 @@ def test_a_suspended_engine_keeps_what_is_the_only_copy(mode, tags, changes):
     if changes:
         apply(engine, new, version=3, running="recompute")
     engine.resume()
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert freed(model) == names
     if changes:
         fresh = make_model("hybrid")

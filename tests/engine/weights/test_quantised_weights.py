@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import engines
 import gguf
 import pytest
 import torch
 from durable_case import Collector, add_all, assert_same
 from durable_case import make_engine as make_durable
+from engines import each_of, logprobs_of, suspending, tokens_of
 from lora_cases import random_adapter
-from model_kinds import KINDS, buffers, make_model, prefix_caching
+from model_kinds import KINDS, make_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
@@ -27,18 +29,10 @@ from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.inspect import inspect
 
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.01,
-    "block_size_tokens": 16,
-    "max_sequence_length": 96,
-    "max_requests": 6,
-    "max_tokens": 64,
-    "enable_chunked_prefill": True,
-    "check_invariants": True,
-}
+SIZES = {"max_sequence_length": 96, "max_requests": 6, "max_tokens": 64, "enable_chunked_prefill": True}
 FEATURES: dict[str, dict[str, Any]] = {
     "chunked": {"max_tokens": 16},
-    "prefix": {},
+    "prefix": {"prefix": "lru"},
     "overlap_chunked": {"overlap": True, "max_tokens": 24},
     "alone": {"max_requests": 1},
     "tiny_pool": {"pool_blocks": 8},
@@ -53,29 +47,12 @@ LIMITS = {"int8": (0.08, 0.5), "int4": (0.6, 4.0)}
 0.053 and 0.24 measured for int8, 0.37 and 2.3 for int4."""
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=LIMITS)
-def weight_dtype(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, max_sequence_length=96)
+kind = each_of(KINDS)
+weight_dtype = each_of(LIMITS)
 
 
 def make_engine(model: torch.nn.Module, weight_dtype: str, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, "weight_dtype": weight_dtype, **settings}
-    pool = settings.pop("pool_blocks", None)
-    if pool is not None:
-        settings |= buffers(model, blocks=pool, block_size=16, max_requests=settings["max_requests"])
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+    return engines.make_engine(model, weight_dtype=weight_dtype, **SIZES | settings)
 
 
 def work() -> list[list[int]]:
@@ -88,20 +65,10 @@ Answers = dict[str, tuple[list[int], list[float]]]
 
 def run(engine: DynamicInferenceEngine, *, suspend: str | None = None, **params: Any) -> Answers:
     """Tokens and log probabilities of each request; suspended every fourth step."""
-    for i, prompt in enumerate(work()):
-        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, **params)
-        engine.add_request(prompt, greedy, request_id=str(i))
-    found = {}
-    while engine.has_unfinished():
-        if suspend is not None and engine.num_steps % 4 == 2:
-            with engine.suspended(suspend):
-                pass
-        for output in engine.step():
-            if output.finished:
-                one = output.outputs[0]
-                logprobs = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
-                found[output.request_id] = one.token_ids, logprobs
-    return found
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, **params)
+    before_step = None if suspend is None else suspending(suspend, *range(2, 500, 4))
+    outputs = engines.run(engine, [(prompt, greedy) for prompt in work()], before_step)
+    return {output.request_id: (output.outputs[0].token_ids, logprobs_of(output.outputs[0])) for output in outputs}
 
 
 def prompt_logprobs(engine: DynamicInferenceEngine) -> torch.Tensor:
@@ -151,9 +118,8 @@ def expected(model, weight_dtype) -> Answers:
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
-def test_features_give_the_same_answers(weight_dtype, kind, model, expected, name):
-    settings = FEATURES[name] | (prefix_caching(kind) if name == "prefix" else {})
-    engine = make_engine(model, weight_dtype, **settings)
+def test_features_give_the_same_answers(weight_dtype, model, expected, name):
+    engine = make_engine(model, weight_dtype, **FEATURES[name])
     check_same(engine, run(engine), expected)
     if name == "prefix":
         assert engine.stats().counters["prefix_hit_tokens"] > 0
@@ -186,7 +152,7 @@ def test_layers_in_one_call_have_the_bits_of_many(weight_dtype, model, expected,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_answers_differ_little_from_those_of_unrounded_weights(weight_dtype, dtype):
-    model = make_model("attention", max_sequence_length=96).to(dtype)
+    model = make_model("attention").to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     found = [prompt_logprobs(make_engine(model, name)) for name in ("auto", weight_dtype)]
     difference = (found[0] - found[1]).abs()
@@ -198,7 +164,7 @@ def test_answers_differ_little_from_those_of_unrounded_weights(weight_dtype, dty
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_int4_serves_the_values_of_a_4_bit_file(kind):
-    model = make_model("attention", max_sequence_length=96)
+    model = make_model("attention")
     adopted = inspect(make_engine(model, "auto")).adopted
     with torch.no_grad():
         for weight in adopted.packable_weights():
@@ -212,7 +178,7 @@ def test_int4_serves_the_values_of_a_4_bit_file(kind):
 
 @pytest.mark.parametrize("update", ["add", "data", "replace"])
 def test_an_update_is_quantised_before_the_next_token(weight_dtype, update):
-    model = make_model("attention", max_sequence_length=96)
+    model = make_model("attention")
     engine = make_engine(model, weight_dtype)
     before = run(engine)
     with torch.no_grad():
@@ -230,7 +196,7 @@ def test_an_update_is_quantised_before_the_next_token(weight_dtype, update):
 
 
 def test_a_copy_of_old_weights_is_found(weight_dtype):
-    model = make_model("attention", max_sequence_length=96)
+    model = make_model("attention")
     engine = make_engine(model, weight_dtype)
     model.decoder.layers[0].mlp.linear_fc1.weight.data.mul_(2)
     with pytest.raises(StaleCache, match="packed weights"):
@@ -238,8 +204,9 @@ def test_a_copy_of_old_weights_is_found(weight_dtype):
 
 
 def test_sessions_generate_from_the_weights_that_training_leaves(weight_dtype):
-    model = make_model("attention", max_sequence_length=96)
-    session = RolloutSession(model, InferenceConfig(**BASE, weight_dtype=weight_dtype), meter=None)
+    model = make_model("attention")
+    config = InferenceConfig(buffer_size_gb=0.01, weight_dtype=weight_dtype, **engines.BASE | SIZES)
+    session = RolloutSession(model, config, meter=None)
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
     def answers() -> list[list[int]]:
@@ -252,11 +219,11 @@ def test_sessions_generate_from_the_weights_that_training_leaves(weight_dtype):
             parameter.mul_(1.5)
     assert answers() != before
     fresh = make_engine(model, weight_dtype).generate(work(), params)
-    assert answers() == [output.outputs[0].token_ids for output in fresh]
+    assert answers() == tokens_of(fresh)
 
 
 def test_adapters_are_added_to_rounded_products(weight_dtype):
-    model = make_model("attention", max_sequence_length=96)
+    model = make_model("attention")
     engine = make_engine(model, weight_dtype, lora=LoRAConfig(max_loras=2, max_rank=8))
     base = run(engine)
     assert base == run(make_engine(model, weight_dtype))
@@ -295,7 +262,7 @@ def test_what_it_excludes_is_refused_by_name(weight_dtype, monkeypatch):
 
 
 def test_a_model_whose_layers_multiply_by_themselves_is_refused(weight_dtype, monkeypatch):
-    model = make_model("attention", max_sequence_length=96)
+    model = make_model("attention")
     monkeypatch.setattr(AdoptedModel, "foreign_layer", lambda self: "decoder.layers.1")
     with pytest.raises(ConfigError, match=f"'{weight_dtype}': decoder\\.layers\\.1 is of a class of its own"):
         make_engine(model, weight_dtype)

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from engines import finish, make_engine
 from model_kinds import make_model
-from suspend_case import make_engine
 from torch import nn
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.checksum import content_sums
@@ -208,11 +207,10 @@ def test_an_allocation_that_replaces_a_weights_memory_is_seen(guard, model):
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(5, 25))
-SETTINGS = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_sequence_length": 64}
 
 
 def make_owner(model: nn.Module, *, owns: bool = True) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, InferenceConfig(**SETTINGS), owns_weights=owns)
+    return make_engine(model, owns_weights=owns)
 
 
 def answer(engine: DynamicInferenceEngine) -> list[int]:
@@ -283,8 +281,7 @@ def test_the_step_after_an_update_that_failed_looks_at_the_weights(owns, running
     if running:
         engine.step()
         assert engine.weight_version == 1
-    while engine.has_unfinished():
-        engine.step()
+    finish(engine)
     assert answer(engine) == answer(make_owner(model)) != first
     assert engine.weight_version == 1
 
@@ -295,9 +292,7 @@ def test_weights_that_change_under_running_requests_reach_the_packed_copies(over
     """What runs on after an update is computed with the new weights: a request added then equals a fresh engine's."""
     model = tiny_gpt(init_method_std=0.2, seed=5)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    settings = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_sequence_length": 64}
-    caching = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
-    engine = DynamicInferenceEngine(model, InferenceConfig(overlap=overlap, **settings, **caching))
+    engine = make_engine(model, overlap=overlap, prefix="lru")
     prompt = list(range(5, 45))
     old = engine.generate(prompt, params)[0].outputs[0].token_ids
     engine.add_request(prompt, params, request_id="running")
@@ -309,10 +304,8 @@ def test_weights_that_change_under_running_requests_reach_the_packed_copies(over
     if write == "through data":
         engine.refresh_weights()
     engine.add_request(prompt, params, request_id="new")
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
-    fresh = DynamicInferenceEngine(model, InferenceConfig(**settings)).generate(prompt, params)[0].outputs[0].token_ids
+    done = {name: output.outputs[0].token_ids for name, output in finish(engine).items()}
+    fresh = make_engine(model).generate(prompt, params)[0].outputs[0].token_ids
     assert engine.stats().weight_version == 1
     assert fresh != old and done["new"] == fresh
     assert len(done["running"]) == 12 and done["running"][:3] == old[:3]
