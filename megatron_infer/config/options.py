@@ -10,7 +10,7 @@ docs/options.md are made from the declaration. Importing this module needs neith
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from enum import Enum
 from functools import cache
@@ -39,8 +39,8 @@ class Option(NamedTuple):
     """The largest value."""
     below: float | None = None
     """The smallest number that is too large."""
-    choices: tuple[str, ...] = ()
-    """The values of a text; empty: any text."""
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
+    """The values of a text, or what gives the values of a registry that may grow; empty: any text."""
     remedy: str = ""
     """What an error says after the range."""
     is_common: bool = False
@@ -63,7 +63,9 @@ class Option(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """The texts that it may be; empty: it is no choice."""
-        return self.choices if self.enum is None else tuple(member.value for member in self.enum)
+        if self.enum is not None:
+            return tuple(member.value for member in self.enum)
+        return self.choices() if callable(self.choices) else self.choices
 
     def holds(self, value: float) -> bool:
         """Whether a number is in range; NaN is not."""

@@ -46,9 +46,9 @@ class ServerConfig:
     """Origins of web pages that may use the API from a browser (CORS), such as https://app.example; "*": any."""
     served_model_name: tuple[str, ...] = option((), is_common=True)
     """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
-    tool_call_parser: str = option("auto", choices=("auto", *FORMATS), is_common=True)
+    tool_call_parser: str = option("auto", choices=lambda: ("auto", *FORMATS), is_common=True)
     """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
-    reasoning_parser: str | None = option(None, choices=tuple(REASONING), is_common=True)
+    reasoning_parser: str | None = option(None, choices=lambda: tuple(REASONING), is_common=True)
     """Format of the model's reasoning: deepseek_r1, qwen3, granite. None: reasoning stays in the content."""
     control: bool = option(False, is_common=True)
     """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
