@@ -1,7 +1,7 @@
-"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE DESCRIPTOR`.
+"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
-A subprocess gets its options over a link to its parent, the socket DESCRIPTOR, as every user of the machine can see
-arguments. It reports over the same link: {"ready": {...}} once it serves, {"beat": true} every second,
+A subprocess starts with a link to its parent as its standard input. It gets its options over the link, as every user of
+the machine can see arguments. It reports over the link: {"ready": {...}} once it serves, {"beat": true} every second,
 {"error": "..."} when it cannot. It ends with the process that started it, see `utils.child_process`.
 """
 
@@ -34,9 +34,10 @@ MAX_PASS_S = 5.0
 
 @functools.cache
 def _parent() -> Link:
-    """The link to the parent process; its descriptor is the second argument."""
-    connection = socket.socket(fileno=int(sys.argv[2]))
-    connection.set_inheritable(False)
+    """The link to the parent process. From the first call on, standard input is empty."""
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)  # what this process starts reads nothing from the link
     return Link(connection)
 
 

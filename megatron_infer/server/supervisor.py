@@ -96,12 +96,9 @@ class Process:
         self._is_hanging = False
         self._silence = Silence(MAX_PASS_S)
         ours, theirs = socket.socketpair()
-        number = str(theirs.fileno())
-        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role, number]
+        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         with theirs:
-            self._child = ChildProcess(
-                command, stdin=subprocess.DEVNULL, stdout=STDERR, pass_fds=(*self.spec.inherited, theirs.fileno())
-            )
+            self._child = ChildProcess(command, stdin=theirs, stdout=STDERR, pass_fds=self.spec.inherited)
         with self._reading, contextlib.suppress(LinkClosed):  # it has ended already
             if self._link is not None:
                 self._link.close()
