@@ -8,7 +8,7 @@ body ──▶ Dialect.read ──▶ GenerationRequest ──▶ Generator.prep
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ class Generator:
         params = [params_from(asked.sampling | values) for values in asked.each or ({},)]
         prompts = await prompts_of(client, asked)
         params = params if asked.each else params * len(prompts)
-        texts = await self._prompt_texts(asked, prompts)
+        texts = await self._prompt_texts(asked, prompts) if asked.return_raw_text else ()
         requests = [
             EngineRequest(
                 prompt_ids=ids,
@@ -147,7 +147,13 @@ class Generator:
             )
             for place, ids in enumerate(prompts)
         ]
-        checked = client.checked(requests, call, field=asked.field)
+        checked: Sequence[EngineRequest] = client.checked(requests, call, field=asked.field)
+        if asked.echo:  # prompts are decoded only once the call is known to be within its limits
+            texts = await self._prompt_texts(asked, prompts)
+            checked = client.within_reply(
+                replace(one, prompt_bytes=(one.prompt_bytes or 0.0) + call_limits.text_bytes(text))
+                for one, text in zip(checked, texts, strict=True)
+            )
         splitters: list[Splitter] = []
         if module_fields == CHAT:
             asked.prompt_end = await client.decode(prompts[0][-NUM_PROMPT_END:], skip_special=False)
@@ -165,10 +171,8 @@ class Generator:
         )
 
     async def _prompt_texts(self, asked: GenerationRequest, prompts: Sequence[list[int]]) -> Sequence[str]:
-        """The prompts as the reply has them: the given texts, or token ids decoded; (): it has none."""
+        """The prompts as the reply has them: the given texts, or token ids decoded."""
         client = self._client
-        if not asked.echo and not asked.return_raw_text:
-            return ()
         given = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or ()
         if given and isinstance(given[0], str):
             return list(given)

@@ -45,6 +45,8 @@ LEAST = {
     "/v1/score": {"text_1": "a", "text_2": "b"},
 }
 """The smallest body of the first route of every table."""
+ACTS = ("/generate", "lora_path")
+"""A shared field that acts there."""
 ASKS = "no value that asks for nothing"
 FILLED = {
     "content": [{"type": "text", "text": "Hi"}],
@@ -100,7 +102,8 @@ def every_rule():
         route = routes.split(", ")[0]
         for where, inner, put_field in bodies(LEAST[route], table):
             for name, rule in inner.rules.items():
-                yield route, f"{where}{name}", name, rule, put_field
+                if (route, f"{where}{name}") != ACTS:
+                    yield route, f"{where}{name}", name, rule, put_field
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
