@@ -6,9 +6,10 @@ Changes run one at a time and to the end: a client that disconnects does not lea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from megatron_infer.coordinator.protocol import Overloaded
 from megatron_infer.engine.lifecycle_commands import GRAPHS, PAUSE_MODES, TAGS
@@ -20,9 +21,23 @@ from megatron_infer.server.engine_client import EngineClient, is_outdated
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 MODES = (*PAUSE_MODES, "wait")
 _ENGINE_STATES = {"running": ControlState.SERVING, "paused": ControlState.PAUSED, "suspended": ControlState.ASLEEP}
+
+
+def as_change(command: str) -> Callable[[F], F]:
+    """Have a method run as a change of the state: see `ControlMachine.change`."""
+
+    def of(method: F) -> F:
+        @functools.wraps(method)
+        async def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return await owner.change(command, method(owner, *args, **kwargs))
+
+        return cast(F, run)
+
+    return of
 
 
 class ControlMachine:
@@ -119,15 +134,13 @@ class ControlMachine:
 
     # ------------------------------------------------------------------ pause and resume
 
+    @as_change("pause")
     async def pause(self, mode: str) -> int:
         """Pause all engines -> how many requests were aborted for it.
 
         keep: running requests are frozen and go on later. retract: the same, but recomputed. abort: they end with the
         tokens they have. wait: they finish first, while new ones wait.
         """
-        return await self.change("pause", self._pause(mode))
-
-    async def _pause(self, mode: str) -> int:
         before = self.status
         async with self._hold_new_requests():
             count = await self._settle_requests(mode)
@@ -180,24 +193,20 @@ class ControlMachine:
         version = self.version
         await self.fanout.run("set_weight_version", "recompute", self.status.name, version=version, running="recompute")
 
+    @as_change("resume")
     async def resume(self) -> None:
         """Resume paused engines; does nothing if they are serving."""
-        await self.change("resume", self._resume())
-
-    async def _resume(self) -> None:
         if self.status.state is ControlState.PAUSED:
             await self.unpause(SERVING)
 
     # ------------------------------------------------------------------ memory
 
-    async def sleep(self, tags: Iterable[str], mode: str) -> dict[str, Any]:
+    @as_change("sleep")
+    async def sleep(self, tags: Sequence[str], mode: str) -> dict[str, Any]:
         """Release the memory of `tags` -> each replica's report. No tags: only scheduling stops.
 
         The cache is dropped: kept requests are recomputed after wake_up.
         """
-        return await self.change("sleep", self._sleep(tuple(tags), mode))
-
-    async def _sleep(self, tags: tuple[str, ...], mode: str) -> dict[str, Any]:
         before = self.status
         asleep = before.state is ControlState.ASLEEP
         async with self._hold_new_requests():
@@ -222,11 +231,9 @@ class ControlMachine:
             self.status = ControlStatus(state=ControlState.ASLEEP, tags=away, before=returns_to)
         return reports
 
+    @as_change("wake_up")
     async def wake_up(self, tags: Iterable[str] | None) -> dict[str, Any]:
         """Restore the memory of `tags` (None: all) -> each replica's report; on failure all engines sleep as before."""
-        return await self.change("wake_up", self._wake_up(tags))
-
-    async def _wake_up(self, tags: Iterable[str] | None) -> dict[str, Any]:
         before = self.status
         assert before.before is not None, before
         wanted = set(before.tags if tags is None else tags)
@@ -253,11 +260,9 @@ class ControlMachine:
 
     # ------------------------------------------------------------------ cache
 
+    @as_change("reset_prefix_cache")
     async def reset_prefix_cache(self, *, running: bool = False) -> int:
         """Empty the prefix cache -> blocks that became free. running: running requests are recomputed."""
-        return await self.change("reset_prefix_cache", self._reset_prefix_cache(running))
-
-    async def _reset_prefix_cache(self, running: bool) -> int:
         if running:
             await self.recompute()
         freed = await self.fanout.run("reset_prefix_cache", "reset_prefix_cache", self.status.name)

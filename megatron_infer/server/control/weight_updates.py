@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus
-from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.control.state_machine import ControlMachine, as_change
 from megatron_infer.server.control.version_labels import Version
 from megatron_infer.server.control.weight_files import TensorEntry
 from megatron_infer.server.http_errors import ApiError, bad_request
@@ -20,34 +20,40 @@ class WeightUpdates:
 
     def __init__(self, machine: ControlMachine) -> None:
         self._machine, self._fanout = machine, machine.fanout
+        self.change = machine.change
         self._version_before = 0
 
     # ------------------------------------------------------------------ an update
 
+    @as_change("start_update")
     async def start(self) -> None:
-        await self._machine.change("start_update", self._begin("begin_weights", "begin"))
+        await self._begin("begin_weights", "begin")
 
+    @as_change("write_weights")
     async def write(self, entries: list[TensorEntry], data: bytes) -> None:
         """Write tensors of the whole model, with megatron-core's or Hugging Face names; a failure ends the update."""
-        await self._machine.change("write_weights", self._write(entries, data))
+        for entry in entries:
+            for chunk in entry.chunks(data):
+                await self._step("write_weights", "write", **chunk)
 
+    @as_change("write_weights")
     async def read(self, path: str) -> None:
         """Read files into the running update; a failure ends the update."""
-        await self._machine.change("write_weights", self._step("load_weights", "read", path=path))
+        await self._step("load_weights", "read", path=path)
 
+    @as_change("finish_update")
     async def finish(self, version: Version | None, running: str = "keep") -> Version:
         """-> the new version. running: "keep" the keys and values of running requests, or "recompute" them."""
-        return await self._machine.change("finish_update", self._finish(version, running))
+        return await self._finish(version, running)
 
+    @as_change("cancel_update")
     async def cancel(self) -> None:
         """Restore the weights and the version from before the start."""
-        await self._machine.change("cancel_update", self._cancel("cancel"))
+        await self._cancel("cancel")
 
+    @as_change("load_update")
     async def load(self, path: str, version: Version | None, running: str = "keep", *, abort: bool = False) -> Version:
         """A whole update from files -> the new version. abort: running requests end with the tokens they have."""
-        return await self._machine.change("load_update", self._load(path, version, running, abort))
-
-    async def _load(self, path: str, version: Version | None, running: str, abort: bool) -> Version:
         if abort:
             self._machine.client.abort()
         await self._begin("load_weights", "read", path=path)
@@ -70,11 +76,6 @@ class WeightUpdates:
         except ApiError as error:
             await self._cancel(phase, error)
             raise
-
-    async def _write(self, entries: list[TensorEntry], data: bytes) -> None:
-        for entry in entries:
-            for chunk in entry.chunks(data):
-                await self._step("write_weights", "write", **chunk)
 
     async def _finish(self, version: Version | None, running: str) -> Version:
         labels = self._machine.labels
@@ -116,14 +117,12 @@ class WeightUpdates:
 
     # ------------------------------------------------------------------ version and checksums
 
+    @as_change("set_version")
     async def set_version(self, version: Version, *, abort: bool = False) -> None:
         """Set the version; changed weights are detected, and prefixes cached before are not matched any more.
 
         abort: running requests end with the tokens they have.
         """
-        await self._machine.change("set_version", self._set_version(version, abort))
-
-    async def _set_version(self, version: Version, abort: bool) -> None:
         machine = self._machine
         number = machine.labels.number_of(version, machine.version, is_new=False)
         if number < machine.version:
@@ -136,21 +135,17 @@ class WeightUpdates:
         machine.labels.keep(version, number)
         await machine.client.refresh()
 
+    @as_change("check_weights")
     async def check(self, action: str) -> dict[str, Any]:
         """Checksums of every replica's live weights -> {"replicas", "checksum", "equal"}; see `check_weights`."""
-        return await self._machine.change("check_weights", self._check(action))
-
-    async def _check(self, action: str) -> dict[str, Any]:
         found = await self._fanout.run("check_weights", f"weights ({action})", self._machine.status.name, action=action)
         sums = {value["checksum"] for value in found.values()}
         equal = len(sums) == 1
         return {"checksum": sums.pop() if equal else None, "equal": equal, "replicas": found}
 
+    @as_change("spoil_weights")
     async def spoil(self) -> None:
         """Overwrite all weights, so that an update that omits a tensor shows. The engines are SPOILED."""
-        await self._machine.change("spoil_weights", self._spoil())
-
-    async def _spoil(self) -> None:
         machine = self._machine
         before = machine.status
         if before.state is ControlState.SERVING:
