@@ -126,6 +126,8 @@ class CompletionReply(OpenAIReply):
         super().__init__(prepared, prefix="cmpl", chunk_kind=KIND, hides_output=self._hides_output)
         self._echoed = prepared.prompt_texts
         self._num_sequences = prepared.requests[0].params.n
+        self._offsets = [0] * (len(prepared.requests) * self._num_sequences)
+        """Of each choice of a stream: the `text_offset` of its next token."""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -142,12 +144,23 @@ class CompletionReply(OpenAIReply):
     def chunks(
         self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta
     ) -> Iterator[dict[str, Any]]:
-        yield self.chunk(self._choice(index * self._num_sequences + one.index, output, one, delta))
+        place = index * self._num_sequences + one.index
+        choice = self._choice(place, output, one, delta, offset=self._offsets[place])
+        if choice["logprobs"] is not None:
+            self._offsets[place] += sum(map(len, choice["logprobs"]["tokens"]))
+        yield self.chunk(choice)
 
     def _choice(
-        self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta, echoed: str = ""
+        self,
+        index: int,
+        output: RequestOutput,
+        one: CompletionOutput,
+        delta: Delta,
+        echoed: str = "",
+        *,
+        offset: int = 0,
     ) -> dict[str, Any]:
-        """delta: what the choice shows of the sequence, all of it in a whole reply."""
+        """delta: what the choice shows of the sequence, all of it in a whole reply. offset: of the first token."""
         body = self._body
         if self._hides_output:
             delta = delta.without_output()
@@ -160,7 +173,7 @@ class CompletionReply(OpenAIReply):
                 ids = [*output.prompt_token_ids, *ids]
                 entries = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *entries]
             choice["logprobs"] = completion_logprobs(
-                ids, entries, self.token_texts, num_top=body.logprobs, offset=delta.offset
+                ids, entries, self.token_texts, num_top=body.logprobs, offset=offset
             )
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = by_id(output.prompt_logprobs)

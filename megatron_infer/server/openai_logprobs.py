@@ -47,7 +47,7 @@ def _one(token: int, value: Logprob, texts: TokenTexts) -> dict[str, Any]:
 def completion_logprobs(
     tokens: Sequence[int], entries: Sequence[Entry], texts: TokenTexts, *, num_top: int, offset: int = 0
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. offset: characters before the first of these tokens.
+    """`logprobs` of a completion's choice. offset: characters of the tokens before these.
 
     The first token of a prompt has no logprob (null). Of two tokens with the same text, top_logprobs has the larger.
     """

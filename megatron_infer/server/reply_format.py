@@ -86,8 +86,6 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: Sequence[dict[int, Logprob]] | None
-    offset: int
-    """Characters of the sequence's text before `text`."""
     finish_reason: str | None
     stop_reason: int | str | None
     is_first: bool
@@ -95,7 +93,7 @@ class Delta:
     def without_output(self) -> Delta:
         """Of a sequence whose tokens the reply leaves out."""
         reason = None if self.finish_reason is None else "length"
-        return Delta("", [], None if self.logprobs is None else [], 0, reason, None, self.is_first)
+        return Delta("", [], None if self.logprobs is None else [], reason, None, self.is_first)
 
 
 class DeltaReader:
@@ -114,7 +112,7 @@ class DeltaReader:
         if not (text or tokens or self.finished):
             return None
         logprobs = None if one.logprobs is None else one.logprobs[self._num_tokens : len(one.token_ids)]
-        delta = Delta(text, tokens, logprobs, self._num_chars, one.finish_reason, one.stop_reason, not self._num_tokens)
+        delta = Delta(text, tokens, logprobs, one.finish_reason, one.stop_reason, not self._num_tokens)
         self._num_chars, self._num_tokens = len(one.text), len(one.token_ids)
         return delta
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from control_case import put_weights, serving_with_control
-from server_case import post, stream, tokenizer
+from server_case import post, serving, stream, tokenizer
 
 from megatron_infer.coordinator.profiles import FOLDER_VARIABLE
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
@@ -298,6 +298,16 @@ def test_tokens_of_logprobs_can_be_given_as_ids(case):
     assert post(case, COMPLETION, prompt=[1], logprobs=0, **asked).json()["choices"][0]["logprobs"]["tokens"] == names
     content = post(case, CHAT, messages=HI, logprobs=True, **asked).json()["choices"][0]["logprobs"]["content"]
     assert all(one["token"].startswith("token_id:") for one in content)
+
+
+def test_text_offsets_of_a_stream_are_those_of_the_whole_reply():
+    """The name of a token is longer than its text, so a piece's first offset shows what the offsets count."""
+    asked = {"prompt": [1], "return_tokens_as_token_ids": True, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    with serving(EchoEngine(step_s=0.01)) as slow:
+        whole = post(slow, COMPLETION, **asked).json()["choices"][0]["logprobs"]["text_offset"]
+        pieces = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(slow, COMPLETION, **asked)]
+    assert len(pieces) > 1
+    assert [offset for piece in pieces for offset in piece] == whole
 
 
 def test_usage_of_a_stream_comes_at_its_end_or_in_every_chunk(case):
