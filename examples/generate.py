@@ -27,14 +27,14 @@ import torch
 
 from megatron_infer import DynamicInferenceEngine, SamplingParams
 from megatron_infer.cli.config_flags import add_config_options, given
-from megatron_infer.comm.groups import build_groups, check_world
 from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.distributed.groups import build_groups, check_world
+from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.errors import ConfigError, InferenceError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 PROMPTS = ["The capital of France is", "1, 1, 2, 3, 5, 8,", "Once upon a time there was a"]

@@ -40,15 +40,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_infer import SamplingParams
-from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.distributed.groups import build_groups
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.threads import apply_cpu_settings
-from megatron_infer.lora.attach import AttachedLoRA, attach_lora
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
+from megatron_infer.models.lora.attach import AttachedLoRA, attach_lora
 from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.rollout import Rollout, RolloutProgress
 from megatron_infer.rl.rollout_queue import RolloutQueue

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 import megatron_infer
-from megatron_infer.debug.collect_env import collect
+from megatron_infer.cli.collect_env import collect
 from megatron_infer.errors import ConfigError
 
 KINDS = ("generate", "train", "switch")

@@ -39,9 +39,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_infer import LLM, InferenceConfig, SamplingParams, SpeculativeConfig, open_source
 from megatron_infer.cli.loading import positive_int
-from megatron_infer.entrypoints.llm import chat_prompt
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.engine.llm import chat_prompt
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
 
 HELD_OUT = """
 What makes a good teacher?; Tell me a short story about a cat who lives in a theatre.; Why is grass green?; How do I

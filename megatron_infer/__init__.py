@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.utils import former_paths
 from megatron_infer.utils.gc_pause import no_collection
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
     from megatron_infer.config.speculative import SpeculativeConfig as SpeculativeConfig
     from megatron_infer.config.structured_output import StructuredOutput as StructuredOutput
-    from megatron_infer.durable.snapshot import LoadReport as LoadReport
+    from megatron_infer.engine.async_llm import AsyncLLM as AsyncLLM
+    from megatron_infer.engine.durable.snapshot import LoadReport as LoadReport
     from megatron_infer.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from megatron_infer.engine.llm import LLM as LLM
     from megatron_infer.engine.states import EngineState as EngineState
     from megatron_infer.engine.suspend import MemoryReport as MemoryReport
-    from megatron_infer.entrypoints.async_llm import AsyncLLM as AsyncLLM
-    from megatron_infer.entrypoints.llm import LLM as LLM
-    from megatron_infer.lora.attach import attach_lora as attach_lora
-    from megatron_infer.model_loader.build import build_model as build_model
-    from megatron_infer.model_loader.sources import open_source as open_source
+    from megatron_infer.models.loading.build_model import build_model as build_model
+    from megatron_infer.models.loading.sources import open_source as open_source
+    from megatron_infer.models.lora.attach import attach_lora as attach_lora
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs.request_output import CompletionOutput as CompletionOutput
     from megatron_infer.outputs.request_output import GenerationError as GenerationError
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "entrypoints.async_llm",
+    "AsyncLLM": "engine.async_llm",
     "CompletionOutput": "outputs.request_output",
     "DynamicInferenceEngine": "engine.engine",
     "EngineState": "engine.states",
@@ -61,9 +62,9 @@ _HOMES = {
     "InferenceConfig": "config.inference",
     "KVCacheDtype": "config.inference",
     "KVCacheManagementMode": "config.inference",
-    "LLM": "entrypoints.llm",
+    "LLM": "engine.llm",
     "LoRAConfig": "config.lora",
-    "LoadReport": "durable.snapshot",
+    "LoadReport": "engine.durable.snapshot",
     "MambaInferenceStateConfig": "config.mamba_state",
     "MemoryReport": "engine.suspend",
     "PrefixCachingCoordinatorPolicy": "config.inference",
@@ -85,11 +86,13 @@ _HOMES = {
     "UpdateReport": "rl.update_report",
     "VersionSpan": "scheduler.request",
     "WeightDtype": "config.inference",
-    "attach_lora": "lora.attach",
-    "build_model": "model_loader.build",
-    "open_source": "model_loader.sources",
+    "attach_lora": "models.lora.attach",
+    "build_model": "models.loading.build_model",
+    "open_source": "models.loading.sources",
     "with_inference": "models.specs",
 }
+
+former_paths.install()
 
 __all__ = [*sorted(_HOMES), "__version__"]
 

@@ -79,7 +79,7 @@ def write_model(model: str, folder: Path) -> Path:
     import torch
     import transformers
 
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.sources import open_source
 
     path = Path(open_source(model).path)
     given: dict[str, Any] = {"gguf_file": path.name}

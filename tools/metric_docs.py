@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, SPEECH, MetricSpec
+from megatron_infer.engine.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, SPEECH, MetricSpec
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
 TABLES = {"engine": ENGINE, "mismatch": MISMATCH, "speech": SPEECH, "server": SERVER, "coordinator": COORDINATOR}

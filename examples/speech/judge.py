@@ -92,7 +92,7 @@ def speaker_of(system: str, folder: Path, teacher: Teacher) -> Speaker | None:
 def _codec(folder: Path, teacher: Teacher) -> Speaker:
     import torch
 
-    from megatron_infer.audio.codec import open_codec
+    from megatron_infer.server.audio.codec import open_codec
 
     opened = open_codec(folder / "codec.safetensors")
 

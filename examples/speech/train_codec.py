@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from teacher import RATE, VOICES, Teacher
 from torch import Tensor
 
-from megatron_infer.audio.codec import Codec, CodecConfig
+from megatron_infer.server.audio.codec import Codec, CodecConfig
 
 SIZES: dict[str, Any] = {
     "strides": (80, 2, 2),
@@ -42,7 +42,7 @@ LR, PIECE = 1.5e-3, RATE // 2
 """PIECE: samples of each row of a batch, before they are cut to whole frames."""
 COMMITMENT = 0.25
 LARGEST_CODE = 4.0
-"""Half of what a codec may hold: see `WEIGHT_LIMIT` of megatron_infer/audio/codec.py."""
+"""Half of what a codec may hold: see `WEIGHT_LIMIT` of megatron_infer/server/audio/codec.py."""
 DECAY, LEAST_USE = 0.98, 0.3
 """Decay of the codes' moving averages, and the mean number of frames in a batch below which a code is replaced."""
 

@@ -34,14 +34,14 @@ from torch import Tensor
 from vocabulary import END, FIRST_SPEECH, MARKS, VOICE_FRAMES, WORDS, tokenizer, write_description
 
 from megatron_infer import SamplingParams
-from megatron_infer.audio.codec import Codec, CodecDecoder
-from megatron_infer.audio.speech_model import SpeechModel
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.model_description import ModelDescription
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.rl.session import RolloutSession
+from megatron_infer.server.audio.codec import Codec, CodecDecoder
+from megatron_infer.server.audio.speech_model import SpeechModel
 
 sys.path.append(str(Path(__file__).parents[1]))
 from grpo_trainer import Trainer, megatron_trainer, on_cpu

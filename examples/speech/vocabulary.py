@@ -17,8 +17,8 @@ import tokenizers
 from teacher import VOICES
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from megatron_infer.audio.layout import SpeechFormat
-from megatron_infer.audio.speech_model import FILE, SpeechModel
+from megatron_infer.server.audio.layout import SpeechFormat
+from megatron_infer.server.audio.speech_model import FILE, SpeechModel
 from megatron_infer.text.tokenizer import Tokenizer
 
 WORDS = text.vocabulary()

@@ -272,7 +272,7 @@ class _Offline:
 
     def __init__(self, name: str, workload: Workload) -> None:
         from megatron_infer.config.sampling_params import SamplingParams
-        from megatron_infer.entrypoints.llm import LLM
+        from megatron_infer.engine.llm import LLM
 
         note(f"loading {name} ...")
         self._engine, self._run, self._params = LLM(name).engine, run_engine, SamplingParams

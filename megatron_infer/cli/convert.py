@@ -30,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_infer.model_loader.hf_export import write_hugging_face
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.hf_export import write_hugging_face
+    from megatron_infer.models.loading.sources import open_source
 
     if not 0 < args.max_shard_gb < math.inf:
         raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g}, it must be a finite number of GiB above 0")

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from typing import Any
 
-from megatron_infer.debug.collect_env import Fact, as_dict, as_text, collect
+from megatron_infer.cli.collect_env import Fact, as_dict, as_text, collect
 
 
 def add_parser(subparsers: Any) -> None:

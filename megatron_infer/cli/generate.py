@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             note("error: --system needs the model's chat template" + (" and --raw turns it off" if args.raw else ""))
             return 2
         if args.record is not None:
-            from megatron_infer.debug.record import RunRecorder
+            from megatron_infer.engine.record import RunRecorder
 
             recorder = stack.enter_context(RunRecorder(args.record))
             recorder.attach(llm.engine, model=args.model)

@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_config_options, given
-from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
+from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.gc_pause import is_program, no_collection
 from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
-    from megatron_infer.entrypoints.llm import LLM
+    from megatron_infer.engine.llm import LLM
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -42,7 +42,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
         log_to_stderr(METRICS_LOGGER)
     # a caller of this within a process of its own may want the model's memory back
     with loading_for_good() if is_program() else no_collection():
-        from megatron_infer.entrypoints.llm import LLM  # imports torch and megatron-core
+        from megatron_infer.engine.llm import LLM  # imports torch and megatron-core
 
         started = time.perf_counter()
         llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)

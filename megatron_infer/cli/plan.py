@@ -66,8 +66,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_infer.memory.device import Device, choose_dtype
-    from megatron_infer.model_loader.description_shape import shape_of
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.description_shape import shape_of
+    from megatron_infer.models.loading.sources import open_source
 
     if wants_roofline(args):
         show_roofline(args)

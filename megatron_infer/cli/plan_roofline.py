@@ -83,8 +83,8 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _counter(args: argparse.Namespace) -> StepCounter:
-    from megatron_infer.model_loader.description_shape import step_counter
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.description_shape import step_counter
+    from megatron_infer.models.loading.sources import open_source
 
     if args.model is None:
         raise ConfigError("no model: give MODEL")

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """-> 0 if every token is the same, else 1, with the first difference."""
-    from megatron_infer.debug.record import read, verify
+    from megatron_infer.engine.record import read, verify
 
     num_requests = sum(event["kind"] == "add" for event in read(args.recording))
     difference = verify(args.recording, load_llm(args).engine)

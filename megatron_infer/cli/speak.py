@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.audio.speech_model import SpeechModel
 from megatron_infer.cli.config_flags import add_sampling_options, given, sampling_from
 from megatron_infer.cli.loading import add_model_options, note
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
+from megatron_infer.server.audio.speech_model import SpeechModel
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines import AudioGenerationOutput, AudioGenerationRequest, AudioGeneratorPipeline
@@ -129,7 +129,7 @@ def _chunks(pipeline: AudioGeneratorPipeline, request: AudioGenerationRequest) -
 
 
 def _play(pipeline: AudioGeneratorPipeline, request: AudioGenerationRequest) -> None:
-    from megatron_infer.audio.wav import pcm16
+    from megatron_infer.server.audio.wav import pcm16
 
     for output in _chunks(pipeline, request):
         sys.stdout.buffer.write(pcm16(output.audio))
@@ -137,7 +137,7 @@ def _play(pipeline: AudioGeneratorPipeline, request: AudioGenerationRequest) -> 
 
 
 def _write(pipeline: AudioGeneratorPipeline, request: AudioGenerationRequest, path: Path) -> None:
-    from megatron_infer.audio.wav import pcm16, wav_header
+    from megatron_infer.server.audio.wav import pcm16, wav_header
 
     data = b"".join(pcm16(output.audio) for output in _chunks(pipeline, request))
     try:

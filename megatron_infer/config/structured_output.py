@@ -1,7 +1,7 @@
 """Constraints on a request's text: a JSON schema, any JSON object, a regular expression, a grammar or a choice of
 texts.
 
-Only the form is checked here; `sampling.grammar_matchers` finds out whether a schema or pattern can be compiled.
+Only the form is checked here; `runner.sampling.grammar_matchers` finds out whether a schema or pattern can be compiled.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_infer.comm.wire import Silence
 from megatron_infer.coordinator import access, protocol
+from megatron_infer.distributed.wire import Silence
 
 log = logging.getLogger("megatron_infer.coordinator")
 

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from megatron_infer.comm.wire import Silence
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
-from megatron_infer.context.prefix_hash import DIGEST_SIZE
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import Broadcasts
 from megatron_infer.coordinator.dispatch import Dispatcher
 from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, ReplicaState
 from megatron_infer.coordinator.router import Availability, ReplicaView, Router
 from megatron_infer.coordinator.weights_in_force import WeightsInForce
+from megatron_infer.distributed.wire import Silence
+from megatron_infer.scheduler.context.prefix_hash import DIGEST_SIZE
 
 log = logging.getLogger("megatron_infer.coordinator")
 

@@ -6,11 +6,11 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_infer.comm.wire import Silence
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.coordinator.fair_queue import FairQueue
 from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
+from megatron_infer.distributed.wire import Silence
 from megatron_infer.errors import ConfigError
 
 MAX_STEP_S = 600.0

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
@@ -34,6 +33,7 @@ from megatron_infer.coordinator.served_engine import (
 )
 from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.context.prefix_events import PrefixReport
 
 log = logging.getLogger("megatron_infer.coordinator")
 

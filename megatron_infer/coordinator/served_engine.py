@@ -13,13 +13,13 @@ import msgspec
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import refuse_synthetic
-from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.embeddings import flattened
 from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
 from megatron_infer.outputs.schema import piece_of, prompt_record
-from megatron_infer.requests.drawn_sequence import DrawnSequence
+from megatron_infer.scheduler.context.prefix_events import PrefixEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.lora import check_adapter_name
-from megatron_infer.context.adapter_slots import AdapterSlots
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.lifecycle_commands import RUNNING_CHOICES
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, RequestError, UnknownAdapter, unknown_name
-from megatron_infer.lora.bank import AdapterBank, PackedAdapter
-from megatron_infer.lora.reader import AdapterReader, PeftFields, Unread
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.lora.bank import AdapterBank, PackedAdapter
+from megatron_infer.models.lora.reader import AdapterReader, PeftFields, Unread
+from megatron_infer.scheduler.context.adapter_slots import AdapterSlots
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 
@@ -268,8 +268,8 @@ class EngineAdapters:
         no more; running "recompute": they start over. So do those that have drawn nothing since they were admitted:
         their spans would name the new content alone."""
         scheduler = self._scheduler
-        running_set, swapped = scheduler.running_set, scheduler.preemption.swapped
-        live = [request for request in running_set.live() if request.params.adapter == name]
+        admitted_requests, swapped = scheduler.admitted_requests, scheduler.preemption.swapped
+        live = [request for request in admitted_requests.live() if request.params.adapter == name]
         away = [request for request in swapped if request.params.adapter == name]
         restarts = {one for one in (*live, *away) if running == "recompute" or _has_drawn_nothing(one)}
         for request in away:
@@ -279,13 +279,13 @@ class EngineAdapters:
                 swapped[request].publishes, swapped[request].contents = False, []
         for request in live:
             if request in restarts:
-                running_set.start_over(request)
+                admitted_requests.start_over(request)
                 continue
             assert request.lease is not None and self._slots is not None
             request.lease.publishes = False
             request.history.adapter = self._slots.versions[name]
             computed = request.scheduled
-            request.history.continue_with(running_set.version, first_token=request.num_output, computed=computed)
+            request.history.continue_with(admitted_requests.version, first_token=request.num_output, computed=computed)
         scheduler.queue.insert_sorted([request for request in live if request in restarts])
 
     def load_all(self, adapters: Iterable[tuple[str, str]]) -> None:

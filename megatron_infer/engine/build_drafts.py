@@ -6,17 +6,17 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import ConfigError
-from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.runner.sampling.grammar_matchers import Grammars
+from megatron_infer.runner.speculative.ngram import NgramProposer
+from megatron_infer.runner.speculative.proposers import FirstProposer, GrammarProposer
+from megatron_infer.runner.speculative.synthetic import SyntheticAcceptance, SyntheticProposer
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.draft_depth import DraftDepth
 from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Proposer
-from megatron_infer.speculative.ngram import NgramProposer
-from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
-from megatron_infer.speculative.synthetic import SyntheticAcceptance, SyntheticProposer
 
 log = logging.getLogger("megatron_infer")
 

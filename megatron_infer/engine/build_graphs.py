@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.comm.backends import backend_on
-from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import ConfigWarning, GraphCapture, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
-from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
-from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
+from megatron_infer.distributed.backends import backend_on
+from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.kernels.base import GraphSupport, PagedModel
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.kernels.triton_scratch import lora_bytes
 from megatron_infer.memory.device import Device
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.runner.batch import BatchBuilder
-from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
+from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
+from megatron_infer.runner.cuda_graphs.padded_step import PaddedStep, StepGraphs
+from megatron_infer.runner.parallel.tensor_parallel_sampler import gather_rows
+from megatron_infer.runner.sampling.sampler import Sampler
 
 OPERATION = "CUDA graphs"
 

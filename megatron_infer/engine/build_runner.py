@@ -7,30 +7,30 @@ import time
 
 import torch
 
-from megatron_infer.comm.lockstep import ALONE_S
-from megatron_infer.comm.rank_group import RankGroup
-from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.stage_sizes import StageSizes
-from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.distributed.lockstep import ALONE_S
+from megatron_infer.distributed.rank_group import RankGroup
+from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.engine.build_drafts import max_drafts_of
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.draft_model import DraftModel, MTPDraft
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.kernels.select import ATTENTION, SCAN, ChosenKernels
-from megatron_infer.lora.bank import AdapterBank
 from megatron_infer.memory.build_store import build_store
 from megatron_infer.memory.device import Device
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.stage_runner import StageRunner
-from megatron_infer.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.models.lora.bank import AdapterBank
 from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.runner.model_runner import ModelRunner, Runner
+from megatron_infer.runner.parallel.stage_runner import StageRunner
+from megatron_infer.runner.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.runner.sampling.draw_groups import DeviceOps
+from megatron_infer.runner.sampling.row_params import RowParams
+from megatron_infer.runner.sampling.sampler import Sampler
+from megatron_infer.runner.sampling.token_masks import forbid
 from megatron_infer.runner.warm_up import launch_kernels
-from megatron_infer.sampling.draw_groups import DeviceOps
-from megatron_infer.sampling.row_params import RowParams
-from megatron_infer.sampling.sampler import Sampler
-from megatron_infer.sampling.token_masks import forbid
 
 log = logging.getLogger("megatron_infer")
 

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.checks import graph_options_without_effect
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.memory.device import Device
 
 ConfigOrOptions = InferenceConfig | Mapping[str, Any] | None

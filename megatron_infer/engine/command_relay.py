@@ -13,8 +13,8 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-from megatron_infer.comm.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
 from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from megatron_infer.config.inference import KVCacheManagementMode
-from megatron_infer.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
-from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters, check_running
 from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
+from megatron_infer.engine.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.lifecycle_commands import PAUSE_MODES
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
 from megatron_infer.engine.profile import StepProfiler
@@ -20,9 +20,9 @@ from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
 from megatron_infer.errors import ConfigError, InferenceError, WrongState, unknown_name
+from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
-from megatron_infer.weights.manager import WeightManager
 
 
 def check_version(version: int, running: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.step_plan import StepPlan

@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.checks import check_draft, check_draft_weights, check_mtp
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape, mtp_shape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import CacheStore, DraftCache
-from megatron_infer.model_loader.build import build_model, load_weights
-from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.models.loading.build_model import build_model, load_weights
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.weights.derived import DerivedCaches, packed_weights
 from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.parallel.tensor_parallel_sampler import for_group
 from megatron_infer.runner.row_tensors import RowTensors
-from megatron_infer.sampling.row_params import RowParams
-from megatron_infer.speculative.model_drafter import ModelDrafter
-from megatron_infer.speculative.mtp import MTPModel, MTPTarget
-from megatron_infer.speculative.residual import DraftSampler
-from megatron_infer.weights.derived import DerivedCaches, packed_weights
+from megatron_infer.runner.sampling.row_params import RowParams
+from megatron_infer.runner.speculative.model_drafter import ModelDrafter
+from megatron_infer.runner.speculative.mtp import MTPModel, MTPTarget
+from megatron_infer.runner.speculative.residual import DraftSampler
 
 if TYPE_CHECKING:
-    from megatron_infer.model_loader.sources import ModelSource
+    from megatron_infer.models.loading.sources import ModelSource
 
 log = logging.getLogger("megatron_infer")
 
@@ -106,7 +106,7 @@ def _described(
     config: InferenceConfig, name: str, target: AdoptedModel, device: Device, tokenizer: Any
 ) -> tuple[ModelSource, ModelShape]:
     """A model of that name that can draft for the target, before its weights are read."""
-    from megatron_infer.model_loader.sources import open_source  # needs the tokenizers package
+    from megatron_infer.models.loading.sources import open_source  # needs the tokenizers package
 
     source, shape = open_source(name), target.shape
     size = 1 if target.tp_group is None else target.tp_group.size()
@@ -160,7 +160,7 @@ class DraftModel:
     adopted: AdoptedModel
     kernels: ChosenKernels
     is_residual: bool
-    """Drafts are verified by `speculative.residual`."""
+    """Drafts are verified by `runner.speculative.residual`."""
     is_own: bool
     """The engine has loaded it, so that nothing else uses it."""
 

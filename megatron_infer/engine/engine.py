@@ -12,25 +12,25 @@ from typing import Any
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.prefix_events import PrefixEvents
-from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
-from megatron_infer.engine.build import build_engine
+from megatron_infer.engine.build_engine import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
+from megatron_infer.engine.durable.snapshot import LoadReport
 from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
 from megatron_infer.engine.logits_hooks import LogitsHook
+from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
+from megatron_infer.engine.requests.input_processor import Prompt, TextCodec
+from megatron_infer.engine.requests.request_state import StreamMode
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import WrongState
-from megatron_infer.lora.reader import PeftFields
-from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.models.lora.reader import PeftFields
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
-from megatron_infer.requests.drawn_sequence import DrawnSequence
-from megatron_infer.requests.input_processor import Prompt, TextCodec
-from megatron_infer.requests.request_state import StreamMode
+from megatron_infer.scheduler.context.prefix_events import PrefixEvents
 from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 StrPath = str | os.PathLike[str]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
-from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.distributed.collective_errors import has_abandoned_collective, is_of_collective
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
@@ -66,7 +66,7 @@ class Executor:
             return
         scheduler = self._scheduler
         waiting = scheduler.queue.candidates(1, among)
-        if waiting and not scheduler.running_set.num_live and self.num_rows_by_hand:
+        if waiting and not scheduler.admitted_requests.num_live and self.num_rows_by_hand:
             context = scheduler.context
             raise CapacityError(
                 f"request {waiting[0].id!r} cannot start: {self.num_rows_by_hand} of {context.num_rows} rows are held "
@@ -78,7 +78,7 @@ class Executor:
     def num_rows_by_hand(self) -> int:
         """Rows of the cache that sequences outside the scheduler hold; nothing is in flight."""
         context = self._scheduler.context
-        return context.num_rows - context.num_free_rows - self._scheduler.running_set.num_live
+        return context.num_rows - context.num_free_rows - self._scheduler.admitted_requests.num_live
 
     def forward(self, plan: StepPlan) -> InFlightStep:
         """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers."""

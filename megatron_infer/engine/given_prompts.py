@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.requests.input_processor import is_single_prompt
+from megatron_infer.engine.requests.input_processor import is_single_prompt
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

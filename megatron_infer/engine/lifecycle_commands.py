@@ -107,7 +107,7 @@ class ProfileCommand(Protocol):
 
 
 class WeightCommands(Protocol):
-    """How a replica receives new weights (`rl.remote_weights`). A client sends these by `InferenceClient.control`."""
+    """How a replica receives new weights (`rl.weight_receiver`). A client sends these by `InferenceClient.control`."""
 
     def load_weights(self, path: str) -> Any:
         """Write tensors from files below the replica's root: all tensors, or those of one file of several."""

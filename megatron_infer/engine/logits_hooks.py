@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_infer.config.request_metadata import dtype_name, value_of
 from megatron_infer.memory.device import Device
-from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
+from megatron_infer.runner.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.scheduler.request import Request
 
 LogitsHook = Callable[[Tensor, Mapping[str, Tensor]], Tensor | None]

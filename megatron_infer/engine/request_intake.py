@@ -8,15 +8,15 @@ from typing import Any
 
 from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.command_relay import Outbox
+from megatron_infer.engine.durable.snapshot_manager import SnapshotManager
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
+from megatron_infer.engine.requests.input_processor import InputProcessor, Prompt, is_single_prompt, salt_of
+from megatron_infer.engine.requests.output_processor import OutputProcessor
+from megatron_infer.engine.requests.request_state import StreamMode
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import DuplicateRequest, InferenceError, InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.requests.drawn_sequence import DrawnSequence
-from megatron_infer.requests.input_processor import InputProcessor, Prompt, is_single_prompt, salt_of
-from megatron_infer.requests.output_processor import OutputProcessor
-from megatron_infer.requests.request_state import StreamMode
 from megatron_infer.scheduler.request import FinishReason
 from megatron_infer.scheduler.scheduler import Scheduler
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.cuda_graphs.padded_step import StepGraphs
-from megatron_infer.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot, StepSnapshot
-from megatron_infer.metrics.wandb import WandbSink, check_writer
-from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.engine.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot, StepSnapshot
+from megatron_infer.engine.metrics.wandb import WandbSink, check_writer
+from megatron_infer.engine.requests.output_processor import OutputProcessor
+from megatron_infer.models.weights.manager import WeightManager
+from megatron_infer.runner.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.drafts import DraftPlanner, SpecDecodeMetrics
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
-from megatron_infer.weights.manager import WeightManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

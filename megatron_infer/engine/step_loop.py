@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.executor import Executor, FailedStep
+from megatron_infer.engine.requests.output_processor import OutputProcessor
+from megatron_infer.engine.requests.request_state import RequestState
 from megatron_infer.errors import InferenceError
 from megatron_infer.memory.device import is_out_of_memory
+from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.requests.output_processor import OutputProcessor
-from megatron_infer.requests.request_state import RequestState
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
-from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.runner.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
-from megatron_infer.weights.manager import WeightManager
 
 if TYPE_CHECKING:
-    from megatron_infer.sampling.grammar_matchers import Grammars
-    from megatron_infer.speculative.verify import Verifier
+    from megatron_infer.runner.sampling.grammar_matchers import Grammars
+    from megatron_infer.runner.speculative.verify import Verifier
 
 log = logging.getLogger("megatron_infer")
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
-from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.engine.states import EngineState, Lifecycle, Transition
@@ -17,8 +16,9 @@ from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StoreReport
+from megatron_infer.models.weights.manager import WeightManager, no_tick
+from megatron_infer.runner.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.scheduler.scheduler import Scheduler
-from megatron_infer.weights.manager import WeightManager, no_tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

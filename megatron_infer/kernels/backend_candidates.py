@@ -29,10 +29,10 @@ class Candidate:
 
 ATTENTION: tuple[Candidate, ...] = (
     Candidate("triton", "triton.attention"),
-    Candidate("flashinfer", "flashinfer_attention", "ranks behind triton: it plans every step on the host"),
-    Candidate("flash_attn", "flash_attn_attention", "ranks behind triton: it decodes in more launches"),
+    Candidate("flashinfer", "packages.flashinfer_attention", "ranks behind triton: it plans every step on the host"),
+    Candidate("flash_attn", "packages.flash_attn_attention", "ranks behind triton: it decodes in more launches"),
 )
-PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "flash_attn_prompts"),)
+PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "packages.flash_attn_prompts"),)
 """What prompts prefer to the attention of decode rows, by what is known of its speed."""
 SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)

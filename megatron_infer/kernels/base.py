@@ -28,7 +28,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_infer.kernels.experts import ExpertsBackend
     from megatron_infer.kernels.lora import LoRABackend
-    from megatron_infer.kernels.native_layers import LayerProgram
+    from megatron_infer.kernels.native.native_layers import LayerProgram
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 

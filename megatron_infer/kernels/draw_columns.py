@@ -16,7 +16,7 @@ LISTED = 1024
 
 
 class Column(IntEnum):
-    """Rows of the table. The first four are those of `DrawParams.columns_5M` in sampling/filters.py."""
+    """Rows of the table. The first four are those of `DrawParams.columns_5M` in runner/sampling/filters.py."""
 
     INVERSE = 0
     """float64: 1 / temperature; 0: greedy."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.cpu_native import (
+from megatron_infer.kernels.native.cpu_native import (
     MAX_NORM_GROUP,
     LinearKernels,
     NativeOps,

@@ -92,8 +92,8 @@ def unavailable(dtype: torch.dtype) -> str | None:
 class PackedLinears:
     """Packed copies of a set of weights: `pack` makes them, `get` finds one on the hot path.
 
-    After a change of the weights (see weights/change_guard.py) they are packed again. A parameter object that replaces
-    another is unknown here and runs unpacked until then.
+    After a change of the weights (see models/weights/change_guard.py) they are packed again. A parameter object that
+    replaces another is unknown here and runs unpacked until then.
     """
 
     def __init__(

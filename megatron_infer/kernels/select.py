@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_rope, native_build, packing
+from megatron_infer.kernels import backend_candidates, packing
 from megatron_infer.kernels.attention_phases import PhasedAttention
 from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sums
-from megatron_infer.kernels.cpu_native import (
+from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import (
     KERNELS,
     PANELS,
     SUFFIXES,
@@ -27,20 +30,19 @@ from megatron_infer.kernels.cpu_native import (
     panel_layout,
     quantised_layout,
 )
-from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
-from megatron_infer.kernels.exact import ExactAttention, ExactOps
-from megatron_infer.kernels.fp32_linear import fp32_linear
-from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
-from megatron_infer.kernels.native_build import BACKEND_VARIABLE
-from megatron_infer.kernels.native_layers import NativeLayers
-from megatron_infer.kernels.native_lora import NativeLoRA
-from megatron_infer.kernels.native_sampling import NativeSampling
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native.native_build import BACKEND_VARIABLE
+from megatron_infer.kernels.native.native_layers import NativeLayers
+from megatron_infer.kernels.native.native_lora import NativeLoRA
+from megatron_infer.kernels.native.native_sampling import NativeSampling
+from megatron_infer.kernels.native.native_scan import NativeScan
+from megatron_infer.kernels.packages import flash_attn_prompts, flashinfer_rope
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
-from megatron_infer.kernels.ssm_ref import ReferenceScan
-from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
-from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.torch.fp32_linear import fp32_linear
+from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
+from megatron_infer.kernels.torch.ssm_torch import TorchScan
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention, ReferenceOps
 from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE
 from megatron_infer.utils.named_class import make_named
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_infer.context.copies import Copy
 from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.host_arena import device_index
 from megatron_infer.memory.pool import PoolMemory
 from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, StoreLayout
+from megatron_infer.scheduler.context.copies import Copy
 
 
 class BlockPools:

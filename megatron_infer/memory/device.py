@@ -18,7 +18,7 @@ import torch.profiler
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build
+from megatron_infer.kernels.native import native_build
 from megatron_infer.memory.regions.pinned import PinnedBuffer, PinnedPool
 from megatron_infer.utils.host import cpu_has_bf16, free_host_bytes
 

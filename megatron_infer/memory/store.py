@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import StateReleased
 from megatron_infer.memory.block_pools import BlockPools
 from megatron_infer.memory.copy_pipeline import make_pipeline
@@ -33,6 +32,7 @@ from megatron_infer.memory.pool import PoolMemory
 from megatron_infer.memory.regions.choose import Region, wait
 from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES, StateTensors, StoreLayout
 from megatron_infer.memory.suspend_copy import Places, SuspendCopy
+from megatron_infer.scheduler.context.copies import Copy, CopyKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,13 +31,13 @@ from megatron_infer.models.adoption_checks import (
     unwrap,
 )
 from megatron_infer.models.attached_lora import ATTACHED
-from megatron_infer.models.census import Census
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
+from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead
 from megatron_infer.models.output_layer import OutputLayer
@@ -219,7 +219,7 @@ class AdoptedModel:
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp, self._output = reading.tp, OutputLayer(self.live, reading.tp)
         self.num_adoptions += 1
-        self._census = Census(self.live)
+        self._module_guard = ModuleGuard(self.live)
 
     def set_lora(self, weights: Mapping[str, AdapterPairs | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
@@ -246,12 +246,12 @@ class AdoptedModel:
     def has_changed(self) -> bool:
         """Whether a module was replaced, hooked, patched, parametrized or cast, or a parameter replaced, since the
         model was adopted. Cheap enough for every step."""
-        if self._census.is_intact():
+        if self._module_guard.is_intact():
             return False
-        now = Census(self.live)
-        if self._census.difference(now) is not None or not self._census.has_same_parameters(now):
+        now = ModuleGuard(self.live)
+        if self._module_guard.difference(now) is not None or not self._module_guard.has_same_parameters(now):
             return True
-        self._census = now  # only attributes that do not count are others
+        self._module_guard = now  # only attributes that do not count are others
         return False
 
     def weights_watched(self) -> None:
@@ -261,20 +261,20 @@ class AdoptedModel:
 
     def has_same_modules(self) -> bool:
         """Whether only hooks and methods of instances changed: a forward that calls the modules runs them."""
-        return self._census.difference(Census(self.live), calls=False) is None
+        return self._module_guard.difference(ModuleGuard(self.live), calls=False) is None
 
     def changed_module(self) -> tuple[str, str] | None:
         """(path, what) of the first module that is not as it was adopted; None: all are."""
-        return self._census.difference(Census(self.live))
+        return self._module_guard.difference(ModuleGuard(self.live))
 
     def read_changed(self) -> ModelReading | None:
         """The first half of another adoption if modules have changed; None: they are as they were adopted.
 
         Raises AdoptionError for modules that cannot be adopted, or not into the cache of this engine.
         """
-        now = Census(self.live)
-        if (found := self._census.difference(now)) is None:
-            self._census = now
+        now = ModuleGuard(self.live)
+        if (found := self._module_guard.difference(now)) is None:
+            self._module_guard = now
             return None
         where, what = found
         log.info("%s %s: adopting the model again", where or "<root>", what)

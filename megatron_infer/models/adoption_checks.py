@@ -9,8 +9,8 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.census import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.hybrid import TorchHybridStack
+from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.rotary import DeviceAgnosticRotary
 
 REFUSED_SETTINGS: dict[str, str] = {

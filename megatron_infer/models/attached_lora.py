@@ -1,6 +1,6 @@
 """A low-rank pair on a live linear: parameters that train, in megatron-core's forward and in a step of ours.
 
-    linear.lora = LinearLoRA   a child module: optimizers, DDP, the weight guard and the census see its parameters
+    linear.lora = LinearLoRA   a child module: optimizers, DDP, the weight guard and the module guard see its parameters
     a forward hook             adds scale * b (a x) behind megatron-core's own product
     FusedLinear.run            adds it to the product of a step, before the sum over ranks: no collective is added
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_infer.kernels.base import Ops
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.census import modules_of
+from megatron_infer.models.module_guard import modules_of
 from megatron_infer.models.tp_collectives import Reducer
 
 CHILD = "lora"

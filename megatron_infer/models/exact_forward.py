@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels import select
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
-from megatron_infer.kernels.native_sampling import NativeSampling
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native.native_sampling import NativeSampling
+from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.attached_lora import attached
 from megatron_infer.models.exact_step import DifferentiableOps, TrainingStep

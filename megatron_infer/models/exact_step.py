@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
-from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.lora import LoRABackend
-from megatron_infer.kernels.native_layers import LayerProgram
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native.native_layers import LayerProgram
+from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.torch.cpu_torch import apply_rotary
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
 
 BLOCK = 256

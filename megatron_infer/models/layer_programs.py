@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.kernels.native_layers import AttendOp, LayerProgram, LinearOp, NormOp, ProgramOp, SiluMulOp
+from megatron_infer.kernels.native.native_layers import AttendOp, LayerProgram, LinearOp, NormOp, ProgramOp, SiluMulOp
 from megatron_infer.models.fused_layers import (
     Attend,
     FusedActivation,

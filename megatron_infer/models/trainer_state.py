@@ -13,7 +13,7 @@ import torch
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.models.census import GRAPH_MANAGER
+from megatron_infer.models.module_guard import GRAPH_MANAGER
 
 SPLIT = {"sequence_parallel": False, "scatter_to_sequence_parallel": False, "reduce_scatter_embeddings": False}
 """Sequence parallelism divides tokens over ranks; in generation every rank has all tokens."""

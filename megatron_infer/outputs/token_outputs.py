@@ -6,7 +6,7 @@
 Code between the sampler and the public fields handles all rows of TOKEN_OUTPUTS alike and names none. To add one:
 
     config/sampling_params.py           the parameter that asks for it
-    sampling/returned_details.py        its key in `returned_columns`, its values in `collect_token_details`
+    runner/sampling/returned_details.py its key in `returned_columns`, its values in `collect_token_details`
     outputs/token_outputs.py            its row at the end of TOKEN_OUTPUTS, and its field of SampleOutputs
 
 tests/contract/test_token_outputs.py adds two in this way and follows them through every file and message.

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_infer.audio.blocks import PrependPromptSpeechTokens as PrependPromptSpeechTokens
-    from megatron_infer.metrics.modes import PrometheusMetricsMode as PrometheusMetricsMode
+    from megatron_infer.engine.metrics.modes import PrometheusMetricsMode as PrometheusMetricsMode
     from megatron_infer.pipelines.architectures import Architecture as Architecture
     from megatron_infer.pipelines.audio_config import AudioGenerationConfig as AudioGenerationConfig
     from megatron_infer.pipelines.audio_generation import AudioGenerationOutput as AudioGenerationOutput
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.field_types import GPUProfilingMode as GPUProfilingMode
     from megatron_infer.pipelines.field_types import PipelineRole as PipelineRole
     from megatron_infer.pipelines.field_types import QuantizationEncoding as QuantizationEncoding
+    from megatron_infer.pipelines.inference_session import InferenceSession as InferenceSession
     from megatron_infer.pipelines.interfaces import AlwaysSignalBuffersMixin as AlwaysSignalBuffersMixin
     from megatron_infer.pipelines.interfaces import GenerateMixin as GenerateMixin
     from megatron_infer.pipelines.interfaces import KVCacheInputs as KVCacheInputs
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.paged_manager import InsufficientBlocksError as InsufficientBlocksError
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager as PagedKVCacheManager
     from megatron_infer.pipelines.resolved import Setting as Setting
-    from megatron_infer.pipelines.session import InferenceSession as InferenceSession
     from megatron_infer.pipelines.text_generation import GenerationStatus as GenerationStatus
     from megatron_infer.pipelines.text_generation import LogProbabilities as LogProbabilities
     from megatron_infer.pipelines.text_generation import TextContext as TextContext
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.text_generation import TextGenerationOutput as TextGenerationOutput
     from megatron_infer.pipelines.text_generation import TextGenerationRequest as TextGenerationRequest
     from megatron_infer.pipelines.text_generation import TextTokenizer as TextTokenizer
+    from megatron_infer.server.audio.blocks import PrependPromptSpeechTokens as PrependPromptSpeechTokens
 
 _HOMES = {
     "AlwaysSignalBuffersMixin": "interfaces",
@@ -64,7 +64,7 @@ _HOMES = {
     "GPUProfilingMode": "field_types",
     "GenerateMixin": "interfaces",
     "GenerationStatus": "text_generation",
-    "InferenceSession": "session",
+    "InferenceSession": "inference_session",
     "InsufficientBlocksError": "paged_manager",
     "KVCacheConfig": "model_config",
     "KVCacheInputs": "interfaces",

@@ -16,8 +16,8 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_infer.audio.registry import Opener
     from megatron_infer.pipelines.interfaces import PipelineModel
+    from megatron_infer.server.audio.registry import Opener
 
 EXPORT = "ARCHITECTURES"
 """The name that a module of custom_architectures must have."""
@@ -33,7 +33,8 @@ class Architecture:
     required_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Fields of PipelineConfig -> the value that the model needs, whatever was asked for."""
     open_audio_decoder: Opener | None = None
-    """Opens an audio decoder of this name (`audio_decoder`), as those of megatron_infer.audio are; None: it is none."""
+    """Opens an audio decoder of this name (`audio_decoder`), as those of megatron_infer.server.audio are; None: it is
+    none."""
 
 
 def custom_architectures(entries: Sequence[str], *, built_in: Sequence[str]) -> dict[str, Architecture]:

@@ -13,17 +13,17 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr
 
-from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
-from megatron_infer.audio.registry import Opener, check_decoder
 from megatron_infer.config.inference import ConfigWarning
+from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.config import PipelineConfig, sources_of
 from megatron_infer.pipelines.config_layers import Names
 from megatron_infer.pipelines.field_rows import FieldPath
 from megatron_infer.pipelines.field_types import by_name
 from megatron_infer.pipelines.resolved import Resolved, Setting
+from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
+from megatron_infer.server.audio.registry import Opener, check_decoder
 
 POSITIONAL = (
     "audio_decoder",

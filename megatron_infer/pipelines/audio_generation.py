@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_infer.audio.blocks import SpeechBlocks
-from megatron_infer.audio.layout import FrameReader
-from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs.token_outputs import PARAMETERS
 from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext, check_kind
+from megatron_infer.server.audio.blocks import SpeechBlocks
+from megatron_infer.server.audio.layout import FrameReader
+from megatron_infer.server.audio.speech_model import check_text
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
 """Until the model ends it, or to its length."""

@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_infer.audio.blocks import BlockSchedule, SpeechBlocks, Window
-from megatron_infer.audio.checks import check_decoder_of, check_schedule
-from megatron_infer.audio.decoder import OpenedDecoder, Sound, decode_each
-from megatron_infer.audio.layout import FrameReader
-from megatron_infer.audio.meter import SpeechMeter
-from megatron_infer.audio.registry import open_decoder
-from megatron_infer.audio.speech_model import SpeechModel
-from megatron_infer.audio.voices import encode_voices
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.metrics.definitions import engine_families
+from megatron_infer.engine.metrics.registry import Family
 from megatron_infer.errors import (
     ConfigError,
     DuplicateRequest,
@@ -32,8 +26,6 @@ from megatron_infer.errors import (
     brief,
     unknown_name,
 )
-from megatron_infer.metrics.definitions import engine_families
-from megatron_infer.metrics.registry import Family
 from megatron_infer.pipelines.audio_config import AudioGenerationConfig, own_decoders, schedule_of
 from megatron_infer.pipelines.audio_generation import AudioContext, AudioGenerationOutput, AudioGenerationRequest
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
@@ -46,9 +38,17 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
     check_kind,
 )
+from megatron_infer.server.audio.blocks import BlockSchedule, SpeechBlocks, Window
+from megatron_infer.server.audio.checks import check_decoder_of, check_schedule
+from megatron_infer.server.audio.decoder import OpenedDecoder, Sound, decode_each
+from megatron_infer.server.audio.layout import FrameReader
+from megatron_infer.server.audio.meter import SpeechMeter
+from megatron_infer.server.audio.registry import open_decoder
+from megatron_infer.server.audio.speech_model import SpeechModel
+from megatron_infer.server.audio.voices import encode_voices
 
 if TYPE_CHECKING:
-    from megatron_infer.metrics.prometheus import PrometheusExporter
+    from megatron_infer.engine.metrics.prometheus import PrometheusExporter
 
 
 class AudioGeneratorPipeline:
@@ -88,7 +88,7 @@ class AudioGeneratorPipeline:
         self.pipeline_config: AudioGenerationConfig | None = pipeline_config
         mode = resolved.server.prometheus_metrics_mode
         if mode != "instrument_only":
-            from megatron_infer.metrics.prometheus import PrometheusExporter
+            from megatron_infer.engine.metrics.prometheus import PrometheusExporter
 
             self.exporter = PrometheusExporter(self.families, mode=mode, port=resolved.server.metrics_port)
 

@@ -40,7 +40,7 @@ from megatron_infer.pipelines.model_config import (
 from megatron_infer.pipelines.resolved import Resolved, Setting
 
 if TYPE_CHECKING:
-    from megatron_infer.pipelines.session import InferenceSession
+    from megatron_infer.pipelines.inference_session import InferenceSession
 
 log = logging.getLogger("megatron_infer")
 
@@ -198,7 +198,7 @@ class PipelineConfig(Section):
         resolved = self.resolved
         if resolved.chat_template is not None:
             return resolved.chat_template
-        from megatron_infer.model_loader.sources import open_source
+        from megatron_infer.models.loading.sources import open_source
 
         return open_source(resolved.llm["model"]).tokenizer().chat_template
 

@@ -110,7 +110,7 @@ def draft_model(value: Any, asked: Asked) -> Effect:
 
 
 def architectures(value: list[str], asked: Asked) -> Effect:
-    from megatron_infer.model_loader.families import FAMILIES
+    from megatron_infer.models.loading.families import FAMILIES
 
     asked.architectures = custom_architectures(value, built_in=tuple(FAMILIES))
     return value, ", ".join(sorted(asked.architectures))
@@ -315,7 +315,7 @@ def force_download(value: bool, asked: Asked) -> Effect:
     model = str(asked.llm.get("model", ""))
     if not asked.is_hub(model):
         raise ConfigError(f"force_download: {model!r} is no hub id, nothing is downloaded; leave it False")
-    from megatron_infer.model_loader.sources import fetch
+    from megatron_infer.models.loading.sources import fetch
 
     fetch(model, force=True)
     return value, "fetched when the configuration was resolved"

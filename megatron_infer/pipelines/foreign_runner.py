@@ -24,12 +24,12 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.base import AttendSpec, Ops
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.model_loader.hf_weights import SafetensorsReader
-from megatron_infer.model_loader.sources import open_source, open_tokenizer
+from megatron_infer.models.loading.hf_weights import SafetensorsReader
+from megatron_infer.models.loading.sources import open_source, open_tokenizer
+from megatron_infer.pipelines.inference_session import InferenceSession
 from megatron_infer.pipelines.interfaces import KVCacheParams, ModelInputs, ModelOutputs, PipelineModel, ReturnLogits
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.paged_manager import PagedKVCacheManager, attend
-from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.runner.batch import Batch
 from megatron_infer.text.end_ids import directory_end_ids
 from megatron_infer.text.tokenizer import Tokenizer

@@ -24,15 +24,15 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.model_shape import KV_DTYPE_BYTES, kv_block_bytes
 from megatron_infer.errors import CapacityError, ConfigError, unknown_name
 from megatron_infer.kernels.symmetric_allreduce import MAX_BYTES
-from megatron_infer.sampling.logprobs import score
+from megatron_infer.runner.sampling.logprobs import score
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
+    from megatron_infer.pipelines.inference_session import InferenceSession
     from megatron_infer.pipelines.lora_manager import LoRAManager
     from megatron_infer.pipelines.model_config import KVCacheConfig
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
     from megatron_infer.pipelines.resolved import Resolved
-    from megatron_infer.pipelines.session import InferenceSession
     from megatron_infer.pipelines.text_generation import (
         LogProbabilities,
         RequestID,

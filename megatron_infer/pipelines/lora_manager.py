@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError, UnknownAdapter
+from megatron_infer.scheduler.context.adapter_slots import AdapterSlots
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.text_generation import TextContext

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build
+from megatron_infer.kernels.native import native_build
 from megatron_infer.utils.host import cpu_has_bf16, free_host_bytes
 
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -12,9 +12,10 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, RequestError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.pipelines.inference_session import InferenceSession
 from megatron_infer.pipelines.interfaces import (
     KVCacheInputs,
     KVCacheMixin,
@@ -27,7 +28,6 @@ from megatron_infer.pipelines.interfaces import (
 )
 from megatron_infer.pipelines.lora_manager import LoRAManager
 from megatron_infer.pipelines.paged_manager import PagedCacheInputs, PagedKVCacheManager
-from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.pipelines.text_generation import TextContext
 
 if TYPE_CHECKING:

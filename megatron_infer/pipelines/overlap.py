@@ -36,7 +36,7 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
     check_kind,
 )
-from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.runner.sampling.grammar_matchers import Grammars
 from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 from megatron_infer.scheduler.request import FinishReason, Request
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_infer.context.prefix_hash import salted
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError, DuplicateRequest, RequestError, UnknownRequest, WrongState
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.runner.batch import Batch
+from megatron_infer.scheduler.context.prefix_hash import salted
 from megatron_infer.scheduler.request import CacheUse, Request
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 if TYPE_CHECKING:
-    from megatron_infer.context.dynamic_context import DynamicInferenceContext
     from megatron_infer.pipelines.text_generation import RequestID, TextContext
+    from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 
 
 class InsufficientBlocksError(CapacityError):

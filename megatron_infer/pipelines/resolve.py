@@ -27,9 +27,9 @@ from megatron_infer.config.options import options_of
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 from megatron_infer.config.speculative import speculative_of
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
+from megatron_infer.kernels.native import native_build
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.find import Kind, architecture_name, describe, find_model
 from megatron_infer.pipelines.architectures import Architecture
 from megatron_infer.pipelines.config_layers import OPTIONS, flat_name
 from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
@@ -51,7 +51,7 @@ from megatron_infer.pipelines.resolved import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from megatron_infer.model_loader.model_description import ModelDescription
+    from megatron_infer.models.loading.model_description import ModelDescription
     from megatron_infer.pipelines.config import PipelineConfig
 
 
@@ -90,7 +90,7 @@ class Asked:
 
     def gguf_encoding(self, model: str) -> str:
         """What most weights of a .gguf file are stored in: "q4_k"."""
-        from megatron_infer.model_loader.gguf_file import GGUFFile
+        from megatron_infer.models.loading.gguf_file import GGUFFile
 
         return GGUFFile(find_model(model).path, with_vocabulary=False).main_encoding()
 
@@ -295,7 +295,7 @@ def _find_model(asked: Asked) -> Architecture:
 def _description_of(model: str) -> ModelDescription:
     description = describe(find_model(model))
     if description is None:
-        from megatron_infer.model_loader.sources import open_source  # imports torch
+        from megatron_infer.models.loading.sources import open_source  # imports torch
 
         description = open_source(model).config()
     return description

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.layout import Layout
     from megatron_infer.config.model_shape import ModelShape
     from megatron_infer.config.resolved_sizes import ResolvedSizes
-    from megatron_infer.model_loader.model_description import ModelDescription
+    from megatron_infer.models.loading.model_description import ModelDescription
     from megatron_infer.pipelines.architectures import Architecture
     from megatron_infer.pipelines.estimates import MemoryEstimate
     from megatron_infer.server.server_config import ServerConfig

@@ -238,7 +238,7 @@ class TextTokenizer:
 
 
 def _tokenizer_of(model: str) -> Tokenizer:
-    from megatron_infer.model_loader.sources import open_tokenizer
+    from megatron_infer.models.loading.sources import open_tokenizer
 
     return open_tokenizer(model)
 

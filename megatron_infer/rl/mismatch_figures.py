@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_infer.engine.metrics.registry import Registry
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.registry import Registry
 from megatron_infer.scheduler.request import VersionSpan
 
 BAND = (0.9, 1.1)

@@ -23,10 +23,15 @@ from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.sequence_replay import MOST_DECODED, NoRoomForReplay, ReplayResult, SequenceReplay
+from megatron_infer.engine.teacher_forcing import (
+    MOST_DECODED,
+    NoRoomForTeacherForcing,
+    TeacherForcing,
+    TeacherForcingResult,
+)
 from megatron_infer.errors import InferenceError, ModelError
 from megatron_infer.models.layer_probes import MOE, ForwardTrace, ModuleProbe, module_probes, trace_forward
-from megatron_infer.rl.mismatch_replay import RecordingModel, RowsByPosition, TeacherForcedModel
+from megatron_infer.rl.mismatch_models import RecordingModel, RowsByPosition, TeacherForcedModel
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Largest relative difference of a part's output that rounding explains, by the model's dtype."""
@@ -172,10 +177,10 @@ class LayerSearch:
                 engine.drain()
                 with engine.replay.inference(engine.loop):
                     return replace(self._search(engine.replay, suspect), stale_copies=stale_copies(engine))
-        except (NoRoomForReplay, ModelError, NotImplementedError, torch.OutOfMemoryError) as error:
+        except (NoRoomForTeacherForcing, ModelError, NotImplementedError, torch.OutOfMemoryError) as error:
             return not_located(str(error))
 
-    def _search(self, replay: SequenceReplay, suspect: SuspectSequence) -> MismatchPlace:
+    def _search(self, replay: TeacherForcing, suspect: SuspectSequence) -> MismatchPlace:
         end = min(len(suspect.ids), suspect.position + 1 + BEHIND)
         if end > MOST_TOKENS:
             return not_located(f"its worst token is at position {suspect.position}, replays end at {MOST_TOKENS}")
@@ -211,7 +216,7 @@ class LayerSearch:
 
     def _search_layers(
         self,
-        replay: SequenceReplay,
+        replay: TeacherForcing,
         suspect: SuspectSequence,
         ids: list[int],
         recording: RecordingModel,
@@ -295,11 +300,11 @@ def _search_stream(
     )
 
 
-def _logprobs(run: ReplayResult) -> dict[int, float]:
+def _logprobs(run: TeacherForcingResult) -> dict[int, float]:
     return dict(enumerate(run.logprobs, start=run.first))
 
 
-def _mean_diff(these: Mapping[int, float], those: Mapping[int, float], run: ReplayResult) -> float:
+def _mean_diff(these: Mapping[int, float], those: Mapping[int, float], run: TeacherForcingResult) -> float:
     """Mean absolute difference over the tokens that the replay scored and that are in both mappings."""
     both = [position for position in _logprobs(run) if position in these and position in those]
     diffs = [abs(these[position] - those[position]) for position in both]

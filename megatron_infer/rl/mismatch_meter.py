@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.sequence_replay import only_temperature
+from megatron_infer.engine.metrics.registry import Registry
+from megatron_infer.engine.teacher_forcing import only_temperature
 from megatron_infer.errors import ConfigError, LockstepError, MismatchAlarm, RankFailure, unknown_name
-from megatron_infer.metrics.registry import Registry
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
 from megatron_infer.rl.mismatch_layers import LayerSearch, MeteredSession, MismatchPlace, SuspectSequence
 from megatron_infer.rl.sample_codec import decode_sample, encode_sample
@@ -45,7 +45,7 @@ log = logging.getLogger("megatron_infer")
 
 
 class MismatchSink(Protocol):
-    """Writes a window's numbers; `metrics.wandb.WandbSink` is one."""
+    """Writes a window's numbers; `engine.metrics.wandb.WandbSink` is one."""
 
     def write_mismatch(self, values: Mapping[str, float]) -> None: ...
 

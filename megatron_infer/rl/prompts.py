@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.requests.input_processor import is_single_prompt, salt_of
 from megatron_infer.errors import InvalidPrompt
-from megatron_infer.requests.input_processor import is_single_prompt, salt_of
 
 RolloutPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text; ids; chat messages; or a mapping with one of "prompt", "prompt_token_ids", "messages", and optionally

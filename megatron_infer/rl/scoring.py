@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.comm.groups import ParallelGroups
 from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.selected_logits import logits_at

@@ -21,10 +21,10 @@ from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMo
 from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.requests.input_processor import TextCodec
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
-from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.rl.mismatch_meter import AUTO, meter_of
 from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
@@ -160,7 +160,7 @@ class RolloutSession:
         """The model has new weights from here on, under a new version (None: the next number).
 
         source None: the trainer has written them in place, nothing is copied. Otherwise they are read from it, see
-        `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
+        `megatron_infer.rl.updates`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
         the report. Allowed in any block and outside.
         """
         if source is not None:

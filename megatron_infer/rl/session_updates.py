@@ -8,11 +8,11 @@ from typing import Any
 from megatron_infer.engine.controls import check_version
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError
+from megatron_infer.models.weights.change_guard import guarded_tensors
 from megatron_infer.rl.update_report import UpdateReport
-from megatron_infer.rl.weights import WeightUpdate, as_source
-from megatron_infer.rl.weights.digest import model_checksum
-from megatron_infer.rl.weights.target import UpdateTarget
-from megatron_infer.weights.change_guard import guarded_tensors
+from megatron_infer.rl.updates import WeightUpdate, as_source
+from megatron_infer.rl.updates.digest import model_checksum
+from megatron_infer.rl.updates.target import UpdateTarget
 
 
 class ColocatedUpdate:

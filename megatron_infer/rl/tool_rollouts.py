@@ -18,7 +18,7 @@ from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
 from megatron_infer.rl.prompts import GroupRequest, as_batch
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
-from megatron_infer.sampling.rng import derive_seed
+from megatron_infer.runner.sampling.rng import derive_seed
 
 _T = TypeVar("_T")
 ToolReply = str | Sequence[int] | Sequence[Mapping[str, Any]] | None

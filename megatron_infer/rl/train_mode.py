@@ -18,7 +18,7 @@ from megatron_infer.models.trainer_state import (
     train_mode,
     whole_parameters,
 )
-from megatron_infer.weights.change_guard import OffloadedWeights
+from megatron_infer.models.weights.change_guard import OffloadedWeights
 
 log = logging.getLogger("megatron_infer")
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached

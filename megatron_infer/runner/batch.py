@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
-from megatron_infer.kernels.native_layers import LayerProgram, NativeLayers
+from megatron_infer.kernels.native.native_layers import LayerProgram, NativeLayers
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.step_gather import StepTables
 from megatron_infer.memory.device import Device

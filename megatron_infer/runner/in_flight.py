@@ -15,9 +15,9 @@ from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.runner.batch import Batch
 from megatron_infer.runner.pooling import Pooled
 from megatron_infer.runner.routing import expert_ids
-from megatron_infer.sampling.logprobs import LogprobBatch
-from megatron_infer.sampling.returned_details import TokenDetailsBatch
-from megatron_infer.sampling.sampler import SamplerOutput
+from megatron_infer.runner.sampling.logprobs import LogprobBatch
+from megatron_infer.runner.sampling.returned_details import TokenDetailsBatch
+from megatron_infer.runner.sampling.sampler import SamplerOutput
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 

@@ -17,9 +17,9 @@ from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
 from megatron_infer.runner.pooling import pool
 from megatron_infer.runner.routing import asks_routing, routing_buffer
-from megatron_infer.sampling.logprobs import prompt_logprobs
-from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput, StepSampler
-from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.runner.sampling.logprobs import prompt_logprobs
+from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput, StepSampler
+from megatron_infer.runner.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_infer.runner.padded_steps import PaddedSteps
 
 Draft = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Tensor | None]
-"""A plan and its block-table writes -> the drafts that a model drew, see `speculative.model_drafter`."""
+"""A plan and its block-table writes -> the drafts that a model drew, see `runner.speculative.model_drafter`."""
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
@@ -49,7 +49,7 @@ class EditLogits(Protocol):
 
 
 class Runner(Protocol):
-    """What an engine runs its steps with: `ModelRunner`, or `parallel.stage_runner.StageRunner`."""
+    """What an engine runs its steps with: `ModelRunner`, or `runner.parallel.stage_runner.StageRunner`."""
 
     model: PagedModel
     store: CacheStore

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.runner.batch import Batch
-from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput
+from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput
 from megatron_infer.scheduler.step_plan import StepPlan
 
 

@@ -18,8 +18,8 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.runner.batch import EMPTY_PLAN, BatchBuilder
 from megatron_infer.runner.model_runner import Runner
-from megatron_infer.sampling.sampler import SamplerInput, StepSampler
-from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.runner.sampling.sampler import SamplerInput, StepSampler
+from megatron_infer.runner.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 
 PROMPT_TOKENS = 256

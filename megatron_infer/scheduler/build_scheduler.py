@@ -5,13 +5,13 @@ from __future__ import annotations
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.inference import BatchingPolicy, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.scheduler.admitted_requests import EventHook
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.context.prefix_hash import root_of
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.prefill import PrefillRoom
-from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
 
 

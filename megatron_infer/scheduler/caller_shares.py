@@ -24,11 +24,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.request import Request, Status, sort_key_of
-from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
@@ -55,13 +55,18 @@ class CallerShares:
         self,
         context: DynamicInferenceContext,
         queue: WaitingQueue,
-        running_set: RunningSet,
+        admitted_requests: AdmittedRequests,
         preemption: PreemptionPolicy,
     ) -> None:
         self.costs = StepCosts()
         self.num_reserved = 0
         """Free rows that are kept for callers without a request."""
-        self._context, self._queue, self._running_set, self._preemption = context, queue, running_set, preemption
+        self._context, self._queue, self._admitted_requests, self._preemption = (
+            context,
+            queue,
+            admitted_requests,
+            preemption,
+        )
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
         self._came: dict[int, int] = {}
@@ -75,7 +80,7 @@ class CallerShares:
 
     def see(self, caller: int) -> None:
         """A request of `caller` comes."""
-        now = self._running_set.stats.steps
+        now = self._admitted_requests.stats.steps
         if caller not in self._seen or self._seen[caller] < now - 1:
             self._came[caller] = now
         self._seen[caller] = now
@@ -92,8 +97,8 @@ class CallerShares:
 
     def _present(self) -> Counter[int]:
         """Rows by caller; forgets callers that have not been seen for long."""
-        now = self._running_set.stats.steps
-        rows = Counter([request.caller for request in self._running_set.live()])
+        now = self._admitted_requests.stats.steps
+        rows = Counter([request.caller for request in self._admitted_requests.live()])
         here = {*rows, *(request.caller for request in self._queue.requests)}
         self._seen.update(dict.fromkeys(here, now))
         self._seen = {caller: step for caller, step in self._seen.items() if now - step <= PRESENT_STEPS}
@@ -108,7 +113,7 @@ class CallerShares:
 
     def _in_turn(self, requests: Iterable[Request]) -> list[Request]:
         """Waiting requests by priority, then those whose callers have the fewest rows, then in their order."""
-        rows = Counter([request.caller for request in self._running_set.live()])
+        rows = Counter([request.caller for request in self._admitted_requests.live()])
         keyed = []
         for index, request in enumerate(requests):
             keyed.append((request.params.priority, rows[request.caller], index, request))
@@ -122,12 +127,12 @@ class CallerShares:
         if not waiting or not rows:
             return
         first = waiting[0]
-        if self._has_room(first) or not self._running_set.has_adapter_slot(first):
+        if self._has_room(first) or not self._admitted_requests.has_adapter_slot(first):
             return
         caller, most = min(rows.items(), key=lambda item: (-item[1], item[0]))
         if rows[first.caller] + 2 > most:
             return
-        live = self._running_set.live()
+        live = self._admitted_requests.live()
         of_caller = [one for one in live if one.caller == caller]
         victim, oldest = max(of_caller, key=sort_key_of), min(live, key=sort_key_of)
         if leaving in of_caller and leaving is not oldest:  # which it may have become, as others ended
@@ -143,7 +148,7 @@ class CallerShares:
     def _has_room(self, request: Request) -> bool:
         """Whether a row and blocks are free for it, as far as is known without its prefix."""
         need = policy.blocks_needed(len(request.tokens), self._context.block_size)
-        headroom = policy.admission_headroom(self._running_set.num_running, self._context.num_blocks)
+        headroom = policy.admission_headroom(self._admitted_requests.num_running, self._context.num_blocks)
         free_rows = self._context.num_free_rows - self.num_reserved
         return free_rows > 0 and self._context.num_free_blocks - headroom >= need
 
@@ -154,15 +159,15 @@ class CallerShares:
         if len(self._seen) < 2:
             return None
         decoding: dict[int, list[Request]] = {}
-        for request in self._running_set.decoding:
+        for request in self._admitted_requests.decoding:
             if request is not self._leaving and (among is None or request in among):
                 decoding.setdefault(request.caller, []).append(request)
         prompts: Counter[int] = Counter()
         num_free = max(0, self._context.num_free_rows - self.num_reserved)
-        for request in [*self._running_set.prefilling, *self._queue.candidates(0, among)[:num_free]]:
+        for request in [*self._admitted_requests.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
-        now = self._running_set.stats.steps
+        now = self._admitted_requests.stats.steps
         # Who is away may be back in this step, for as long as it was here.
         wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
         for caller in sorted({*decoding, *prompts}):

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.context.leases import Lease
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.context.leases import Lease
 from megatron_infer.scheduler.request import Request
-from megatron_infer.scheduler.running_set import RunningSet
 
 
 class DecodePlanner:
     """Plans the next token of decoding requests; `PreemptionPolicy` has ensured that there is room for it."""
 
-    def __init__(self, context: DynamicInferenceContext, running_set: RunningSet, *, num_micro_batches: int) -> None:
-        self._context, self._running_set, self._num_micro_batches = context, running_set, num_micro_batches
+    def __init__(
+        self, context: DynamicInferenceContext, admitted_requests: AdmittedRequests, *, num_micro_batches: int
+    ) -> None:
+        self._context, self._admitted_requests, self._num_micro_batches = context, admitted_requests, num_micro_batches
 
     def plan(
         self, most: int, *, num_in_flight: int, among: Collection[Request] | None = None
@@ -27,7 +29,7 @@ class DecodePlanner:
         need is still in the pipeline. No request is left out for long: one that is passed over is idle, each older one
         is planned once in as many steps as there are micro-batches, and their shares together are all requests.
         """
-        decoding = chosen = self._running_set.decoding
+        decoding = chosen = self._admitted_requests.decoding
         if among is not None:
             decoding = chosen = [request for request in decoding if request in among]
         if self._num_micro_batches > 1:

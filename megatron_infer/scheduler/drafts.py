@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal
 from megatron_infer.scheduler.request import Request
-from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk
 
@@ -95,7 +95,7 @@ class DraftPlanner:
         """What `ready` has asked for already, for the step that is being planned."""
 
     def ready(
-        self, running_set: RunningSet, among: Collection[Request] | None, *, num_in_flight: int
+        self, admitted_requests: AdmittedRequests, among: Collection[Request] | None, *, num_in_flight: int
     ) -> Collection[Request] | None:
         """Those of the decoding requests in `among` (None: all) that may be planned now; None: all.
 
@@ -106,7 +106,7 @@ class DraftPlanner:
         if not num_in_flight:
             self._verifying.clear()  # a step that failed was undone, and is not committed
             return among
-        begun, decoding = time.perf_counter(), running_set.decoding
+        begun, decoding = time.perf_counter(), admitted_requests.decoding
         adaptive = self.depth
         self._proposals = {
             request: NO_PROPOSAL if adaptive is not None and adaptive.rests(request) else self._proposal(request)
@@ -121,10 +121,10 @@ class DraftPlanner:
         }
         if not waiting:
             return among
-        return {one for one in running_set.decoding if one not in waiting and (among is None or one in among)}
+        return {one for one in admitted_requests.decoding if one not in waiting and (among is None or one in among)}
 
     def plan(
-        self, running_set: RunningSet, decode: list[Request], starts: list[int], *, room: int
+        self, admitted_requests: AdmittedRequests, decode: list[Request], starts: list[int], *, room: int
     ) -> list[PrefillChunk]:
         """Move requests with drafts from the decode rows to chunks of their own; room: tokens left of the step."""
         begun, stats = time.perf_counter(), self.stats
@@ -145,7 +145,7 @@ class DraftPlanner:
             most = min(depth, room)
             drafts: tuple[int, ...] = ()
             if most > 0:
-                drafts = self._with_room(running_set, request, start, tuple(proposal.tokens[:most]))
+                drafts = self._with_room(admitted_requests, request, start, tuple(proposal.tokens[:most]))
             stats.proposals_per_depth[len(drafts)] += bool(proposal.tokens)
             if not drafts:
                 rows.append((request, start))
@@ -234,14 +234,14 @@ class DraftPlanner:
         return found
 
     def _with_room(
-        self, running_set: RunningSet, request: Request, start: int, drafts: tuple[int, ...]
+        self, admitted_requests: AdmittedRequests, request: Request, start: int, drafts: tuple[int, ...]
     ) -> tuple[int, ...]:
         """`drafts`, cut to the blocks that the request has where no other is free."""
         context, lease = self._context, request.lease
         assert lease is not None
         end = start + 1 + len(drafts)
         if end > lease.capacity:
-            spare = context.num_free_blocks > len(running_set.decoding) and not running_set.paused
+            spare = context.num_free_blocks > len(admitted_requests.decoding) and not admitted_requests.paused
             if not spare or not context.extend(lease, end):
                 return drafts[: lease.capacity - start - 1]
         return drafts

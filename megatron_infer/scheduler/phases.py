@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
 from megatron_infer.scheduler.prefill import PrefillDraft
 from megatron_infer.scheduler.request import Request
-from megatron_infer.scheduler.running_set import RunningSet
 
 MAX_PREFILLS_IN_A_ROW = 64
 """Steps of prompts alone past requests that decode; then one step decodes, so that a stream of prompts cannot keep
@@ -26,7 +26,7 @@ class Phase(NamedTuple):
 class Phases(Protocol):
     """Decides between decode and prompts; deterministic in its calls, as the scheduler is."""
 
-    def attempts(self, running_set: RunningSet) -> Sequence[Phase]:
+    def attempts(self, admitted_requests: AdmittedRequests) -> Sequence[Phase]:
         """What the next step tries, in order, until one of them plans a token. Decode and prompts are both among them,
         so that a step plans nothing only if nothing can run."""
         ...
@@ -45,7 +45,7 @@ class PrefillFirst:
     def __init__(self) -> None:
         self._num_prefills = 0
 
-    def attempts(self, running_set: RunningSet) -> Sequence[Phase]:
+    def attempts(self, admitted_requests: AdmittedRequests) -> Sequence[Phase]:
         if self._num_prefills < MAX_PREFILLS_IN_A_ROW:
             return _PREFILL, _DECODE
         return _DECODE, _PREFILL
@@ -64,8 +64,8 @@ class Phased:
         self._min_decoding, self._prioritizes_first_decode = min_decoding, prioritizes_first_decode
         self._first: Sequence[Request] = ()
 
-    def attempts(self, running_set: RunningSet) -> Sequence[Phase]:
-        decodes_on = len(running_set.decoding) >= self._min_decoding
+    def attempts(self, admitted_requests: AdmittedRequests) -> Sequence[Phase]:
+        decodes_on = len(admitted_requests.decoding) >= self._min_decoding
         order = (_DECODE, _PREFILL) if decodes_on else (_PREFILL, _DECODE)
         return (Phase(prefills=False, among=self._first), *order) if self._first else order
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_infer.config.inference import PreemptionMode
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.request import Request, Status, sort_key_of
-from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from megatron_infer.context.swap import SwappedSequence
+    from megatron_infer.scheduler.context.swap import SwappedSequence
 
 
 def needs_block(request: Request) -> bool:
@@ -51,7 +51,7 @@ class PreemptionPolicy:
         self,
         context: DynamicInferenceContext,
         queue: WaitingQueue,
-        running_set: RunningSet,
+        admitted_requests: AdmittedRequests,
         *,
         paused_block_limit: int,
         preemption: PreemptionMode,
@@ -64,7 +64,7 @@ class PreemptionPolicy:
         self._preemption = preemption
         self._context = context
         self._queue = queue
-        self._running_set = running_set
+        self._admitted_requests = admitted_requests
         self._evict_next: list[Request] = []
         """Victims that were paused because a step of theirs was in flight."""
         self._paused_since: dict[Request, int] = {}
@@ -76,25 +76,25 @@ class PreemptionPolicy:
 
         No request stays paused while a block is free, so that an admission takes no block that a paused one needs.
         """
-        context, running_set = self._context, self._running_set
-        needy = [request for request in running_set.decoding if needs_block(request)]
-        if not running_set.paused and len(needy) <= context.num_free_blocks:
+        context, admitted_requests = self._context, self._admitted_requests
+        needy = [request for request in admitted_requests.decoding if needs_block(request)]
+        if not admitted_requests.paused and len(needy) <= context.num_free_blocks:
             return
         # A pause that something else ended (a requeue, a failed step) is over: the next one counts from its own start.
         self._paused_since = {r: since for r, since in self._paused_since.items() if r.status is Status.PAUSED}
         chosen, self._evict_next = {request for request in self._evict_next if request.status is Status.PAUSED}, []
-        stuck = self._grow([*needy, *(request for request in running_set.paused if request not in chosen)])
+        stuck = self._grow([*needy, *(request for request in admitted_requests.paused if request not in chosen)])
         if self._num_blocks(stuck) > self.paused_block_limit:
             stuck = self._evict_for(stuck, chosen)
         for request in stuck:
             if request.status is Status.RUNNING:
-                running_set.pause(request)
+                admitted_requests.pause(request)
         # Blocks that are still free go to the paused. Without one only victims of the step before may resume as they
         # are: those of this step must stay paused until they are idle.
         former = [request for request in chosen if request.status is Status.PAUSED]
-        self._grow(running_set.paused if context.num_free_blocks else former)
-        now = running_set.stats.steps
-        self._paused_since = {request: self._paused_since.get(request, now) for request in running_set.paused}
+        self._grow(admitted_requests.paused if context.num_free_blocks else former)
+        now = admitted_requests.stats.steps
+        self._paused_since = {request: self._paused_since.get(request, now) for request in admitted_requests.paused}
 
     def make_way(self, among: Collection[Request] | None) -> bool:
         """Evict one request, as none of `among` (None: all) can run and nothing is in flight; False: it would not help.
@@ -102,7 +102,7 @@ class PreemptionPolicy:
         Requests that are not in `among` go first, the youngest of them. Else a paused one goes, as all paused requests
         wait for each other's blocks: one that frees blocks, if there is any.
         """
-        live, paused = self._running_set.live(), self._running_set.paused
+        live, paused = self._admitted_requests.live(), self._admitted_requests.paused
         if others := [] if among is None else [request for request in live if request not in among]:
             wants = len(others) < len(live) or bool(self._queue.candidates(0, among))
             if wants:
@@ -124,12 +124,12 @@ class PreemptionPolicy:
             if not self._context.extend(request.lease, end):
                 stuck.append(request)
             elif request.status is Status.PAUSED:
-                self._running_set.resume(request, is_leader=self._queue.is_leader(request))
+                self._admitted_requests.resume(request, is_leader=self._queue.is_leader(request))
         return stuck
 
     def _evict_for(self, stuck: list[Request], chosen: Collection[Request]) -> list[Request]:
         """Evict the cheapest until `stuck` have room or may stay paused -> those of them that still lack a block."""
-        live, count = self._running_set.live(), self._context.pool.num_exclusive
+        live, count = self._admitted_requests.live(), self._context.pool.num_exclusive
         coming = sum(count(request.lease.blocks) for request in live if request.lease and is_ending(request))
         for victim in self._victims(chosen, num_needed=len(stuck)):
             if len(stuck) <= coming or self._num_blocks(stuck) <= self.paused_block_limit:
@@ -143,7 +143,7 @@ class PreemptionPolicy:
             assert victim.lease is not None
             coming += count(victim.lease.blocks)
             if victim.status is Status.RUNNING:
-                self._running_set.pause(victim)
+                self._admitted_requests.pause(victim)
             self._evict_next.append(victim)
         return stuck
 
@@ -153,7 +153,7 @@ class PreemptionPolicy:
         Those in `chosen` come before the others. Blocks freed beyond those needed would go to new requests: they do not
         make a victim cheaper.
         """
-        live = self._running_set.live()
+        live = self._admitted_requests.live()
         oldest = min(live, key=sort_key_of)
         priced = []
         for request in live:
@@ -168,7 +168,7 @@ class PreemptionPolicy:
         return [request for *_, request in sorted(priced)]
 
     def _price(self, request: Request, num_gained: int) -> float:
-        now = self._running_set.stats.steps
+        now = self._admitted_requests.stats.steps
         return policy.eviction_price(
             self.costs.swap_s(self._num_stored(request))
             if self._prefers_swap(request)
@@ -184,7 +184,7 @@ class PreemptionPolicy:
         """Take an idle request's memory, to the host if that is cheaper and has room; it waits again."""
         assert request.lease is not None and not request.in_flight, f"{request.id!r} has steps in flight"
         num_blocks, num_tokens = len(request.lease.blocks), request.scheduled
-        stats = self._running_set.stats
+        stats = self._admitted_requests.stats
         swapped = self._context.swap_out(request.lease, num_tokens) if self._prefers_swap(request) else None
         if swapped is None:
             stats.recomputed_tokens += num_tokens
@@ -194,12 +194,12 @@ class PreemptionPolicy:
             stats.swapped_out += 1
             assert self._context.swap is not None
             stats.swap_blocks_out = self._context.swap.blocks_out
-        self._running_set.start_over(request)
+        self._admitted_requests.start_over(request)
         request.history.num_evictions += 1
         self._queue.insert_evicted(request)
         stats.evicted += 1
         how = "recompute" if swapped is None else "swap"
-        self._running_set.emit(request, "evict", num_blocks=num_blocks, num_tokens=num_tokens, how=how)
+        self._admitted_requests.emit(request, "evict", num_blocks=num_blocks, num_tokens=num_tokens, how=how)
 
     def swap_in(self, request: Request, *, headroom: int) -> bool:
         """Give a swapped request a lease on what it held, with room for all its tokens; False: nothing changed."""
@@ -207,9 +207,9 @@ class PreemptionPolicy:
         if lease is None:
             return False
         del self.swapped[request]
-        self._running_set.swap_in(request, lease)
+        self._admitted_requests.swap_in(request, lease)
         assert self._context.swap is not None
-        self._running_set.stats.swap_blocks_in = self._context.swap.blocks_in
+        self._admitted_requests.stats.swap_blocks_in = self._context.swap.blocks_in
         return True
 
     def drop(self, request: Request) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_infer.config.batching import BatchingLimits
-from megatron_infer.context.copies import Copy, CopyKind
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.context.leases import Lease
-from megatron_infer.context.prefix_hash import salted
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
 from megatron_infer.scheduler.caller_shares import CallerShares, StepShare
+from megatron_infer.scheduler.context.copies import Copy, CopyKind
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.context.leases import Lease
+from megatron_infer.scheduler.context.prefix_hash import salted
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.request import Request
-from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
@@ -70,7 +70,7 @@ class PrefillPlanner:
         self,
         context: DynamicInferenceContext,
         queue: WaitingQueue,
-        running_set: RunningSet,
+        admitted_requests: AdmittedRequests,
         preemption: PreemptionPolicy,
         *,
         chunked_prefill: bool,
@@ -82,7 +82,7 @@ class PrefillPlanner:
         """num_micro_batches: they divide the prompts that wait. room: None where the budget is the only bound."""
         self._context = context
         self._queue = queue
-        self._running_set = running_set
+        self._admitted_requests = admitted_requests
         self._preemption = preemption
         self._chunked_prefill = chunked_prefill
         self._num_micro_batches = num_micro_batches
@@ -104,8 +104,8 @@ class PrefillPlanner:
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
-        running_set, queue, count = self._running_set, self._queue, self._num_micro_batches
-        if not running_set.prefilling and not queue.requests:
+        admitted_requests, queue, count = self._admitted_requests, self._queue, self._num_micro_batches
+        if not admitted_requests.prefilling and not queue.requests:
             return NOTHING
         num_decode = len(decode_starts)
         draft = PrefillDraft(left=budget - num_decode, budget=budget, among=among)
@@ -118,10 +118,10 @@ class PrefillPlanner:
         if count > 1:
             total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left, among)
             draft.stop_at = max(0, draft.left - policy.prompt_share(total, count))
-        if draft.left and running_set.prefilling:
+        if draft.left and admitted_requests.prefilling:
             self._continue_prompts(draft)
         # An admission takes at least one block, and one that a late hit has just freed is for the paused.
-        if draft.left and queue.requests and self._context.num_free_blocks and not running_set.paused:
+        if draft.left and queue.requests and self._context.num_free_blocks and not admitted_requests.paused:
             self._admit(draft, root)
         return draft
 
@@ -130,7 +130,7 @@ class PrefillPlanner:
 
         Tokens that will be found in the prefix cache count too.
         """
-        begun = [one for one in self._running_set.prefilling if among is None or one in among]
+        begun = [one for one in self._admitted_requests.prefilling if among is None or one in among]
         total = sum(len(request.tokens) - request.scheduled for request in begun)
         for request in self._queue.candidates(self._num_free_rows(), among):
             if total >= limit:
@@ -140,7 +140,7 @@ class PrefillPlanner:
 
     def _continue_prompts(self, draft: PrefillDraft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
-        for request in list(self._running_set.prefilling):
+        for request in list(self._admitted_requests.prefilling):
             if draft.is_full:
                 return
             if draft.among is not None and request not in draft.among:
@@ -161,7 +161,7 @@ class PrefillPlanner:
             return
         planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
         if planned > request.scheduled:
-            self._running_set.skip(request, planned - request.scheduled)
+            self._admitted_requests.skip(request, planned - request.scheduled)
             self._load_state(request.lease)
 
     # ------------------------------------------------------------------ admission
@@ -189,7 +189,7 @@ class PrefillPlanner:
 
     def _try_admit(self, draft: PrefillDraft, request: Request, root: bytes) -> bool:
         """Lease all that the known tokens of `request` need and plan its first chunk; False: nothing changed."""
-        if not self._running_set.has_adapter_slot(request):
+        if not self._admitted_requests.has_adapter_slot(request):
             return False
         if request in self._preemption.swapped:
             return self._swap_in(draft, request)
@@ -214,7 +214,7 @@ class PrefillPlanner:
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
             return False
-        self._running_set.admit(request, lease)
+        self._admitted_requests.admit(request, lease)
         self._load_state(lease)
         self._take_chunk(draft, request, n, first=True)
         return True
@@ -233,7 +233,7 @@ class PrefillPlanner:
 
     def _load_state(self, lease: Lease) -> None:
         if self._context.states is not None and self._context.states.load(lease):
-            self._running_set.stats.states_loaded += 1
+            self._admitted_requests.stats.states_loaded += 1
 
     def _swap_in(self, draft: PrefillDraft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next chunk; False: nothing changed."""
@@ -254,12 +254,12 @@ class PrefillPlanner:
     def _num_free_rows(self) -> int:
         """Sequences that may still be admitted or forked."""
         free, most = self._context.num_free_rows - self._shares.num_reserved, self._limits.max_live
-        return free if most is None else max(0, min(free, most - self._running_set.num_live))
+        return free if most is None else max(0, min(free, most - self._admitted_requests.num_live))
 
     def _headroom(self) -> int:
         if (most := self._limits.max_used_blocks) is not None:
-            return self._context.num_blocks - most if self._running_set.num_live else 0
-        return policy.admission_headroom(self._running_set.num_running, self._context.num_blocks)
+            return self._context.num_blocks - most if self._admitted_requests.num_live else 0
+        return policy.admission_headroom(self._admitted_requests.num_running, self._context.num_blocks)
 
     # ------------------------------------------------------------------ chunks
 
@@ -272,7 +272,7 @@ class PrefillPlanner:
         captures: tuple[tuple[int, int], ...] = ()
         if states is not None:
             kept = states.keep(lease, request.tokens, start, end)
-            self._running_set.stats.states_kept += len(kept)
+            self._admitted_requests.stats.states_kept += len(kept)
             captures = tuple((position, slot) for position, slot in kept if position < end)
             draft.copies += (Copy(CopyKind.STATE, lease.row, slot) for position, slot in kept if position == end)
         self._context.publish_planned(lease, request.tokens, end)
@@ -280,7 +280,7 @@ class PrefillPlanner:
         if samples:
             if self._queue.is_leader(request):
                 forks = self._fork_siblings(draft, request)
-            self._running_set.begin_decoding(request)
+            self._admitted_requests.begin_decoding(request)
             draft.sampled += (request, *forks)
         draft.chunks.append(
             PrefillChunk(
@@ -307,7 +307,7 @@ class PrefillPlanner:
                 return tuple(siblings[:index])
             lease, copies = forked
             draft.copies += copies
-            self._running_set.fork(leader, child, lease)
-            self._running_set.begin_decoding(child)
+            self._admitted_requests.fork(leader, child, lease)
+            self._admitted_requests.begin_decoding(child)
             child.in_flight += 1
         return tuple(siblings)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.context.leases import Lease
+    from megatron_infer.scheduler.context.leases import Lease
 
 
 class Status(Enum):

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.inference import PreemptionMode
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.context.leases import Lease
 from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests, EventHook, SchedulerStats
 from megatron_infer.scheduler.caller_shares import CallerShares
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.context.leases import Lease
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.recompute_progress import RecomputeProgress
 from megatron_infer.scheduler.request import FinishReason, Request, Status
-from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
 from megatron_infer.scheduler.step_budget import StepBudget
 from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
@@ -74,20 +74,20 @@ class Scheduler:
         self.budget, self.num_micro_batches = StepBudget(max_tokens), num_micro_batches
         self.stats = SchedulerStats()
         self.queue = WaitingQueue()
-        self.running_set = RunningSet(context, self.stats, version=version, on_event=on_event)
+        self.admitted_requests = AdmittedRequests(context, self.stats, version=version, on_event=on_event)
         self.preemption = PreemptionPolicy(
             context,
             self.queue,
-            self.running_set,
+            self.admitted_requests,
             paused_block_limit=paused_block_limit,
             preemption=preemption,
             costs=costs or policy.CostModel(),
         )
-        self.shares = CallerShares(context, self.queue, self.running_set, self.preemption)
+        self.shares = CallerShares(context, self.queue, self.admitted_requests, self.preemption)
         prefills = PrefillPlanner(
             context,
             self.queue,
-            self.running_set,
+            self.admitted_requests,
             self.preemption,
             chunked_prefill=chunked_prefill,
             num_micro_batches=num_micro_batches,
@@ -95,9 +95,9 @@ class Scheduler:
             limits=limits or BatchingLimits(),
             shares=self.shares,
         )
-        decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
+        decodes = DecodePlanner(context, self.admitted_requests, num_micro_batches=num_micro_batches)
         self._planner = StepPlanner(
-            context, self.running_set, self.preemption, decodes, prefills, phases, drafts, self.shares
+            context, self.admitted_requests, self.preemption, decodes, prefills, phases, drafts, self.shares
         )
         self._drafts = drafts
         self.recompute_progress = RecomputeProgress()
@@ -126,12 +126,12 @@ class Scheduler:
 
     def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
-        if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
+        if not self.admitted_requests.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
         self.shares.see(request.caller)
         self.queue.assign_arrivals(request)
         self.queue.hold_siblings(request)
-        self.running_set.readmit(request, is_leader=self.queue.is_leader(request))
+        self.admitted_requests.readmit(request, is_leader=self.queue.is_leader(request))
         self._readmitted.append(request)
         return True
 
@@ -148,9 +148,9 @@ class Scheduler:
             self.queue.remove(request)
             self.preemption.drop(request)
         else:
-            self.running_set.remove(request)
+            self.admitted_requests.remove(request)
             self.queue.insert_group(self.queue.pop_siblings(request))
-        self.running_set.finish(request, reason, stop_reason)
+        self.admitted_requests.finish(request, reason, stop_reason)
 
     def finish_by_text(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """The text or the grammar of its last token ends `request`; if that token has ended it, this reason counts."""
@@ -166,8 +166,8 @@ class Scheduler:
         whatever root comes later.
         """
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
-        self.running_set.version = version
-        for request in self.running_set.live():
+        self.admitted_requests.version = version
+        for request in self.admitted_requests.live():
             request.history.continue_with(version, first_token=request.num_output, computed=request.scheduled)
         if root == self.root:
             return
@@ -188,10 +188,10 @@ class Scheduler:
         """Queue all requests again, by arrival, without row, blocks or host slots; nothing may be in flight."""
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
         self.preemption.drop_all()
-        live = self.running_set.live()
+        live = self.admitted_requests.live()
         self.recompute_progress.requeue(live)
         for request in live:
-            self.running_set.start_over(request)
+            self.admitted_requests.start_over(request)
         self.queue.insert_sorted(live)
 
     def cancel(self, *plans: StepPlan) -> None:
@@ -217,15 +217,15 @@ class Scheduler:
             if request.in_flight:
                 continue  # a later one of the plans has it too
             if request.status is Status.FINISHED:
-                self.running_set.release(request)
+                self.admitted_requests.release(request)
             else:
-                self.running_set.start_over(request)
+                self.admitted_requests.start_over(request)
                 back.append(request)
         # The state behind a verified draft may be in a copy that the failed step took: it is not known whose.
         unsure = self.context.states is not None and self.context.states.num_draft_states > 0
-        for request in self.running_set.live():
+        for request in self.admitted_requests.live():
             if request.lease is not None and (unsure or not lost.isdisjoint(request.lease.blocks)):
-                self.running_set.start_over(request)
+                self.admitted_requests.start_over(request)
                 back.append(request)
         self.queue.insert_sorted(back)
         self._readmitted += [request for plan in plans for request in plan.readmitted if request.lease is not None]
@@ -259,11 +259,11 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        return [*self.running_set.decoding, *self.running_set.prefilling]
+        return [*self.admitted_requests.decoding, *self.admitted_requests.prefilling]
 
     @property
     def paused(self) -> list[Request]:
-        return self.running_set.paused
+        return self.admitted_requests.paused
 
     @property
     def num_waiting(self) -> int:
@@ -271,15 +271,15 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.running_set.num_running
+        return self.admitted_requests.num_running
 
     @property
     def num_paused(self) -> int:
-        return len(self.running_set.paused)
+        return len(self.admitted_requests.paused)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.queue.requests or self.running_set.num_running or self.running_set.paused)
+        return bool(self.queue.requests or self.admitted_requests.num_running or self.admitted_requests.paused)
 
     def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
         return self._planner.plan(
@@ -310,7 +310,7 @@ class Scheduler:
         """Append what the step drew and finish the requests that end by it. In the order of the plans.
 
         A token of a request that has finished meanwhile is dropped. A step that verified drafts is committed as several
-        plans of one token for each request, see `speculative.verify`; is_last: the last one of them.
+        plans of one token for each request, see `runner.speculative.verify`; is_last: the last one of them.
         """
         if not plan.num_tokens:
             return Committed((), [])
@@ -341,7 +341,7 @@ class Scheduler:
         taken: Sequence[int] = range(len(plan.sampled))
         if dropped:
             taken = [index for index, request in enumerate(plan.sampled) if request not in dropped]
-        return Committed(taken, self.running_set.finish_ended(ended) if ended else ended)
+        return Committed(taken, self.admitted_requests.finish_ended(ended) if ended else ended)
 
 
 def _publish(plan: StepPlan, context: DynamicInferenceContext) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from megatron_infer.context.copies import Copy
+    from megatron_infer.scheduler.context.copies import Copy
     from megatron_infer.scheduler.request import Request
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.admitted_requests import AdmittedRequests
 from megatron_infer.scheduler.caller_shares import CallerShares
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import NOTHING, PrefillPlanner
 from megatron_infer.scheduler.request import Request
-from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class StepPlanner:
     def __init__(
         self,
         context: DynamicInferenceContext,
-        running_set: RunningSet,
+        admitted_requests: AdmittedRequests,
         preemption: PreemptionPolicy,
         decodes: DecodePlanner,
         prefills: PrefillPlanner,
@@ -38,7 +38,7 @@ class StepPlanner:
     ) -> None:
         """phases: None: each step plans `BOTH`. drafts: None: one token a step is drawn for each request."""
         self._shares = shares
-        self._context, self._running_set, self._preemption = context, running_set, preemption
+        self._context, self._admitted_requests, self._preemption = context, admitted_requests, preemption
         self._decodes, self._prefills, self._phases, self._drafts = decodes, prefills, phases, drafts
 
     def plan(
@@ -53,23 +53,23 @@ class StepPlanner:
     ) -> StepPlan:
         """A step of at most `budget` tokens, of requests in `among` (None: of all). num_in_flight, prompt_tokens: steps
         in flight, and their prompt tokens."""
-        context, running_set, phases = self._context, self._running_set, self._phases
+        context, admitted_requests, phases = self._context, self._admitted_requests, self._phases
         if context.states is not None:
             context.states.begin_step()
         self._shares.begin_step(among)
-        if running_set.paused or context.num_free_blocks < len(running_set.decoding):
+        if admitted_requests.paused or context.num_free_blocks < len(admitted_requests.decoding):
             self._preemption.make_room()
         share = self._shares.share(budget, among)
         decode: list[Request] = []
         starts: list[int] = []
         draft = NOTHING
-        for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
+        for decodes, prefills, only in BOTH if phases is None else phases.attempts(admitted_requests):
             if decodes:
                 chosen = among if only is None else [one for one in only if among is None or one in among]
                 if share is not None:
                     chosen = share.decode if only is None else [one for one in only if one in share.decode]
                 if self._drafts is not None:
-                    chosen = self._drafts.ready(running_set, chosen, num_in_flight=num_in_flight)
+                    chosen = self._drafts.ready(admitted_requests, chosen, num_in_flight=num_in_flight)
                 decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
             if prefills:
                 draft = self._prefills.plan(budget, starts, prompt_tokens, root, among, share)
@@ -82,12 +82,12 @@ class StepPlanner:
         num_tokens = len(decode) + draft.num_tokens
         if self._drafts is not None and decode:
             most = budget if share is None else min(budget, share.num_tokens)
-            verified = self._drafts.plan(running_set, decode, starts, room=max(0, most - num_tokens))
+            verified = self._drafts.plan(admitted_requests, decode, starts, room=max(0, most - num_tokens))
             sampled = [*decode, *(one.request for one in verified for _ in range(one.n)), *draft.sampled]
             num_tokens = len(decode) + sum(one.n for one in verified) + draft.num_tokens
         adapters = context.adapters
         return StepPlan(
-            step=running_set.stats.steps,
+            step=admitted_requests.stats.steps,
             decode=decode,
             decode_starts=starts,
             prefill=(*verified, *draft.chunks),

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megatron_infer.audio.blocks import Window
-from megatron_infer.comm.wire import LinkClosed, answer, ask
+from megatron_infer.distributed.wire import LinkClosed, answer, ask
 from megatron_infer.errors import InferenceError
+from megatron_infer.server.audio.blocks import Window
 from megatron_infer.server.http_errors import ApiError, unavailable
 
 if TYPE_CHECKING:
-    from megatron_infer.audio.decoder import OpenedDecoder
+    from megatron_infer.server.audio.decoder import OpenedDecoder
 
 log = logging.getLogger("megatron_infer")
 
@@ -132,7 +132,7 @@ class DecoderServer:
                 self._waiting.remove(one)
 
     async def _decode(self, batch: list[WaitingWindow]) -> None:
-        from megatron_infer.audio.decoder import decode_each
+        from megatron_infer.server.audio.decoder import decode_each
 
         windows = [one.window for one in batch]
         sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows, before_call=self._begin_call)
@@ -219,10 +219,10 @@ def run_decoder(
     """
     from pathlib import Path
 
-    from megatron_infer.audio.checks import check_decoder_of
-    from megatron_infer.audio.registry import open_decoder
-    from megatron_infer.audio.speech_model import SpeechModel
-    from megatron_infer.audio.voices import encode_voices
+    from megatron_infer.server.audio.checks import check_decoder_of
+    from megatron_infer.server.audio.registry import open_decoder
+    from megatron_infer.server.audio.speech_model import SpeechModel
+    from megatron_infer.server.audio.voices import encode_voices
     from megatron_infer.utils.named_class import named_object
 
     speech = SpeechModel.read(Path(model).expanduser())

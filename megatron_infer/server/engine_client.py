@@ -23,14 +23,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_infer.coordinator.client import AsyncInferenceClient
+from megatron_infer.engine.metrics.server_meter import ServerMeter
 from megatron_infer.errors import InferenceError
-from megatron_infer.metrics.server_meter import ServerMeter
 from megatron_infer.server import call_limits
 from megatron_infer.server.call_limits import EngineLimits
-from megatron_infer.server.detokenize import OutputDetokenizer
 from megatron_infer.server.endpoint import CALLER, Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
+from megatron_infer.server.output_detokenizer import OutputDetokenizer
 from megatron_infer.server.served_models import adapter_of
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tracing import Tracing

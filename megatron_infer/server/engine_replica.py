@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.coordinator.served_engine import ServedEngine
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 
 
 def engine_replica(
@@ -28,6 +28,6 @@ def engine_replica(
         name=name,
         key=key,
         control=control,
-        commands=RemoteWeights(engine, weights_root=weights_root).commands() if control else None,
+        commands=WeightReceiver(engine, weights_root=weights_root).commands() if control else None,
         adapter_commands=None if lora_root is None else AdapterCommands(engine, root=lora_root).commands(),
     )

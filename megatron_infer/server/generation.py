@@ -18,13 +18,13 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server import call_limits
 from megatron_infer.server.body_types import Message
 from megatron_infer.server.chat_prompt import prompt_ids
-from megatron_infer.server.detokenize import INLINE_TOKENS
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.generation_request import GenerationRequest, Splitter, check_request, params_from
 from megatron_infer.server.http_errors import ApiError, unavailable
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
+from megatron_infer.server.output_detokenizer import INLINE_TOKENS
 from megatron_infer.server.reply_format import ReplyFormat
 from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Routes

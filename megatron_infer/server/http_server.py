@@ -25,8 +25,8 @@ import prometheus_client
 import uvicorn
 
 from megatron_infer.coordinator.client import AsyncInferenceClient
+from megatron_infer.engine.metrics.registry import Family
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.metrics.registry import Family
 from megatron_infer.server.app import Module, create_app
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
@@ -229,7 +229,7 @@ def metrics_exporter(
     """The separate metrics server, if prometheus_metrics_mode asks for one. Raises ConfigError for a taken port."""
     if settings.prometheus_metrics_mode == "instrument_only":
         return contextlib.nullcontext()
-    from megatron_infer.metrics.prometheus import PrometheusExporter
+    from megatron_infer.engine.metrics.prometheus import PrometheusExporter
 
     exporter = PrometheusExporter(
         read,

@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from megatron_infer.comm.wire import LinkClosed, answer, ask
 from megatron_infer.coordinator.client import AsyncInferenceClient
-from megatron_infer.metrics.monotonic import MonotonicCounts, summed
-from megatron_infer.metrics.prometheus import exposition
-from megatron_infer.metrics.registry import Family, families_of, plain_of
+from megatron_infer.distributed.wire import LinkClosed, answer, ask
+from megatron_infer.engine.metrics.monotonic import MonotonicCounts, summed
+from megatron_infer.engine.metrics.prometheus import exposition
+from megatron_infer.engine.metrics.registry import Family, families_of, plain_of
 from megatron_infer.server.engine_client import POLL_S, EngineClient
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, metrics_exporter, url_of

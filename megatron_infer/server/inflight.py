@@ -17,9 +17,9 @@ from typing import Any
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
-from megatron_infer.metrics.server_meter import RequestMeter, ServerMeter
+from megatron_infer.engine.metrics.server_meter import RequestMeter, ServerMeter
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.detokenize import OutputDetokenizer, RequestDetokenizer, without_text
+from megatron_infer.server.output_detokenizer import OutputDetokenizer, RequestDetokenizer, without_text
 from megatron_infer.server.tracing import RequestSpans
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from megatron_infer.metrics.prometheus import exposition
+from megatron_infer.engine.metrics.prometheus import exposition
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from megatron_infer.metrics.server_meter import CLIENT_LEFT
+from megatron_infer.engine.metrics.server_meter import CLIENT_LEFT
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.request_body import discard

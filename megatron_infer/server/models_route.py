@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_infer.audio.speech_model import voice_files
+from megatron_infer.server.audio.speech_model import voice_files
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes

@@ -299,7 +299,7 @@ class _ServeDeployment:
     """The deployment class: one replica of Ray Serve."""
 
     def __init__(self, model: Model, options: dict[str, Any]) -> None:
-        from megatron_infer.entrypoints.async_llm import AsyncLLM
+        from megatron_infer.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM(model, **options) if isinstance(model, str) else AsyncLLM(model())
 
@@ -397,7 +397,7 @@ def _llm_options(
 
 def _build_engine(model: Model, options: dict[str, Any]) -> Any:
     if isinstance(model, str):
-        from megatron_infer.entrypoints.llm import LLM
+        from megatron_infer.engine.llm import LLM
 
         return LLM(model, **options).engine
     made = model()

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from megatron_infer.config.layout import LLM_OPTIONS, Layout
 from megatron_infer.config.options import Option, option, options_of
+from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
 

@@ -19,15 +19,15 @@ import numpy as np
 from msgspec import Meta
 from starlette.responses import Response
 
-from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks
-from megatron_infer.audio.layout import FrameReader
-from megatron_infer.audio.meter import SpeechMeter
-from megatron_infer.audio.registry import check_decoder
-from megatron_infer.audio.speech_model import FILE, SpeechModel, check_text, voice_files
-from megatron_infer.audio.voices import read_voice
-from megatron_infer.audio.wav import pcm16, wav_header
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks
+from megatron_infer.server.audio.layout import FrameReader
+from megatron_infer.server.audio.meter import SpeechMeter
+from megatron_infer.server.audio.registry import check_decoder
+from megatron_infer.server.audio.speech_model import FILE, SpeechModel, check_text, voice_files
+from megatron_infer.server.audio.voices import read_voice
+from megatron_infer.server.audio.wav import pcm16, wav_header
 from megatron_infer.server.audio_decoder import AudioDecoderClient, Hello
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.endpoint import Call, Events, Reply

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from megatron_infer.audio.speech_model import voice_files
+from megatron_infer.server.audio.speech_model import voice_files
 from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_infer.comm.wire import Link
+from megatron_infer.distributed.wire import Link
+from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.errors import InferenceError
-from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.short_turns import short_turns
 from megatron_infer.utils.stderr_log import log_to_stderr
@@ -114,9 +114,9 @@ def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: st
     """
     beat = ParentHeartbeat()
     with loading_for_good():
-        from megatron_infer.audio.speech_model import check_vocabulary
         from megatron_infer.coordinator.peers import MAX_STEP_S
-        from megatron_infer.entrypoints.llm import LLM  # imports torch
+        from megatron_infer.engine.llm import LLM  # imports torch
+        from megatron_infer.server.audio.speech_model import check_vocabulary
         from megatron_infer.server.engine_replica import engine_replica
         from megatron_infer.server.process_options import EngineOptions
         from megatron_infer.server.server_config import ServerConfig

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.comm.wire import Link, LinkClosed, Silence
+from megatron_infer.distributed.wire import Link, LinkClosed, Silence
 from megatron_infer.errors import ModelError
 from megatron_infer.utils.child_process import ChildProcess
 

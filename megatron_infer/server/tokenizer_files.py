@@ -17,7 +17,7 @@ def save_tokenizer(model: str, folder: str, chat_template: str | None = None) ->
     A model without a readable tokenizer is served token ids alone, and the log says why. Raises ModelError for an
     unknown model, and for a chat_template beside no tokenizer.
     """
-    from megatron_infer.model_loader.sources import open_source, open_tokenizer  # imports torch
+    from megatron_infer.models.loading.sources import open_source, open_tokenizer  # imports torch
 
     try:
         tokenizer = open_tokenizer(model)

@@ -28,20 +28,20 @@ limit_spinning()  # before torch is imported
 # ruff: noqa: E402
 import torch
 
-from megatron_infer.audio.speech_model import check_vocabulary
-from megatron_infer.comm.backends import device_of
-from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.replica import Replica
+from megatron_infer.distributed.backends import device_of
+from megatron_infer.distributed.groups import build_groups
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
+from megatron_infer.rl.weight_receiver import WeightReceiver
+from megatron_infer.server.audio.speech_model import check_vocabulary
 from megatron_infer.server.engine_replica import engine_replica
 from megatron_infer.server.launch import STOP_TIMEOUT_S, TOKENIZER_TIMEOUT_S, http_options
 from megatron_infer.server.process_options import EngineOptions
@@ -81,7 +81,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         rank_group = engine.rank_group.groups
         if not rank_group.is_leader:
             _ignore_signals()
-            engine.follow(RemoteWeights(engine, weights_root=settings.weights_root).followed())
+            engine.follow(WeightReceiver(engine, weights_root=settings.weights_root).followed())
             return
         if options.config.get("logging_step_interval"):
             log_to_stderr(METRICS_LOGGER)
@@ -265,6 +265,6 @@ class FrontendProcesses:
 
 
 def _own_address() -> str:
-    from megatron_infer.comm.groups import own_addresses
+    from megatron_infer.distributed.groups import own_addresses
 
     return next(iter(own_addresses()))

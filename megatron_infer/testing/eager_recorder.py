@@ -11,7 +11,7 @@ EAGER = f"{__name__}:EagerRecorder"
 
 
 class EagerRecorder:
-    """`cuda_graphs.graph_pool.Recorder` for any device."""
+    """`runner.cuda_graphs.graph_pool.Recorder` for any device."""
 
     name = "eager (padded)"
     collectives = None
@@ -31,7 +31,7 @@ class EagerRecorder:
 
 @dataclass(frozen=True, slots=True)
 class EagerRun:
-    """`cuda_graphs.graph_pool.Recorded`: `replay` runs the step itself."""
+    """`runner.cuda_graphs.graph_pool.Recorded`: `replay` runs the step itself."""
 
     replay: Callable[[], None]
     num_bytes: int = 0

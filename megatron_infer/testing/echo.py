@@ -14,18 +14,18 @@ from typing import Any
 from zlib import crc32
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.build import build_context
-from megatron_infer.context.leases import Lease
-from megatron_infer.context.prefix_events import PrefixEvents
-from megatron_infer.context.prefix_hash import root_of, salted
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.served_engine import EngineInfo
 from megatron_infer.engine.lifecycle_commands import COMMANDS
+from megatron_infer.engine.metrics.engine_meter import EngineMeter
+from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
-from megatron_infer.metrics.engine_meter import EngineMeter
-from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.requests.drawn_sequence import DrawnSequence
+from megatron_infer.scheduler.context.build_context import build_context
+from megatron_infer.scheduler.context.leases import Lease
+from megatron_infer.scheduler.context.prefix_events import PrefixEvents
+from megatron_infer.scheduler.context.prefix_hash import root_of, salted
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.echo_controls import EchoControls
 

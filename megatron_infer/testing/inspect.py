@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.cost_meter import CostMeter
+from megatron_infer.engine.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.executor import Executor
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.fused_layers import LayerOps
 from megatron_infer.runner.model_runner import Runner
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.scheduler import Scheduler
 

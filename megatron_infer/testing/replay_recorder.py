@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_infer.cuda_graphs.graph_pool import GraphRefused
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.runner.cuda_graphs.graph_pool import GraphRefused
 
 REPLAY = f"{__name__}:ReplayRecorder"
 """For `MEGATRON_INFER_GRAPHS`."""

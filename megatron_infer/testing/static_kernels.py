@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
-from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.torch.cpu_torch import apply_rotary
 
 STATIC = f"{__name__}:StaticKernels"
 """For `MEGATRON_INFER_BACKEND`."""

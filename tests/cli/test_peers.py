@@ -24,7 +24,7 @@ from megatron_infer.cli.bench_workload import NAMED_COLUMNS
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.step_work import Ceiling
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.model_loader.gguf_file import GGUFFile
+from megatron_infer.models.loading.gguf_file import GGUFFile
 from megatron_infer.utils.host import CpuClock
 
 PEER = """

@@ -135,7 +135,7 @@ def test_the_dtype_is_that_of_the_linears(tmp_path, capsys, monkeypatch):
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
     monkeypatch.setattr("megatron_infer.memory.device.cpu_has_bf16", lambda: False)
-    monkeypatch.setattr("megatron_infer.kernels.native_build.find_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr("megatron_infer.kernels.native.native_build.find_compiler", lambda: "/usr/bin/c++")
     for backend, dtype in (("auto", "bfloat16"), ("native", "bfloat16"), ("vendor", "float32")):
         assert main(["plan", str(tmp_path), "--device", "cpu", "--linear-backend", backend, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["model"]["dtype"] == dtype

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.step_work import PUBLISHED, Ceiling, Part, StepWork, least_work
-from megatron_infer.model_loader.description_shape import num_parameters, step_counter
-from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
+from megatron_infer.models.loading.description_shape import num_parameters, step_counter
+from megatron_infer.models.loading.model_description import HybridDescription, ModelDescription
 
 LLAMA_8B = ModelDescription(
     architecture="LlamaForCausalLM",

@@ -14,8 +14,8 @@ from megatron_infer.cli.main import main
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.kernels import native_build
+from megatron_infer.engine.llm import LLM
+from megatron_infer.kernels.native import native_build
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.utils import progress
 

@@ -60,8 +60,8 @@ PLANTED = {
     "import up": ("megatron_infer/kernels/base.py", "from megatron_infer.engine.engine import X\n", "order"),
     "import up by name": ("megatron_infer/scheduler/step_plan.py", "from megatron_infer import engine\n", "order"),
     "import up inside a function": (
-        "megatron_infer/context/dynamic_context.py",
-        "def f():\n    import megatron_infer.entrypoints.llm\n",
+        "megatron_infer/scheduler/context/dynamic_context.py",
+        "def f():\n    import megatron_infer.engine.llm\n",
         "order",
     ),
     "import up for annotations": (
@@ -69,8 +69,12 @@ PLANTED = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megatron_infer.engine.engine\n",
         "order",
     ),
-    "relative import up": ("megatron_infer/context/block_pool.py", "from ..runner import batch\n", "order"),
-    "relative import up two": ("megatron_infer/context/block_pool.py", "from ..runner.batch import B\n", "order"),
+    "relative import up": ("megatron_infer/scheduler/context/block_pool.py", "from ...runner import batch\n", "order"),
+    "relative import up two": (
+        "megatron_infer/scheduler/context/block_pool.py",
+        "from ...runner.batch import B\n",
+        "order",
+    ),
     "public name inside": ("megatron_infer/runner/a.py", "from megatron_infer import LLM\n", "front"),
     "module without a folder": ("megatron_infer/stray.py", "x = 1\n", "folder"),
     "folder without a place": ("megatron_infer/stray/a.py", "x = 1\n", "folder"),
@@ -78,15 +82,15 @@ PLANTED = {
     "runner knows models": ("megatron_infer/runner/a.py", "import megatron_infer.models.adopt\n", "peers"),
     "option on the path": (
         "megatron_infer/engine/step_loop.py",
-        "from megatron_infer.cuda_graphs.graph_pool import GraphPool\n",
+        "from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool\n",
         "path",
     ),
     "megatron away from home": ("megatron_infer/runner/a.py", "from megatron.core import x\n", "home"),
-    "torch.cuda imported": ("megatron_infer/sampling/a.py", "import torch.cuda\n", "home"),
-    "torch.cuda from": ("megatron_infer/sampling/a.py", "from torch import cuda\n", "home"),
+    "torch.cuda imported": ("megatron_infer/runner/sampling/a.py", "import torch.cuda\n", "home"),
+    "torch.cuda from": ("megatron_infer/runner/sampling/a.py", "from torch import cuda\n", "home"),
     "torch.cuda used": ("megatron_infer/engine/engine.py", "import torch\nx = torch.cuda.is_available()\n", "home"),
     "torch in the core": ("megatron_infer/scheduler/step_plan.py", "import torch\n", "pure"),
-    "numpy in the core": ("megatron_infer/metrics/registry.py", "from numpy import array\n", "pure"),
+    "numpy in the core": ("megatron_infer/engine/metrics/registry.py", "from numpy import array\n", "pure"),
     "torch later in config": ("megatron_infer/config/inference.py", "def f():\n    import torch\n", "pure"),
 }
 
@@ -121,14 +125,14 @@ def test_else_of_a_typing_guard_is_not_exempt(tmp_path):
 
 def test_folders_that_import_each_other_are_found(tmp_path):
     for name, text in {
-        "runner/a.py": "import megatron_infer.sampling.a\n",
-        "sampling/a.py": "import megatron_infer.runner.a\n",
+        "runner/a.py": "import megatron_infer.runner.sampling.a\n",
+        "runner/sampling/a.py": "import megatron_infer.runner.a\n",
     }.items():
         path = tmp_path / "megatron_infer" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
     own = layout.read_modules(tmp_path)
-    assert layout.cycles(layout.arrows(own)) == [["runner", "sampling"]]
+    assert layout.cycles(layout.arrows(own)) == [["runner", "runner.sampling"]]
 
 
 def test_rooms_of_a_door_stand_next_to_each_other():
@@ -142,7 +146,12 @@ def test_pure_modules_import_without_torch_and_numpy_and_need_the_standard_libra
     package = ROOT / layout.PACKAGE
     found = [".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")]
     names = sorted(name.removesuffix(".__init__") for name in found if layout.any_covers(layout.PURE, name))
-    assert {"config.inference", "scheduler.scheduler", "context.dynamic_context", "coordinator.router"} <= set(names)
+    assert {
+        "config.inference",
+        "scheduler.scheduler",
+        "scheduler.context.dynamic_context",
+        "coordinator.router",
+    } <= set(names)
     code = (
         "import sys\n"
         f"for root in {layout.IMPURE_ROOTS}: sys.modules[root] = None\n"

@@ -17,12 +17,12 @@ from megatron_infer import DynamicInferenceEngine, InferenceConfig
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.coordinator.protocol import Answer, ControlFailed
+from megatron_infer.engine.async_llm import AsyncLLM, EngineThread
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.lifecycle_commands import COMMANDS, ENDED_BY, Group, names_of
 from megatron_infer.engine.states import TRANSITIONS, EngineState
-from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import WrongState
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server.control.fanout import Fanout
 from megatron_infer.server.ray_replicas import RayReplicas
 from megatron_infer.testing.echo import EchoEngine
@@ -163,7 +163,7 @@ def test_a_command_is_carried_out_with_the_parameters_of_the_table(name):
     if row.group is Group.ENGINE:
         assert takes(getattr(EngineControls, name)) == sent
     elif row.group is Group.WEIGHTS:
-        assert takes(getattr(RemoteWeights, name)) - {"files"} == sent  # files: of restore_weights alone
+        assert takes(getattr(WeightReceiver, name)) - {"files"} == sent  # files: of restore_weights alone
         assert takes(getattr(EchoControls, name)) == sent
     elif row.group is Group.ADAPTERS:
         carried_out = AdapterCommands(None, root="").commands()[name]

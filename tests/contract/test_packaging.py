@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megatron_infer
-from megatron_infer.debug.gpu_packages import PACKAGES
+from megatron_infer.cli.gpu_packages import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"

@@ -28,7 +28,7 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {
             "    return_entropy: bool = False\n    return_near: bool = False\n    return_routing: bool = False\n",
         ),
     ),
-    "sampling/returned_details.py": (
+    "runner/sampling/returned_details.py": (
         (
             '    return index, {"raw": None, "processed": None, "support": support}\n',
             '    columns = {"raw": None, "processed": None, "support": support}\n'
@@ -91,7 +91,9 @@ def test_two_outputs_added_in_three_files_arrive_everywhere(tmp_path):
             text = text.replace(before, after)
         path.write_text(text)
     docstring = ast.get_docstring(ast.parse((ROOT / "megatron_infer/outputs/token_outputs.py").read_text())) or ""
-    assert set(re.findall(r"(?<!/)\b[a-z]+/[a-z_]+\.py", docstring)) - {"contract/test_token_outputs.py"} == set(EDITS)
+    assert set(re.findall(r"(?<![\w/])(?:[a-z_]+/)+[a-z_]+\.py", docstring)) - {
+        "tests/contract/test_token_outputs.py"
+    } == set(EDITS)
     paths = [tmp_path, *(ROOT / "tests" / name for name in ("contract", "dist", "engine/outputs", "support"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", ON_THE_COPY, str(tmp_path)]
@@ -101,7 +103,10 @@ def test_two_outputs_added_in_three_files_arrive_everywhere(tmp_path):
 
 def test_what_carries_outputs_names_none_of_them():
     names = re.compile(r"\b(raw_logprobs|processed_logprobs|return_sampled_logprobs|return_support)\b|\.support\b")
-    carriers = "comm durable coordinator parallel requests runner/in_flight.py rl/sample_file.py rl/sample_codec.py"
+    carriers = (
+        "distributed engine/durable coordinator runner/parallel "
+        "engine/requests runner/in_flight.py rl/sample_file.py rl/sample_codec.py"
+    )
     package = ROOT / "megatron_infer"
     paths = [path for name in carriers.split() for path in (*(package / name).rglob("*.py"), package / name)]
     files = [path for path in paths if path.is_file()]

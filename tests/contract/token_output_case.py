@@ -14,7 +14,7 @@ import megatron_infer
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
-from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.models.loading.checkpoint import save_checkpoint
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.outputs.schema import append
 from megatron_infer.rl import sample_codec, sample_file

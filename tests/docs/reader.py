@@ -29,9 +29,9 @@ import yaml
 from pages import ROOT, Block, blocks_of
 
 from megatron_infer.cli.main import main
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
 PORTS = ("8000", "5757", "9400")

@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from megatron_infer.model_loader.find import ALIASES
-from megatron_infer.model_loader.gguf_file import GGUFFile
+from megatron_infer.models.loading.find import ALIASES
+from megatron_infer.models.loading.gguf_file import GGUFFile
 
 PACKAGE, FILE, _ = ALIASES["smollm2"]
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS = 2, 64, 96, 4, 2

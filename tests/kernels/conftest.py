@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttentionBackend, Ops
-from megatron_infer.kernels.cpu_native import NativeOps, NativePagedAttention
-from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import NativeOps, NativePagedAttention
+from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend
-from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.torch.ssm_torch import TorchScan
 
 
 @pytest.fixture(autouse=True)

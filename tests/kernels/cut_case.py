@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 
 BLOCK = 16
 PROMPT, TOTAL = 300, 620

@@ -63,9 +63,9 @@ class Call:
     """Only calls that pass this keyword."""
 
 
-INFER = "kernels/flashinfer_attention.py"
-ATTN = "kernels/flash_attn_attention.py"
-REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "cuda_graphs/graph_pool.py"
+INFER = "kernels/packages/flashinfer_attention.py"
+ATTN = "kernels/packages/flash_attn_attention.py"
+REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "runner/cuda_graphs/graph_pool.py"
 PRIVATE, GRAPH = "torch/_C/__init__.pyi", "torch/cuda/graphs.py:CUDAGraph"
 SYMMETRIC = "torch/distributed/_symmetric_memory/__init__.py"
 CALLS = {
@@ -78,7 +78,7 @@ CALLS = {
         Call(INFER, "_new_wrapper", "self._prefill.BatchPrefillWithPagedKVCacheWrapper", (f"{PREFILL}.__init__",)),
         Call(INFER, "run", "self._wrapper_of_graph(self._padded, spec).run", (f"{DECODE}.run",)),
         Call(INFER, "run", "self._planned(step, rows, spec).run", (f"{DECODE}.run", f"{PREFILL}.run")),
-        Call("kernels/flashinfer_rope.py", "run", "self._rotate", (ROPE,)),
+        Call("kernels/packages/flashinfer_rope.py", "run", "self._rotate", (ROPE,)),
     ],
     "flash-attn": [
         Call(ATTN, "decode", "self._decode", (WITH_KVCACHE,)),

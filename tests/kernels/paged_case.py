@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, StepMetadata
-from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

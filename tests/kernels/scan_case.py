@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
-from megatron_infer.kernels.ssm_ref import ReferenceScan
+from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEC = SsmSpec(num_heads=6, head_dim=16, state_dim=32, num_groups=2, conv_width=4)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels import argmax_linear
-from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
-from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.native.cpu_native import NativeOps, panel_layout
+from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.packing import PackedLinears
 
 NAN, INF = math.nan, math.inf

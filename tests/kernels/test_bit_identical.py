@@ -8,7 +8,7 @@ from cut_case import PROMPT, TOTAL, Sequences
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 
 Cut = tuple[int, int]
 """(start, number of tokens) of a row."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.cpu_native import NativeOps, PackedLayout, panel_layout
+from megatron_infer.kernels.native.cpu_native import NativeOps, PackedLayout, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
 
 BF16 = torch.bfloat16

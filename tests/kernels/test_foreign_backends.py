@@ -12,18 +12,18 @@ import paged_case
 import pytest
 import torch
 
-from megatron_infer.kernels import (
+from megatron_infer.kernels import optional_packages
+from megatron_infer.kernels.attention_phases import PhasedAttention
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.packages import (
     flash_attn_attention,
     flash_attn_prompts,
     flashinfer_attention,
     flashinfer_rope,
-    optional_packages,
 )
-from megatron_infer.kernels.attention_phases import PhasedAttention
-from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_torch import TorchPagedAttention
-from megatron_infer.kernels.flash_attn_attention import FlashAttention, Version2, Version3
-from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.kernels.packages.flash_attn_attention import FlashAttention, Version2, Version3
+from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
 CPU = torch.device("cpu")
 MIXED = [(1, 1), (1, 300), (1, 256), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]

@@ -17,8 +17,8 @@ from fake_saver import Saver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_infer.kernels import flash_attn_attention, flashinfer_attention
 from megatron_infer.kernels.optional_packages import numbers
+from megatron_infer.kernels.packages import flash_attn_attention, flashinfer_attention
 from megatron_infer.memory.regions import saver
 
 RECORDED = foreign.recorded()

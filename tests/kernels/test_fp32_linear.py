@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron_infer.kernels import packing
 from megatron_infer.kernels.base import Ops
-from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
-from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.exact import ExactOps
+from megatron_infer.kernels.native.cpu_native import NativeOps, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.torch.cpu_torch import TorchOps
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 from megatron_infer.models.exact_step import DifferentiableOps
 
 TOLERANCE = 2e-6

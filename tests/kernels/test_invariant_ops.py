@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from cut_case import PROMPT, Sequences
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import NativePagedAttention, panel_layout
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import NativePagedAttention, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.select import BACKEND_VARIABLE, choose_exact, exact_library
 from megatron_infer.kernels.ssm import SsmSpec
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=32, scale=0.2, rotary_dim=32)

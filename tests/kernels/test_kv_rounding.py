@@ -8,10 +8,10 @@ from paged_case import TOLERANCE, Case, check_case, make_case
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import select
-from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention
 from megatron_infer.kernels.kv_rounding import FP8, FP8_MAX, append, as_kept
-from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]

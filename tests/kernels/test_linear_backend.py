@@ -9,7 +9,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.cpu_native import PANELS
+from megatron_infer.kernels.native.cpu_native import PANELS
 from megatron_infer.kernels.packing import ONEDNN
 from megatron_infer.kernels.select import choose
 from megatron_infer.testing.tiny import tiny_gpt

@@ -6,9 +6,9 @@ import pytest
 import torch
 from lora_products import CPU, SHAPES, case, reference_product
 
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, LoRAWeights, TorchLoRA
-from megatron_infer.kernels.native_lora import NativeLoRA
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.native_lora import NativeLoRA
 
 
 def backend(name, dtype):

@@ -7,8 +7,8 @@ import torch
 
 from megatron_infer.kernels import checksum as checksums
 from megatron_infer.kernels.checksum import content_sums
-from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 
 REFERENCE = ReferenceOps()
 SHAPES = [(1, 576), (3, 1), (7, 50), (33, 577), (128, 1536)]

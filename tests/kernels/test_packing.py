@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_infer.kernels import native_build, packing
-from megatron_infer.kernels.cpu_native import NativeOps, native_checksum, panel_layout
-from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels import packing
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
+from megatron_infer.kernels.torch.cpu_torch import TorchOps
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import check_case, make_case
 
-from megatron_infer.kernels.cpu_native import NativePagedAttention
-from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention
-from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.kernels.native.cpu_native import NativePagedAttention
+from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,7 +73,7 @@ def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleav
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 24])
 def test_sinks_match_reference(monkeypatch, dtype, window):
-    monkeypatch.setattr("megatron_infer.kernels.cpu_torch.MAX_SCORES", 2000)  # queries in several groups
+    monkeypatch.setattr("megatron_infer.kernels.torch.cpu_torch.MAX_SCORES", 2000)  # queries in several groups
     rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
     case = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64, sinks=True)
     check_case(TorchPagedAttention(), case)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.cpu_native import NativeOps, native_checksum, quantised_layout
+from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum, quantised_layout
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 

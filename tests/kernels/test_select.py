@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, select, threads
+from megatron_infer.kernels import backend_candidates, select, threads
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.packages import flashinfer_rope
 from megatron_infer.kernels.ssm import SsmSpec
+from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.triton import launch
 from megatron_infer.testing.static_kernels import STATIC, StaticAttention, StaticScan
 

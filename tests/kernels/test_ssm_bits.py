@@ -9,7 +9,7 @@ import torch
 from scan_case import SPEC, Row, make_states, make_weights, scan_step
 from torch import Tensor
 
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec
 
 TOTAL = 330

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scan_case import SPEC, check_case, make_case
 
-from megatron_infer.kernels import ssm_torch
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.torch import ssm_torch
 from megatron_infer.testing.static_kernels import StaticScan
 
 DTYPES = [torch.float32, torch.bfloat16]

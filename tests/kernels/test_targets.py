@@ -10,16 +10,16 @@ import torch
 from cut_case import PROMPT, TOTAL, Sequences
 from paged_case import check_case, make_case
 
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import (
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import (
     SUFFIXES,
     NativePagedAttention,
     panel_layout,
     panel_linear,
     quantised_layout,
 )
-from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from megatron_infer.kernels.cpu_native import NativeOps
+from megatron_infer.kernels.native.cpu_native import NativeOps
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.quantisers import Float8CurrentScalingQuantizer
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels.torch.cpu_torch import TorchOps
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec

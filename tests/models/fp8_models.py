@@ -19,12 +19,12 @@ from transformer_engine.pytorch.quantisers import QuantizedTensor, Quantizer
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.errors import AdoptionError, ModelError
-from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels.torch.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.models.fused_layers import LayerOps
-from megatron_infer.rl.weights.inventory import Inventory
+from megatron_infer.rl.updates.inventory import Inventory
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import description_from_config
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.hf_config import description_from_config
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.server.tokenizer_files import save_tokenizer
 
 

@@ -15,12 +15,12 @@ from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import CheckpointSource, description_from_model, save_checkpoint
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.hf_export import write_hugging_face
-from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import CheckpointSource, description_from_model, save_checkpoint
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.hf_export import write_hugging_face
+from megatron_infer.models.loading.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level

@@ -24,9 +24,9 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ModelError, WeightUpdateError
-from megatron_infer.model_loader.checkpoint import CheckpointSource, _sharded, save_checkpoint
-from megatron_infer.model_loader.checkpoint_files import MetadataUnpickler
-from megatron_infer.rl.weights import apply
+from megatron_infer.models.loading.checkpoint import CheckpointSource, _sharded, save_checkpoint
+from megatron_infer.models.loading.checkpoint_files import MetadataUnpickler
+from megatron_infer.rl.updates import apply
 from megatron_infer.testing.tiny import tiny_gpt
 
 

@@ -14,14 +14,14 @@ from plain_forward import full_logits
 
 from megatron_infer.cli.main import main
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import (
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import (
     DESCRIPTION_FILE,
     CheckpointSource,
     save_checkpoint,
     write_description,
 )
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.sources import open_source
 
 IDS = list(range(1, 40))
 SIZES = {

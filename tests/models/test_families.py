@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from test_hf_parity import CASES as DENSE
 from test_hf_parity import SIZES, random_hf_model
 
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.families import FAMILIES, Key
-from megatron_infer.model_loader.hf_export import tensors_of
-from megatron_infer.model_loader.hf_weights import source_shapes
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.families import FAMILIES, Key
+from megatron_infer.models.loading.hf_export import tensors_of
+from megatron_infer.models.loading.hf_weights import source_shapes
+from megatron_infer.models.loading.sources import open_source
 
 pytest.importorskip("transformers")
 

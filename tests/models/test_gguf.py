@@ -9,10 +9,10 @@ from plain_forward import full_logits
 from test_hf_parity import random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.gguf import hf_name
-from megatron_infer.model_loader.gguf_file import GGUFFile
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.gguf import hf_name
+from megatron_infer.models.loading.gguf_file import GGUFFile
+from megatron_infer.models.loading.sources import open_source
 
 gguf = pytest.importorskip("gguf")
 

@@ -16,10 +16,10 @@ from test_checkpoint_attacks import Call, put_metadata
 
 from megatron_infer.cli.main import main
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.hf_export import write_hugging_face
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.hf_export import write_hugging_face
+from megatron_infer.models.loading.sources import open_source
 
 IDS = list(range(40))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from plain_forward import full_logits
 
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
 
 if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)

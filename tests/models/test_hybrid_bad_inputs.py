@@ -12,10 +12,10 @@ from hybrid_models import random_hybrid
 from safetensors.torch import load_file, save_file
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import description_from_config
-from megatron_infer.model_loader.hf_names import Shard
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.hf_config import description_from_config
+from megatron_infer.models.loading.hf_names import Shard
+from megatron_infer.models.loading.sources import open_source
 
 
 def edit(folder, change):

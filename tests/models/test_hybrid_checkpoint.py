@@ -11,9 +11,9 @@ from hybrid_models import random_hybrid
 from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import CheckpointSource, description_from_model, save_checkpoint
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import CheckpointSource, description_from_model, save_checkpoint
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
 IDS = list(range(40))

@@ -9,7 +9,7 @@ from hybrid_models import random_hybrid
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 from megatron_infer.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -19,7 +19,7 @@ import peers
 from megatron_infer.cli.main import main
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 
 CONFIG = InferenceConfig(
     buffer_size_gb=0.1,

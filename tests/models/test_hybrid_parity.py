@@ -10,10 +10,10 @@ from plain_forward import full_logits
 
 from megatron_infer.config.model_shape import StateShape
 from megatron_infer.errors import ConfigError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
 
 IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -66,6 +66,6 @@ def test_decorator_with_options_and_modules_compile_at_once(compiled):
 
 @pytest.mark.long
 def test_engine_is_imported_without_torchs_compiler():
-    code = "import sys, megatron_infer.entrypoints.llm; print('torch._inductor.lowering' in sys.modules)"
+    code = "import sys, megatron_infer.engine.llm; print('torch._inductor.lowering' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

@@ -13,9 +13,9 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.mcore_compat import DotProductAttention, TransformerLayer
 
 transformers = pytest.importorskip("transformers")

@@ -14,9 +14,9 @@ from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_weights import SafetensorsReader
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.hf_weights import SafetensorsReader
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.pipelines.foreign_runner import read_weights
 
 IDS = list(range(1, 30))

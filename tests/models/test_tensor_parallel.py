@@ -10,9 +10,9 @@ from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.model_loader.build import build_model, init_process_groups
-from megatron_infer.model_loader.hf_names import Shard
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model, init_process_groups
+from megatron_infer.models.loading.hf_names import Shard
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.cpu_shim import cpu_shim
 
 
@@ -33,7 +33,7 @@ def compute(rank: int, folder: str, checkpoint: str, cases: list[str]) -> None:
 
 def run_on_two_ranks(models, saved, tmp_path):
     """Save `models` (by name), and one of them as a checkpoint written by one rank; compare what two ranks compute."""
-    from megatron_infer.model_loader.checkpoint import save_checkpoint
+    from megatron_infer.models.loading.checkpoint import save_checkpoint
 
     ids, expected = list(range(30)), {}
     for case, model in models.items():

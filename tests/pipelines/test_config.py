@@ -369,7 +369,7 @@ def test_each_remedy_for_too_little_memory_fits(free_mib, model):
 
 def test_copies_of_weights_take_what_their_dtype_takes(monkeypatch):
     bits, found = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}, {}
-    monkeypatch.setattr("megatron_infer.kernels.native_build.runs_linears", lambda option: option != "vendor")
+    monkeypatch.setattr("megatron_infer.kernels.native.native_build.runs_linears", lambda option: option != "vendor")
     for encoding, name in itertools.product(("float32", "bfloat16"), ("auto", *bits)):
         given = {"quantization_encoding": encoding, "allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
         found[encoding, name] = resolved(64, weight_dtype=name, **given).resolved.estimate.weights
@@ -497,7 +497,7 @@ def test_info_is_logged_for_a_resolved_config(caplog):
 def test_session_gets_the_device_and_the_threads_in_effect():
     import torch
 
-    from megatron_infer.pipelines.session import InferenceSession
+    from megatron_infer.pipelines.inference_session import InferenceSession
 
     before = torch.get_num_threads()
     session = InferenceSession(devices=[torch.device("cpu")], num_threads=1)
@@ -557,7 +557,7 @@ def test_plan_shows_every_field_asked_in_effect_from_where_and_why(capsys, monke
 
 QUICK = """
 import sys, time
-from megatron_infer.model_loader import find
+from megatron_infer.models.loading import find
 from megatron_infer.pipelines import PipelineConfig
 times = []
 for _ in range(4):
@@ -571,7 +571,7 @@ print("torch" in sys.modules, min(times))
 
 
 def test_local_model_is_resolved_within_50_ms_and_without_torch():
-    from megatron_infer.model_loader.find import find_model
+    from megatron_infer.models.loading.find import find_model
 
     try:
         model = str(find_model("smollm2").path)

@@ -11,7 +11,7 @@ import torch
 from pipeline_case import CLOSE
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 from megatron_infer.errors import CapacityError, ConfigError, RequestError
 from megatron_infer.pipelines import (
     McorePipelineModel,

@@ -20,9 +20,9 @@ from megatron_infer.errors import ConfigError, ModelError, RequestError
 from megatron_infer.outputs.request_output import GenerationError
 from megatron_infer.pipelines import PipelineConfig
 from megatron_infer.pipelines.foreign_runner import foreign_engine, load_model, read_description, read_weights
+from megatron_infer.pipelines.inference_session import InferenceSession
 from megatron_infer.pipelines.interfaces import ModelOutputs, PipelineModel, ReturnLogits, get_paged_manager
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.pipelines.text_generation import TextGenerationRequest, TextTokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_model.py"

@@ -13,10 +13,10 @@ from session_case import VOCAB, make_session
 from megatron_infer.config.inference import PrefixCachingEvictionPolicy
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.models.fused_mixer import ScanWeights
-from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.models.weights.manager import WeightManager
+from megatron_infer.runner.sampling.row_params import RowParams
 from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
-from megatron_infer.weights.manager import WeightManager
 
 BIG = {"init_method_std": 0.2}
 MAKERS: dict[str, Callable[..., Any]] = {

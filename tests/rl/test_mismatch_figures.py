@@ -11,9 +11,9 @@ import pytest
 import torch
 from mismatch_case import rollout, session_of
 
+from megatron_infer.engine.metrics.registry import Registry
+from megatron_infer.engine.metrics.wandb import WandbSink
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.registry import Registry
-from megatron_infer.metrics.wandb import WandbSink
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally
 from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.samples import group_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_infer.errors import WeightUpdateError
-from megatron_infer.rl.weights.digest import combine_digests, part_digest
-from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
-from megatron_infer.rl.weights.reshard_plan import RankLayouts, ReshardPlan, messages_of, reshard_plan
+from megatron_infer.rl.updates.digest import combine_digests, part_digest
+from megatron_infer.rl.updates.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
+from megatron_infer.rl.updates.reshard_plan import RankLayouts, ReshardPlan, messages_of, reshard_plan
 
 TENSORS = {
     "column": ((24, 5), 0, (24,)),

@@ -8,7 +8,7 @@ from engines import logprobs_of
 from session_case import batch, make_session
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.kernels import native_build
+from megatron_infer.kernels.native import native_build
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 EXACT = {"batch_invariant": True, "enable_chunked_prefill": True, "max_tokens": 16, "enable_prefix_caching": True}

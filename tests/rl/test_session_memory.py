@@ -11,7 +11,7 @@ from session_case import make_session, prompts, train_step
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.memory.device import Device
-from megatron_infer.rl.adapters.megatron_rl import LocalInterface
+from megatron_infer.rl.frameworks.megatron_rl import LocalInterface
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt

@@ -221,7 +221,7 @@ def test_a_block_without_an_end_keeps_few_samples():
 @pytest.mark.parametrize("kind", ["attention", "experts"])
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
 def test_limits_are_wider_where_rollouts_multiply_in_few_bits(weight_dtype, kind):
-    from megatron_infer.kernels import native_build
+    from megatron_infer.kernels.native import native_build
 
     try:
         native_build.load()

@@ -8,9 +8,9 @@ from session_case import PARAMS, fresh_answers, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 
 from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.models.weights.change_guard import OffloadedWeights
 from megatron_infer.rl.train_mode import OptimizerOffload, torch_optimizers
 from megatron_infer.testing.tiny import tiny_gpt
-from megatron_infer.weights.change_guard import OffloadedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
 BIG = {"init_method_std": 0.2}

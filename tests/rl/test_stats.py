@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_infer.metrics.wandb import WandbSink
+from megatron_infer.engine.metrics.wandb import WandbSink
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.stats import percentile, stats_of
 from megatron_infer.scheduler.request import VersionSpan

@@ -9,9 +9,9 @@ from session_case import PARAMS, answers_in, copied, fresh_answers, make_session
 from test_session import failing_at
 
 from megatron_infer.errors import StaleCache, SwitchFailed, WrongState
+from megatron_infer.models.weights.derived import DerivedCache
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.tiny import tiny_gpt
-from megatron_infer.weights.derived import DerivedCache
 
 BIG = {"init_method_std": 0.2}
 MODES = ("persist", "offload", "recompute")

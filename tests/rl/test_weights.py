@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError, WrongState
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.sources import open_source
-from megatron_infer.rl.weights import WeightUpdate, apply, apply_async, apply_undoable, as_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.sources import open_source
+from megatron_infer.rl.updates import WeightUpdate, apply, apply_async, apply_undoable, as_source
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 make_engine = partial(engines.make_engine, max_sequence_length=64, max_requests=4, max_tokens=64)
@@ -116,7 +116,7 @@ def test_every_kind_of_source_gives_the_same_tokens_in_the_same_tensors(engine, 
 
 
 def counting(calls: list[str]) -> Any:
-    from megatron_infer.weights.derived import DerivedCache
+    from megatron_infer.models.weights.derived import DerivedCache
 
     return DerivedCache(name="counted", refresh=lambda: calls.append("rebuilt"), differs=lambda: None)
 

@@ -9,7 +9,7 @@ import torch
 from test_weights import answer, hybrid, make_engine, state_of
 
 from megatron_infer.errors import StaleCache, WeightUpdateError
-from megatron_infer.rl.weights import ReshardSource, apply, verify_update
+from megatron_infer.rl.updates import ReshardSource, apply, verify_update
 from megatron_infer.testing.tiny import tiny_gpt
 
 

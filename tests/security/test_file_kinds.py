@@ -20,18 +20,18 @@ from test_fuzz_files import CONFIG, look_at, write_gguf
 from test_sample_file import make_groups
 from vocabularies import byte_level
 
-from megatron_infer.audio.codec import Codec, CodecConfig, open_codec
-from megatron_infer.audio.voices import read_voice
-from megatron_infer.audio.wav import pcm16, wav_header
 from megatron_infer.cli.prompts import read_jobs
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.checkpoint_files import tensors_only
-from megatron_infer.model_loader.hf_weights import SafetensorsReader
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.checkpoint_files import tensors_only
+from megatron_infer.models.loading.hf_weights import SafetensorsReader
 from megatron_infer.pipelines.foreign_runner import read_description, read_weights
 from megatron_infer.rl import sample_file
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
+from megatron_infer.server.audio.codec import Codec, CodecConfig, open_codec
+from megatron_infer.server.audio.voices import read_voice
+from megatron_infer.server.audio.wav import pcm16, wav_header
 
 pytestmark = pytest.mark.security
 
@@ -111,7 +111,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "a model of one's own": (custom, lambda folder: (read_description(folder), read_weights(folder))),
     "weights below a root": (
         below_root,
-        lambda folder: RemoteWeights(make_engine(make_model()), weights_root=folder.parent).load_weights(str(folder)),
+        lambda folder: WeightReceiver(make_engine(make_model()), weights_root=folder.parent).load_weights(str(folder)),
     ),
 }  # fmt: skip
 

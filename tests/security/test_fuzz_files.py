@@ -25,13 +25,13 @@ from test_sample_file import make_groups, make_sample
 from vocabularies import byte_level
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.durable import file_format, journal
+from megatron_infer.engine.durable import file_format, journal
 from megatron_infer.errors import InferenceError, WrongState
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.checkpoint_files import tensors_only
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.checkpoint_files import tensors_only
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.rl import sample_codec, sample_file
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server.control.weight_files import entries_of
 from megatron_infer.testing.inspect import inspect
 
@@ -274,7 +274,7 @@ def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, 
     from megatron_infer.coordinator.commands import ReplicaCommands
 
     engine = make_engine(make_model())
-    weights = RemoteWeights(engine, weights_root=tmp_path)
+    weights = WeightReceiver(engine, weights_root=tmp_path)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     before = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids
     for rng in rounds(quick=10):
@@ -299,7 +299,7 @@ def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, 
 def test_update_that_has_not_ended_cannot_be_made_final(tmp_path: Path) -> None:
     """It left the engine with weights that are not whole, and nothing that could be cancelled."""
     engine = make_engine(make_model())
-    weights = RemoteWeights(engine, weights_root=tmp_path)
+    weights = WeightReceiver(engine, weights_root=tmp_path)
     weights.begin_weights()
     with pytest.raises(WrongState, match="settle_weights before finish_weights"):
         weights.settle_weights()
@@ -340,7 +340,7 @@ def test_weights_that_are_no_numbers_are_refused_at_every_door(value: float, tmp
     with torch.no_grad():
         broken.get_parameter(name)[3, 5] = value
     save_checkpoint(broken, tmp_path / "dist")
-    weights = RemoteWeights(engine, weights_root=tmp_path)
+    weights = WeightReceiver(engine, weights_root=tmp_path)
     commands = weights.commands()
     before = weights.check_weights("checksum")
     doors: tuple[tuple[str, dict[str, Any]], ...] = (

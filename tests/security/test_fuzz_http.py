@@ -21,7 +21,7 @@ from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, round
 from server_case import free_blocks, post, raw_stream, serving, wait_for
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server import http_protocol, request_body
 from megatron_infer.testing.echo import EchoEngine
 
@@ -269,7 +269,7 @@ def test_weights_that_cannot_be_read_do_not_say_where_their_root_is(tmp_path: Pa
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "model.safetensors").write_bytes(b"x" * 100)
     engine = make_engine(make_model())
-    weights = RemoteWeights(engine, weights_root=tmp_path)
+    weights = WeightReceiver(engine, weights_root=tmp_path)
     with pytest.raises(InferenceError, match=r"bad/model\.safetensors: damaged") as caught:
         weights.commands()["load_weights"](path="bad", timeout_s=5.0)
     assert str(tmp_path) not in str(caught.value)

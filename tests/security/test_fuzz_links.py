@@ -14,8 +14,8 @@ import pytest
 import torch
 from mutations import Rounds, damaged, rounds, shown, within
 
-from megatron_infer.comm import rank_links, stage_link
-from megatron_infer.comm.rank_links import LinkClosed, RankLink, RankLinks, connect
+from megatron_infer.distributed import rank_links, stage_link
+from megatron_infer.distributed.rank_links import LinkClosed, RankLink, RankLinks, connect
 
 __all__ = ["rounds"]
 pytestmark = pytest.mark.security

@@ -12,7 +12,7 @@ from vocabularies import byte_level
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import InvalidPrompt, ModelError, RequestError
-from megatron_infer.model_loader.sources import open_tokenizer
+from megatron_infer.models.loading.sources import open_tokenizer
 from megatron_infer.text.grammar import GrammarCache
 from megatron_infer.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from server_case import serving, tokenizer
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.testing.tiny import tiny_gpt
 
 
@@ -24,6 +24,6 @@ def served_tiny(folder: Path) -> Iterator[tuple[str, str]]:
     save_file(tensors, folder / "next" / "model.safetensors")
     config = InferenceConfig(buffer_size_gb=0.05, block_size_tokens=16, max_sequence_length=2048, max_requests=16)
     engine = DynamicInferenceEngine(tiny_gpt(**shape), config, tokenizer=tokenizer())
-    commands = {"commands_of": lambda one: RemoteWeights(one, weights_root=folder).commands()}
+    commands = {"commands_of": lambda one: WeightReceiver(one, weights_root=folder).commands()}
     with serving(engine, control=True, weights_root=str(folder), **commands) as case:
         yield case.url, "next"

@@ -16,7 +16,7 @@ import tokenizers
 from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_infer.server import detokenize
+from megatron_infer.server import output_detokenizer
 from megatron_infer.server.http_server import HttpServer, listen, url_of
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
@@ -64,7 +64,7 @@ def serving(
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
         if not decodes:
-            stack.enter_context(mock.patch.object(detokenize, "is_detokenized_here", lambda params: False))
+            stack.enter_context(mock.patch.object(output_detokenizer, "is_detokenized_here", lambda params: False))
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options)) if address is None else SimpleNamespace(address=address)
         replicas = []

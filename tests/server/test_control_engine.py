@@ -15,8 +15,8 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -67,7 +67,7 @@ def case(versions):
         engine,
         text=False,
         weights_root=str(folder),
-        commands_of=lambda one: RemoteWeights(one, weights_root=folder).commands(),
+        commands_of=lambda one: WeightReceiver(one, weights_root=folder).commands(),
     ) as one:
         yield one
 

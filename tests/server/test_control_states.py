@@ -143,7 +143,7 @@ def test_table_has_every_route_of_control():
     listed |= {("POST", path) for path in ("/chat/", "/get_sequence_logprobs/", "/skyrl/v1/generate")}  # as /generate/
     listed |= {("POST", path) for path in ("/start_profile", "/stop_profile")}  # test_control_engine.py
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
-    listed |= {("POST", path) for path in adapters}  # tests/lora/test_serve.py
+    listed |= {("POST", path) for path in adapters}  # tests/models/lora/test_serve.py
     refused = {("POST", path) for path in (*CHANNELS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)}
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 

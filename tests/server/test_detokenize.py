@@ -12,10 +12,10 @@ from tokenizers import decoders, models
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.requests.request_state import SequenceState
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.requests.request_state import SequenceState
 from megatron_infer.scheduler.request import FinishReason, Request
-from megatron_infer.server.detokenize import INLINE_TOKENS, RequestDetokenizer
+from megatron_infer.server.output_detokenizer import INLINE_TOKENS, RequestDetokenizer
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import detokenizer

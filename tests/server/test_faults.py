@@ -1,6 +1,6 @@
 """Nothing ends a stream but its own end: processes that die, hang, or are told to end while streams run.
 
-What a coordinator that is lost costs its clients is in tests/dist/test_coordinator_loss.py.
+What a coordinator that is lost costs its clients is in tests/coordinator/test_coordinator_loss.py.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from coordinator_case import Child
 from scrape import check_histograms, parse
 from server_case import post, raw_stream, serving, stream, wait_for
 
+from megatron_infer.engine.metrics.definitions import SPECS
+from megatron_infer.engine.metrics.prometheus import exposition
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.definitions import SPECS
-from megatron_infer.metrics.prometheus import exposition
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 

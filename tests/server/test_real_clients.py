@@ -13,8 +13,8 @@ from server_case import tokenizer
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import WeightUpdateError
-from megatron_infer.rl.adapters.trl import ServerWeights, engine_for
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.frameworks.trl import ServerWeights, engine_for
+from megatron_infer.rl.weight_receiver import WeightReceiver
 
 transformers = pytest.importorskip("transformers", reason="not installed: transformers")
 NEEDED = ("trl", "aiohttp", "accelerate", "requests", "datasets")
@@ -38,7 +38,7 @@ def served(model):
     """A server with a megatron-core model of the same weights."""
     settings = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
     engine = engine_for(model, InferenceConfig(**settings, logprobs_mode="processed"))
-    with serving_with_control(engine, commands_of=lambda one: RemoteWeights(one).commands()) as case:
+    with serving_with_control(engine, commands_of=lambda one: WeightReceiver(one).commands()) as case:
         transfer = ServerWeights(case.url, max_bytes=20_000)
         sync(transfer, model)
         yield case, transfer

@@ -10,7 +10,7 @@ from server_case import post, serving, tokenizer
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server import score
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -24,7 +24,7 @@ def model():
 def case(model):
     config = InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16)
     engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
-    with serving(engine, control=True, commands_of=lambda one: RemoteWeights(one).commands()) as one:
+    with serving(engine, control=True, commands_of=lambda one: WeightReceiver(one).commands()) as one:
         yield one
 
 

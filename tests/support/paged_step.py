@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures
 from megatron_infer.kernels.ssm import LayerStates
-from megatron_infer.kernels.ssm_ref import ReferenceScan
+from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
 NUM_SLOTS = 6
 

@@ -10,7 +10,7 @@ from paged_case import Case
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttentionBackend
-from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """fp16 and bf16: weights are rounded to the cache's dtype before they meet the values, outputs once more."""

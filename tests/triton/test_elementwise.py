@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 from megatron_infer.kernels.triton.launch import listening
 
 pytestmark = pytest.mark.triton

@@ -7,7 +7,7 @@ import torch
 
 from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.kernels.experts import ExpertWeights
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 from megatron_infer.kernels.triton.launch import listening
 
 pytestmark = pytest.mark.triton

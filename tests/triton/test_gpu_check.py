@@ -302,13 +302,12 @@ def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypat
     from gpu_checks import backends, sync
     from gpu_checks.context import make_context
 
-    from megatron_infer.kernels import (
-        backend_candidates,
+    from megatron_infer.kernels import backend_candidates, select
+    from megatron_infer.kernels.packages import (
         flash_attn_attention,
         flash_attn_prompts,
         flashinfer_attention,
         flashinfer_rope,
-        select,
     )
 
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)

@@ -11,10 +11,10 @@ from sampling_oracle import make_request
 from sampling_rows import Rows, drawn_captured, random_logits, random_request, same_outputs
 
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.sampling.filters import DrawParams, draw_any, draw_sorted
-from megatron_infer.sampling.logprobs import score
-from megatron_infer.sampling.rng import mix, uniform
-from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.runner.sampling.filters import DrawParams, draw_any, draw_sorted
+from megatron_infer.runner.sampling.logprobs import score
+from megatron_infer.runner.sampling.rng import mix, uniform
+from megatron_infer.runner.sampling.token_masks import forbid
 
 pytestmark = pytest.mark.triton
 

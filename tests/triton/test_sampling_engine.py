@@ -9,10 +9,10 @@ import torch
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt

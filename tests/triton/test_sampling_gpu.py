@@ -9,13 +9,13 @@ import pytest
 import torch
 from sampling_rows import random_logits, random_request, same_outputs
 
-from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.memory.device import Device
-from megatron_infer.sampling.draw_groups import DeviceOps
-from megatron_infer.sampling.row_params import RowFlags, RowParams
-from megatron_infer.sampling.sampler import Sampler, SamplerInput
-from megatron_infer.sampling.token_masks import TokenMasks, forbid
+from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
+from megatron_infer.runner.sampling.draw_groups import DeviceOps
+from megatron_infer.runner.sampling.row_params import RowFlags, RowParams
+from megatron_infer.runner.sampling.sampler import Sampler, SamplerInput
+from megatron_infer.runner.sampling.token_masks import TokenMasks, forbid
 
 pytestmark = pytest.mark.gpu
 

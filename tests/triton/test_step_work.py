@@ -15,9 +15,9 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import step_counter
-from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import step_counter
+from megatron_infer.models.loading.model_description import HybridDescription, ModelDescription
 
 pytestmark = pytest.mark.triton
 

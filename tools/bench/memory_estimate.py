@@ -47,8 +47,8 @@ def measure(case: str, dtype: str, max_tokens: int) -> dict[str, float]:
     import torch
 
     from megatron_infer.engine.engine import DynamicInferenceEngine
-    from megatron_infer.entrypoints.llm import LLM
-    from megatron_infer.model_loader.build import build_model
+    from megatron_infer.engine.llm import LLM
+    from megatron_infer.models.loading.build_model import build_model
     from megatron_infer.pipelines import PipelineConfig
     from megatron_infer.utils.process_memory import give_back
 

@@ -42,7 +42,7 @@ from megatron_infer.utils.host import CpuClock, processes_below, resident_mib
 from megatron_infer.utils.openmp import SPIN_COUNT, limit_spinning
 
 if TYPE_CHECKING:
-    from megatron_infer.model_loader.sources import ModelSource
+    from megatron_infer.models.loading.sources import ModelSource
 
 GGUF_TYPES = {"llama.cpp": "", "llama.cpp-q8_0": "Q8_0", "llama.cpp-q4_0": "Q4_0"}
 """llama.cpp by the type of its file's matrices; "": the dtype that is measured."""
@@ -230,7 +230,7 @@ def weights_for_peers(
     model: str, names: Collection[str], dtype: str, scratch: Path, *, assistant: str | None = None
 ) -> dict[str, str]:
     """Paths of the same weights for engines that read Hugging Face directories, and for llama.cpp."""
-    from megatron_infer.model_loader.sources import GGUFSource, open_source
+    from megatron_infer.models.loading.sources import GGUFSource, open_source
 
     source = open_source(model)
     paths = {}
@@ -250,8 +250,8 @@ def weights_for_peers(
 
 def _hugging_face(source: ModelSource, folder: Path, dtype: str) -> str:
     """Its own directory, or `folder`, where its weights are written."""
-    from megatron_infer.model_loader.hf_export import write_hugging_face
-    from megatron_infer.model_loader.sources import HFDirectory
+    from megatron_infer.models.loading.hf_export import write_hugging_face
+    from megatron_infer.models.loading.sources import HFDirectory
 
     if isinstance(source, HFDirectory):
         return str(Path(source.path).absolute())

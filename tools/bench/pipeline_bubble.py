@@ -25,7 +25,7 @@ import torch
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine import build
+from megatron_infer.engine import build_engine
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.inspect import inspect
 
@@ -69,7 +69,7 @@ def make_model(arguments: argparse.Namespace) -> torch.nn.Module:
 
 def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_micro_batches: int) -> dict[str, float]:
     """Tokens a second, and the share of the time that this stage did nothing."""
-    build.num_micro_batches_of = lambda groups, config: num_micro_batches
+    build_engine.num_micro_batches_of = lambda groups, config: num_micro_batches
     engine = DynamicInferenceEngine(
         model,
         InferenceConfig(buffer_size_gb=0.25, max_requests=max(arguments.requests, 4), max_tokens=2048, overlap=False),

@@ -33,8 +33,8 @@ EXPERTS = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_mo
 
 def build(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
     """MODEL, or one of `EXPERTS` with random weights, as this rank has it."""
-    from megatron_infer.model_loader.build import build_model
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.build_model import build_model
+    from megatron_infer.models.loading.sources import open_source
     from megatron_infer.models.mcore_compat import parallel_state
     from megatron_infer.testing.tiny import tiny_gpt
 
@@ -49,7 +49,7 @@ def build(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
 
 def measure(args: argparse.Namespace, trainer: Any, target: Any) -> tuple[list[float], Any]:
     """Seconds of every update on this rank (the first one plans), and the last report."""
-    from megatron_infer.rl.weights import ReshardSource, apply, verify_update
+    from megatron_infer.rl.updates import ReshardSource, apply, verify_update
 
     source, seconds = ReshardSource(trainer, bucket_mib=args.bucket_mib), []
     for _ in range(args.rounds + 1):

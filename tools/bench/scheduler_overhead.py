@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.build import build_context
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
 from megatron_infer.kernels.step_gather import torch_gather
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.batch import Batch, BatchBuilder
+from megatron_infer.scheduler.context.build_context import build_context
+from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
@@ -115,10 +115,10 @@ def make_decoding(
             stop_ids=frozenset({2}),
         )
         scheduler.add(request)
-    while scheduler.num_waiting or scheduler.running_set.prefilling:
+    while scheduler.num_waiting or scheduler.admitted_requests.prefilling:
         plan = scheduler.schedule()
         scheduler.commit(plan, StepResult([5] * len(plan.sampled)))
-    assert len(scheduler.running_set.decoding) == rows
+    assert len(scheduler.admitted_requests.decoding) == rows
     return context, scheduler
 
 

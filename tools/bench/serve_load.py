@@ -194,7 +194,7 @@ def _offline(model: str, bodies: list[dict[str, Any]], config: dict[str, Any], p
     end_with_parent()
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.entrypoints.llm import LLM
+    from megatron_infer.engine.llm import LLM
 
     llm = LLM(model, config=InferenceConfig.from_dict(config), dtype="float32")
     params = [SamplingParams(max_tokens=one["max_tokens"], temperature=0.0, ignore_eos=True) for one in bodies]

@@ -44,7 +44,7 @@ def offline(model: str, config: dict[str, Any], dtype: str, threads: int, concur
     end_with_parent()
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.entrypoints.llm import LLM
+    from megatron_infer.engine.llm import LLM
 
     llm = LLM(model, config=InferenceConfig.from_dict(config), dtype=dtype, threads=threads)
     pipe.send("ready")

@@ -43,9 +43,9 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM, chat_prompt
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.engine.llm import LLM, chat_prompt
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.drafts import Proposer
 from megatron_infer.scheduler.request import Request

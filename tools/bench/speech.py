@@ -27,17 +27,17 @@ import tokenizers
 import torch
 from tokenizers import models, pre_tokenizers
 
-from megatron_infer.audio.blocks import BlockSchedule, Window
-from megatron_infer.audio.codec import Codec, CodecConfig
-from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
-from megatron_infer.audio.layout import Layout, SpeechFormat
-from megatron_infer.audio.measure import in_blocks, snr_db
-from megatron_infer.audio.registry import open_decoder
-from megatron_infer.audio.speech_model import SpeechModel
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.pipelines import AudioGenerationRequest, AudioGeneratorPipeline, TextTokenizer
+from megatron_infer.server.audio.blocks import BlockSchedule, Window
+from megatron_infer.server.audio.codec import Codec, CodecConfig
+from megatron_infer.server.audio.decoder import OpenedDecoder, decode_windows
+from megatron_infer.server.audio.layout import Layout, SpeechFormat
+from megatron_infer.server.audio.measure import in_blocks, snr_db
+from megatron_infer.server.audio.registry import open_decoder
+from megatron_infer.server.audio.speech_model import SpeechModel
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.tokenizer import Tokenizer

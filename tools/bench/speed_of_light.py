@@ -34,7 +34,7 @@ from light.scan import prompt_scan
 from light.shapes import PLANS, random_model
 
 from megatron_infer.config.step_work import kv_token_bytes, state_bytes
-from megatron_infer.model_loader.description_shape import step_counter
+from megatron_infer.models.loading.description_shape import step_counter
 
 TINY = ("tiny-llama", "tiny-hybrid")
 

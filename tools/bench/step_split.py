@@ -47,9 +47,9 @@ from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.inspect import inspect
 
 SHAPES = ("smollm2", "llama-1b-4", "moe", "hybrid")
@@ -161,7 +161,7 @@ def add(engine: DynamicInferenceEngine, length: int, new_tokens: int, seed: int,
 
 def fill(engine: DynamicInferenceEngine) -> None:
     """Step until every request decodes."""
-    while engine.stats().num_waiting or inspect(engine).scheduler.running_set.prefilling:
+    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
         engine.step()
 
 

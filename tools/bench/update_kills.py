@@ -72,10 +72,10 @@ def serve_engine(kind: str, address: str, name: str, root: str) -> None:
 
         Replica(EchoEngine(step_s=0.01), address, name=name, control=True).run()
         return
-    from megatron_infer.rl.remote_weights import RemoteWeights
+    from megatron_infer.rl.weight_receiver import WeightReceiver
 
     engine = tiny_engine()
-    commands = RemoteWeights(engine, weights_root=root).commands()
+    commands = WeightReceiver(engine, weights_root=root).commands()
     Replica(engine, address, name=name, control=True, commands=commands).run()
 
 

@@ -15,7 +15,7 @@ from gpu_checks.steps import error_of
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.lora import LoRAWeights
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

@@ -13,7 +13,8 @@ from gpu_checks.graphs import BACKEND_VARIABLE, environment, graphed, same
 from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
 from gpu_checks.steps import AttentionCase, Row, attention_case, error_of
-from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_attention, flashinfer_rope
+from megatron_infer.kernels import backend_candidates
+from megatron_infer.kernels.packages import flash_attn_prompts, flashinfer_attention, flashinfer_rope
 from megatron_infer.testing.inspect import inspect
 
 # flash-attn 2 takes blocks of 256 tokens only.

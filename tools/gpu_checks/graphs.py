@@ -17,9 +17,9 @@ from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, SPARE_BYTES, Recorded, Recorder, make_recorder
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
 from megatron_infer.memory.device import Device
+from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE, SPARE_BYTES, Recorded, Recorder, make_recorder
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY

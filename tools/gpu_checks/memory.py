@@ -14,11 +14,11 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
-from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.testing.inspect import inspect
 
 MIB = 2**20
@@ -176,7 +176,7 @@ def rate(ctx: Context) -> Result:
     for seed in range(options["max_requests"]):
         params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
         engine.add_request([1 + seed % 100] * ctx.pick(420, 40), params, stream="final")
-    while engine.stats().num_waiting or inspect(engine).scheduler.running_set.prefilling:
+    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
         engine.step()
     away, back, first_s, step_s, arrived_s = _fastest_wake(ctx, engine)
     copied = away.tags["kv_cache"].bytes_copied

@@ -13,7 +13,7 @@ from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import error_of
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.activations import KINDS, GatedActivation
-from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 ROUTING_TOLERANCE = TOLERANCE | {torch.float64: 5e-6}

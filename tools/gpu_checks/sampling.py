@@ -10,13 +10,13 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.sampling.draw_groups import DeviceOps
-from megatron_infer.sampling.row_params import RowParams
-from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
-from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
+from megatron_infer.runner.sampling.draw_groups import DeviceOps
+from megatron_infer.runner.sampling.row_params import RowParams
+from megatron_infer.runner.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from megatron_infer.runner.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 
 CPU = torch.device("cpu")

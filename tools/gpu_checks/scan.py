@@ -13,8 +13,8 @@ from gpu_checks.registry import Comparison, Result, check
 from gpu_checks.steps import NO_PADDING, Padding, Row, error_of, step_of
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
-from megatron_infer.kernels.ssm_ref import ReferenceScan
-from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
+from megatron_infer.kernels.torch.ssm_torch import TorchScan
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SPECS = (

@@ -12,8 +12,8 @@ from gpu_checks.engines import answers, make_engine, make_model, workload
 from gpu_checks.graphs import graphed, same
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.kernels import flashinfer_attention
-from megatron_infer.parallel.stage_runner import StageRunner
+from megatron_infer.kernels.packages import flashinfer_attention
+from megatron_infer.runner.parallel.stage_runner import StageRunner
 from megatron_infer.testing.inspect import inspect
 
 BUSY_CYCLES = 40_000_000

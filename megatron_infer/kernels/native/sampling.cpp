@@ -1,6 +1,6 @@
 // Argmax; temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. Rows are divided over threads.
 //
-// The same definition as megatron_infer/sampling/filters.py: weights floor(2^40 e^s) with s = (x - max) / temperature in
+// The same definition as megatron_infer/runner/sampling/filters.py: weights floor(2^40 e^s) with s = (x - max) / temperature in
 // double, exact integer sums, candidates by (logit descending, id ascending). Sorting is avoided: first only the few
 // candidates above a bound are sorted, and the whole row by radix when the filters reach further.
 #include <algorithm>

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import SWIGLU, form_of
-from megatron_infer.kernels.fp32_linear import fp32_linear
+from megatron_infer.kernels.torch.fp32_linear import fp32_linear
 from megatron_infer.kernels.triton.activations import Activations
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import (

@@ -11,9 +11,9 @@ whole row is searched by bisection: per filter up to 16 (bfloat16) or 32 (float3
 cache by one multiprocessor, which sum only what is still undecided. Integer sums are exact, so that a row's token does
 not depend on how the work is divided or on the other rows.
 
-The tokens are those of sampling/filters.py and of native/sampling.cpp. Their exponentials differ in the last unit of a
-float64: one weight in about 2**13 differs by 1 of 2**40, and a token could differ where the draw falls on such a
-boundary, about once in 2**30 draws.
+The tokens are those of runner/sampling/filters.py and of native/sampling.cpp. Their exponentials differ in the last
+unit of a float64: one weight in about 2**13 differs by 1 of 2**40, and a token could differ where the draw falls on
+such a boundary, about once in 2**30 draws.
 
 A captured draw also gives log probabilities, from the sums of the draw and from sums of weights at temperature 1,
 computed while the same logits are in registers. Its edits and ranks are in `sampling_rows`.
@@ -61,7 +61,8 @@ SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 class TritonSampling:
-    """sampling/filters.py, logprobs.py, token_masks.py and the captured draw for fp32, bf16, fp16 logits on a GPU."""
+    """runner/sampling/filters.py, logprobs.py, token_masks.py and the captured draw for fp32, bf16, fp16 logits on a
+    GPU."""
 
     def __init__(self, *, held: int = HELD) -> None:
         """held: candidates in registers, a power of two; with fewer of them more rows are searched as a whole."""
@@ -190,7 +191,7 @@ class TritonSampling:
         return logprob, rank, top_ids, top_logprobs
 
     def forbid(self, work_MV: Tensor, bits_GW: Tensor, rows_G: Tensor | None) -> None:
-        """`forbid` of sampling/token_masks.py."""
+        """`forbid` of runner/sampling/token_masks.py."""
         masks, words = bits_GW.shape
         vocab = work_MV.shape[1]
         assert work_MV.dtype is torch.float32 and work_MV.stride(1) == 1 and bits_GW.is_contiguous()

@@ -1,8 +1,8 @@
 """Device functions behind `triton.sampling`: integer weights, sort keys, and the search for a place in candidate order.
 
-The definition is that of sampling/filters.py: weights floor(2**40 * exp((logit - max) / temperature)), exact int64
-sums, candidates by (logit descending, id ascending). A *level* is an integer that sorts as the logit: the bits of the
-fp32 value made monotone, without the low bits that are always 0 in the logits' dtype. What is kept or drawn is "all
+The definition is that of runner/sampling/filters.py: weights floor(2**40 * exp((logit - max) / temperature)), exact
+int64 sums, candidates by (logit descending, id ascending). A *level* is an integer that sorts as the logit: the bits of
+the fp32 value made monotone, without the low bits that are always 0 in the logits' dtype. What is kept or drawn is "all
 candidates above a level, and the first few at it": a level is found by bisection on sums over what lies above.
 
 Legend: C candidates held in registers, V vocab, one row a program.

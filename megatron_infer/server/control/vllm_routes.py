@@ -114,7 +114,7 @@ NOT_SERVED = {
     "/start_draft_weight_update": "there is no draft model with weights of its own",
     **dict.fromkeys(
         ("/init_communicator/", "/close_communicator/", "/update_named_param/", "/batch_update_named_params/"),
-        "weights do not come by NCCL; send them to /update_weights (ServerWeights of megatron_infer.rl.adapters.trl)",
+        "weights do not come by NCCL; send them to /update_weights (ServerWeights of megatron_infer.rl.frameworks.trl)",
     ),
 }
 """Routes of vLLM and TRL that are answered with 501 -> why."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_infer.comm.groups import ParallelGroups
+from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from engines import finish, make_engine, tokens_of
 
-from megatron_infer.comm.groups import num_micro_batches_of
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.groups import num_micro_batches_of
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 

@@ -176,8 +176,8 @@ def test_what_cannot_be_exact_is_refused_by_name(what):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_smollm2_is_exact(dtype):
-    from megatron_infer.model_loader.build import build_model
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.models.loading.build_model import build_model
+    from megatron_infer.models.loading.sources import open_source
 
     source = open_source("smollm2")
     model, tokenizer = build_model(source, dtype=dtype), source.tokenizer()

@@ -8,15 +8,14 @@ import torch
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.config.inference import ConfigWarning
-from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
-from megatron_infer.kernels import (
-    backend_candidates,
+from megatron_infer.kernels import backend_candidates, select
+from megatron_infer.kernels.packages import (
     flash_attn_attention,
     flash_attn_prompts,
     flashinfer_attention,
     flashinfer_rope,
-    select,
 )
+from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt

@@ -25,10 +25,10 @@ from megatron_infer.cli.main import main
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import save_checkpoint
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.engine.llm import LLM
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import save_checkpoint
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.testing.tiny import tiny_hybrid
 

@@ -27,7 +27,7 @@ from model_kinds import RECURRENT, UNALIGNED
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.kernels.ssm_torch import CHUNK
+from megatron_infer.kernels.torch.ssm_torch import CHUNK
 
 VOCAB = 128
 ALIGNED = 1e-5

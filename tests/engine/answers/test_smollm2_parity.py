@@ -13,9 +13,9 @@ from embeddings_case import CHUNKED, assert_equals_transformers
 from plain_forward import full_logits
 from test_transformers_parity import compare
 
-from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.engine.llm import LLM
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
 
 pytestmark = pytest.mark.long  # loading the model in transformers takes most of the time
 

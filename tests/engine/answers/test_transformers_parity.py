@@ -11,7 +11,7 @@ import torch
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 
 transformers = pytest.importorskip("transformers")
 

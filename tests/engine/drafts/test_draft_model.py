@@ -30,7 +30,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.runner.speculative.model_drafter import ModelDrafter
 from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
@@ -334,7 +334,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def test_a_draft_model_is_loaded_by_name(folders, capsys):
     from megatron_infer.cli.main import main
-    from megatron_infer.entrypoints.llm import LLM
+    from megatron_infer.engine.llm import LLM
 
     settings = {"buffer_size_gb": 0.01, "max_sequence_length": 128, "max_requests": 4, "max_tokens": 64}
 

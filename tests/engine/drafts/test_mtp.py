@@ -24,12 +24,12 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, ConfigError
-from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.loading.checkpoint import save_checkpoint
 from megatron_infer.pipelines.config import PipelineConfig
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.speculative.model_drafter import LowTokens, ModelDrafter
-from megatron_infer.speculative.mtp import MTPModel
+from megatron_infer.runner.speculative.model_drafter import LowTokens, ModelDrafter
+from megatron_infer.runner.speculative.mtp import MTPModel
 from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
@@ -394,7 +394,7 @@ def test_what_has_no_mtp_layer_is_refused_by_name(model):
 def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeypatch):
     """And refuse one without before its weights are read."""
     from megatron_infer.cli.main import main
-    from megatron_infer.entrypoints import llm
+    from megatron_infer.engine import llm
 
     save_checkpoint(knowing(), tmp_path / "with")
     save_checkpoint(make_model("attention", vocab_size=VOCAB), tmp_path / "without")

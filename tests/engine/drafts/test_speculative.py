@@ -19,12 +19,12 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.metrics.definitions import as_row, engine_families
 from megatron_infer.errors import ConfigError, RequestError
-from megatron_infer.metrics.definitions import as_row, engine_families
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.runner.speculative.ngram import NgramProposer
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
 from megatron_infer.scheduler.request import Request
-from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.text.tokenizer import Tokenizer
 

@@ -54,7 +54,9 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, kind, uninterru
         seen = Collector().step(source, steps)
         source.save_requests(tmp_path / "requests", kv=kv)
         states |= {request.status for request in all_requests(source)}
-        states |= {"mid prefill" for request in inspect(source).scheduler.running_set.prefilling if request.scheduled}
+        states |= {
+            "mid prefill" for request in inspect(source).scheduler.admitted_requests.prefilling if request.scheduled
+        }
         engine = make_engine(model, **settings)
         report = engine.load_requests(tmp_path / "requests")
         seen.take(report.finished)

@@ -18,7 +18,7 @@ from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_mo
 from safetensors import safe_open
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.durable import file_format as file_format
+from megatron_infer.engine.durable import file_format as file_format
 from megatron_infer.errors import SnapshotError
 from megatron_infer.outputs.schema import ids_to_bytes
 from megatron_infer.testing.inspect import inspect

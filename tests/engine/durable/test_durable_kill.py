@@ -17,7 +17,7 @@ from gloo_ranks import fork_server
 from model_kinds import RECURRENT, make_model
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.durable.journal import journal_path
+from megatron_infer.engine.durable.journal import journal_path
 from megatron_infer.errors import DuplicateRequest, SnapshotError, UnknownRequest
 from megatron_infer.testing.inspect import inspect
 

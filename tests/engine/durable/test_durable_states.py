@@ -17,9 +17,16 @@ from store_case import build_store
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.durable import file_format as file_format
-from megatron_infer.durable.codec import RequestRecord, SavedKV, decode_request, encode_request, of_bytes, to_bytes
-from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
+from megatron_infer.engine.durable import file_format as file_format
+from megatron_infer.engine.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
+from megatron_infer.engine.durable.request_codec import (
+    RequestRecord,
+    SavedKV,
+    decode_request,
+    encode_request,
+    of_bytes,
+    to_bytes,
+)
 from megatron_infer.errors import SnapshotError
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.scheduler.policy import blocks_needed

@@ -30,14 +30,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from megatron_infer.cuda_graphs.graph_pool import CudaRecorder
-from megatron_infer.engine import build, build_graphs
+from megatron_infer.engine import build_engine, build_graphs
 from megatron_infer.memory import pool
 from megatron_infer.memory import store as store_module
 from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.memory.regions import choose
 from megatron_infer.memory.regions.pinned import PinnedPool
+from megatron_infer.runner.cuda_graphs.graph_pool import CudaRecorder
 from megatron_infer.testing.replay_recorder import READING, asks
 
 MAIN, SIDE, SCATTER = STREAMS = 0, 1, 2
@@ -403,7 +403,7 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         "graph": captures,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(build, "Device", lambda name: LateDevice(gpu))
+    monkeypatch.setattr(build_engine, "Device", lambda name: LateDevice(gpu))
     monkeypatch.setattr(build_graphs, "make_recorder", CudaRecorder)
     pins = PinnedPool(lambda: LateEvent(gpu), keep_bytes=1 << 20, pin=gpu.pinned, unpin=lambda: None)
     monkeypatch.setattr(store_module, "make_pipeline", lambda where: CopyPipeline(LateStreams(gpu), pins))

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.memory import host_arena
 from megatron_infer.memory.regions.choose import make_region
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.scheduler.context.copies import Copy, CopyKind
 
 copy_block, block_out, block_in = (
     partial(Copy, kind) for kind in (CopyKind.BLOCK, CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)

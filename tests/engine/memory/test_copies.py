@@ -16,13 +16,13 @@ from engines import make_engine, run, tokens_of
 from store_case import RandomCopies, block_in, block_out, build_store, copy_block, cut_pieces, quiet
 from suspend_case import MODES, workload
 
-from megatron_infer.context.copies import CopyKind
 from megatron_infer.memory import copy_pipeline
 from megatron_infer.memory import store as store_module
 from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream, words
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.scheduler.context.copies import CopyKind
 
 CPU = torch.device("cpu")
 

@@ -187,7 +187,7 @@ def test_copies_on_a_gpu_transfer_the_content_of_the_call_and_do_not_wait():
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_the_dtype_is_bfloat16_where_what_multiplies_is_fast_in_it(has_bf16, monkeypatch):
-    from megatron_infer.kernels import native_build
+    from megatron_infer.kernels.native import native_build
     from megatron_infer.memory import device
     from megatron_infer.pipelines.machine import Machine
 

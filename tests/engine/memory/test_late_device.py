@@ -13,9 +13,6 @@ from late_device import LateDevice, LateGpu, LateStream
 from model_kinds import make_model, prefix_caching
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.captured_draw import CapturedDraw, RowMirror
-from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
-from megatron_infer.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
 from megatron_infer.memory.block_pools import BlockPools
@@ -25,10 +22,13 @@ from megatron_infer.memory.layerwise_restore import LayerwiseRestore
 from megatron_infer.memory.regions.pinned import PinnedPool
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw, RowMirror
+from megatron_infer.runner.cuda_graphs.graph_pool import CudaRecorder, GraphPool
+from megatron_infer.runner.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
+from megatron_infer.runner.sampling.sampler import Sampler
 from megatron_infer.runner.step_buffer import StepBuffer
-from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.static_kernels import STATIC, StaticScan
 from megatron_infer.testing.tiny import tiny_hybrid

@@ -203,7 +203,7 @@ def test_moves_that_fail_on_the_way_to_a_standstill_are_not_taken_as_done(model,
     engine = make_engine(model, preemption_mode="swap")
     done = until_swapped(engine)
     scheduler, store = inspect(engine).scheduler, inspect(engine).store
-    victim = scheduler.running_set.decoding[-1]
+    victim = scheduler.admitted_requests.decoding[-1]
     scheduler.preemption.evict(victim)  # between two steps, as a plan for which nothing was left to run does
     run_copies = store.run_copies
 

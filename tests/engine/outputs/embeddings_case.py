@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 
 CHUNKED = InferenceConfig(
     buffer_size_gb=0.2,

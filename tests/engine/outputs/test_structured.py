@@ -14,10 +14,10 @@ from structured_case import PERSON, VOCAB, check, make_engine, model, run, token
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.engine.async_llm import AsyncLLM, EngineThread
 from megatron_infer.engine.executor import FailedStep
-from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import RequestError
-from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.runner.sampling.grammar_matchers import Grammars
 from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk

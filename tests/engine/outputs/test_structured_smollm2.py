@@ -9,7 +9,7 @@ import pytest
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.grammar import grammar_vocabulary
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from plain_forward import full_logits
 
-from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.testing.inspect import inspect
 
 

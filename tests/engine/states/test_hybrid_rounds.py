@@ -78,7 +78,7 @@ def test_requests_that_training_fell_into_say_which_weights_made_what(kind, mode
         engine.add_request(prompt, GREEDY, request_id=f"running-{i}", stream="final")
     for _ in range(8):
         engine.step()
-    drawn = [list(request.tokens) for request in inspect(engine).scheduler.running_set.decoding]
+    drawn = [list(request.tokens) for request in inspect(engine).scheduler.admitted_requests.decoding]
     assert all(len(tokens) > len(prompt) for tokens, prompt in zip(drawn, PROMPTS, strict=False))
     with engine.suspended(mode):
         for _ in range(2):

@@ -28,17 +28,17 @@ from state_sabotage import (
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.copies import CopyKind
-from megatron_infer.context.prefix_hash import salted
-from megatron_infer.context.state_cache import StateCache
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StaleCache
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.fused_mixer import ScanWeights
+from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.context.copies import CopyKind
+from megatron_infer.scheduler.context.prefix_hash import salted
+from megatron_infer.scheduler.context.state_cache import StateCache
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.weights.manager import WeightManager
 
 BLOCK = 16
 RNG = random.Random(3)
@@ -115,7 +115,7 @@ def test_evicted_request_does_not_resume_on_what_its_row_or_anothers_held(model,
         lie_to_scan(engine, never_fresh)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    live = inspect(engine).scheduler.running_set.decoding
+    live = inspect(engine).scheduler.admitted_requests.decoding
     rows = {request: request.lease.row for request in live}
     for victim in list(live)[:2]:
         inspect(engine).scheduler.preemption.evict(victim)
@@ -131,7 +131,7 @@ def test_swapped_request_comes_back_with_its_own_state(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+    for victim in list(inspect(engine).scheduler.admitted_requests.decoding)[:2]:
         inspect(engine).scheduler.preemption.evict(victim)
     assert engine.stats().counters["swapped_out"] == 2
     if not protected:
@@ -151,15 +151,15 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
         lie_to_scan(engine, never_fresh)
     rows: dict[str, int] = {}
     in_flight_at_end = []
-    running_set = inspect(engine).scheduler.running_set
-    finish_in_set = running_set.finish
+    admitted_requests = inspect(engine).scheduler.admitted_requests
+    finish_in_set = admitted_requests.finish
 
     def seen(request: Any, *args: Any) -> None:
         rows[request.id], before = request.lease.row, request.in_flight
         finish_in_set(request, *args)
         in_flight_at_end.append(before)
 
-    running_set.finish = seen
+    admitted_requests.finish = seen
     for i, prompt in enumerate(PROMPTS[:2]):
         engine.add_request(prompt, greedy(stop_token_ids=[stops[i]]), request_id=f"old-{i}", stream="final")
     add(engine, *PROMPTS[2:], named="new")
@@ -229,7 +229,7 @@ def test_siblings_have_states_of_their_own(model, fault, protected):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, logprobs=0)
     engine.add_request(PROMPTS[0], params, stream="final")
     engine.step()
-    rows = [request.lease.row for request in inspect(engine).scheduler.running_set.decoding]
+    rows = [request.lease.row for request in inspect(engine).scheduler.admitted_requests.decoding]
     assert len(set(rows)) == 3
     states = inspect(engine).store.read_states(rows)
     if not protected and fault == "shared":
@@ -335,7 +335,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
         def publish_on(self: Any, root: bytes, *, version: int) -> None:
             set_root(self, root, version=version)
             self.context.forget_all()
-            for request in self.running_set.live():
+            for request in self.admitted_requests.live():
                 request.lease.root, request.lease.digests = salted(root, request.cache.salt), []
                 request.lease.publishes = True
 
@@ -343,7 +343,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
     engine = make_engine(model, enable_chunked_prefill=True, max_tokens=60, **cache(model, 4))
     add(engine, PROMPTS[2], max_tokens=4)
     steps(engine, 1)
-    assert inspect(engine).scheduler.running_set.prefilling[0].scheduled == 60
+    assert inspect(engine).scheduler.admitted_requests.prefilling[0].scheduled == 60
     change_weights(model)
     finish(engine)
     outputs = engine.generate(PROMPTS[2], greedy())
@@ -385,7 +385,7 @@ def test_states_of_swapped_requests_outlive_a_suspend(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 6)
-    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+    for victim in list(inspect(engine).scheduler.admitted_requests.decoding)[:2]:
         inspect(engine).scheduler.preemption.evict(victim)
     if not protected:
         inspect(engine).executor.finish_copies = lambda: (

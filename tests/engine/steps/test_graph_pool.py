@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_infer.comm.collective_errors import CollectiveAbandoned
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.cuda_graphs.graph_pool import (
+from megatron_infer.distributed.collective_errors import CollectiveAbandoned
+from megatron_infer.errors import ConfigError
+from megatron_infer.memory.device import Device
+from megatron_infer.runner.cuda_graphs.graph_pool import (
     GRAPHS_VARIABLE,
     SPARE_BYTES,
     CudaRecorder,
@@ -18,8 +20,6 @@ from megatron_infer.cuda_graphs.graph_pool import (
     GraphRefused,
     make_recorder,
 )
-from megatron_infer.errors import ConfigError
-from megatron_infer.memory.device import Device
 from megatron_infer.testing.eager_recorder import EAGER, EagerRecorder
 
 SHAPE = GraphShape(4, 0, 4)

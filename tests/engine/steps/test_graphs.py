@@ -14,11 +14,11 @@ from model_kinds import make_model
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
@@ -190,7 +190,7 @@ def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mod
     asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], random_params(rng)) for _ in range(24)]
     plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
     expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    monkeypatch.setattr("megatron_infer.cuda_graphs.captured_draw.LISTED", 6)
+    monkeypatch.setattr("megatron_infer.runner.cuda_graphs.captured_draw.LISTED", 6)
     engine = make_engine(gpt, **GRAPHS, logprobs_mode=mode, overlap=True, pool_blocks=9, max_requests=5)
     aborted, found, waiting = 0, {}, [(str(i), *one) for i, one in enumerate(asked)]
     for i in (3, 9, 15):  # these are asked twice, and given up the first time

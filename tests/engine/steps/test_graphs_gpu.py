@@ -12,8 +12,8 @@ from model_kinds import make_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, GraphPool
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE, GraphPool
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
 

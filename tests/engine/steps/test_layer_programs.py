@@ -17,9 +17,9 @@ from model_kinds import make_model
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.kernels import native_build
-from megatron_infer.kernels.cpu_native import PANELS
-from megatron_infer.kernels.native_layers import NativeLayers
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import PANELS
+from megatron_infer.kernels.native.native_layers import NativeLayers
 
 SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 24, "enable_chunked_prefill": True}
 engine_of = partial(engines.make_engine, **SIZES)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_infer.parallel.stage_runner import StageRunner
 from megatron_infer.runner.in_flight import RunnerOutput
+from megatron_infer.runner.parallel.stage_runner import StageRunner
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 
 LIMIT_S = 30

@@ -35,11 +35,11 @@ def workload(drawing: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]
 
 
 def prefilling(engine: Engine) -> bool:
-    return any(request.scheduled for request in inspect(engine).scheduler.running_set.prefilling)
+    return any(request.scheduled for request in inspect(engine).scheduler.admitted_requests.prefilling)
 
 
 def decoding(engine: Engine) -> bool:
-    return any(request.num_output for request in inspect(engine).scheduler.running_set.decoding)
+    return any(request.num_output for request in inspect(engine).scheduler.admitted_requests.decoding)
 
 
 def shares_blocks(engine: Engine) -> bool:

@@ -17,10 +17,10 @@ from test_async_llm import make_async
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
+from megatron_infer.models.weights.derived import DerivedCache
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.weights.derived import DerivedCache
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 PROMPTS = [list(range(i + 4, i + 30 + i)) for i in range(4)]

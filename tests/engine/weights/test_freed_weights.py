@@ -18,12 +18,12 @@ from torch import nn
 
 from megatron_infer import LLM
 from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.engine.async_llm import AsyncLLM
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.async_llm import AsyncLLM
 from megatron_infer.errors import ModelError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.exact_forward import exact_math
-from megatron_infer.rl.weights import apply
+from megatron_infer.rl.updates import apply
 from megatron_infer.testing.tiny import tiny_gpt
 
 transformers = pytest.importorskip("transformers")

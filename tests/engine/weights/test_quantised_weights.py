@@ -20,9 +20,9 @@ from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache
-from megatron_infer.kernels import native_build
-from megatron_infer.kernels.cpu_native import QUANTISED_PANELS
-from megatron_infer.kernels.native_layers import NativeLayers
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import QUANTISED_PANELS
+from megatron_infer.kernels.native.native_layers import NativeLayers
 from megatron_infer.kernels.select import choose
 from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE, WEIGHT_DTYPE_BYTES
 from megatron_infer.models.adopt import AdoptedModel

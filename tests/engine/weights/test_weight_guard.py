@@ -16,9 +16,9 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.select import choose
-from megatron_infer.rl.weights import WeightUpdate
+from megatron_infer.models.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
+from megatron_infer.rl.updates import WeightUpdate
 from megatron_infer.testing.tiny import tiny_gpt
-from megatron_infer.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
 
 
 @pytest.fixture

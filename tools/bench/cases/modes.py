@@ -23,16 +23,16 @@ from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.engine.llm import LLM
 from megatron_infer.memory.device import Device, HostRead
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
-from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
+from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.pipelines.text_generation import TextContext, TextGenerationInputs
-from megatron_infer.sampling.grammar_matchers import Grammars
-from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.runner.sampling.grammar_matchers import Grammars
+from megatron_infer.runner.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -294,7 +294,7 @@ def on_late_device(
     torch.manual_seed(0)
     device, length = LateDevice(args.device_ms / 1e3, late_ms / 1e3), args.tokens + 64
     config = InferenceConfig(max_requests=args.requests, max_sequence_length=length, buffer_size_gb=0.1, **options)
-    with mock.patch("megatron_infer.engine.build.Device", lambda name: device):
+    with mock.patch("megatron_infer.engine.build_engine.Device", lambda name: device):
         engine = DynamicInferenceEngine(tiny_gpt(max_sequence_length=length, init_method_std=0.2), config)
     prompts = [[5 + number, 7, 9, 11] for number in range(args.requests)]
     engine.generate(prompts, greedy(args.tokens))  # warms up
@@ -351,7 +351,7 @@ def modules(args: argparse.Namespace) -> Iterator[list[Measure]]:
         "weights moved, at every step": partial(called, function=guard.moved, repeats=50),
         "weights changed, after idling": partial(called, function=guard.changed, repeats=5),
     }
-    yield [Measure(f"{len(Census(engine.model).records)} modules", "call", variants)]
+    yield [Measure(f"{len(ModuleGuard(engine.model).records)} modules", "call", variants)]
 
 
 # ---------------------------------------------------------------------- structured output

@@ -19,9 +19,9 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig, PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.engine.llm import LLM
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -172,7 +172,7 @@ def fill(engine: DynamicInferenceEngine, live_bytes: float) -> int:
         engine.add_request(
             prompt, SamplingParams(max_tokens=BLOCK // 2, temperature=0.0, ignore_eos=True), stream="final"
         )
-    while engine.stats().num_waiting or inspect(engine).scheduler.running_set.prefilling:
+    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
         engine.step()
     return len(inspect(engine).context.held_blocks()) * sizes.block_bytes
 

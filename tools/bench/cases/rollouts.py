@@ -19,12 +19,12 @@ from cases.case import Case, Clock, Done, Measure, Variant
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.entrypoints.llm import chat_prompt
+from megatron_infer.engine.llm import chat_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.mismatch_figures import LIMITS

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from cases.case import Case, Clock, Done, Measure, Variant
 from megatron_infer.cli.bench import measure_ceiling
-from megatron_infer.kernels import native_build, packing
+from megatron_infer.kernels import packing
 from megatron_infer.kernels.base import Ops, StepMetadata
-from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
-from megatron_infer.kernels.cpu_torch import TorchOps
-from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.native import native_build
+from megatron_infer.kernels.native.cpu_native import NativeOps, panel_layout
+from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
-from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.torch.cpu_torch import TorchOps
+from megatron_infer.kernels.torch.ssm_torch import TorchScan
 
 HIDDEN = 768
 SPEC = SsmSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1, conv_width=4)

@@ -43,7 +43,7 @@ def calls(clock: Clock, server: Any, count: int) -> Done:
 
 @contextlib.contextmanager
 def traces(args: argparse.Namespace) -> Iterator[list[Measure]]:
-    sys.path[:0] = [str(TESTS / "server"), str(TESTS / "dist")]
+    sys.path[:0] = [str(TESTS / "server"), str(TESTS / "distributed")]
     from server_case import serving
 
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)

@@ -46,7 +46,7 @@ class Bench:
         """`batch` requests of `context` prompt tokens, all of them decoding when this returns."""
         for seed in range(batch):
             self.add(context, new_tokens, seed)
-        while self.engine.stats().num_waiting or inspect(self.engine).scheduler.running_set.prefilling:
+        while self.engine.stats().num_waiting or inspect(self.engine).scheduler.admitted_requests.prefilling:
             self.engine.step()
 
     def steps(self, count: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from light.machine import wait
-from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.models.loading.model_description import ModelDescription
 
 
 def llama(plan: ModelDescription, dtype: torch.dtype, device: torch.device) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megatron_infer.config.model_shape import ModelShape
-from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.model_description import HybridDescription, ModelDescription
 
 PATTERN_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 

@@ -1,1 +1,0 @@
-"""Debugging tools: recording and replay of runs, reports on the environment."""

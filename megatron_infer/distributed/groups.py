@@ -1,0 +1,277 @@
+"""The process groups of an engine, and groups for scripts that have none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.distributed.backends import device_of
+from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
+from megatron_infer.distributed.rank_links import connect
+from megatron_infer.errors import ConfigError
+
+log = logging.getLogger("megatron_infer")
+
+_WIDE = ("tp", "pp", "ep", "mp", "tp_ep", "expt_tp", "tp_ep_pp", "embd", "pos_embd")
+"""Groups within a replica, whose collectives the model waits for."""
+_TEXT_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """The process groups of one replica, and of the replicas beside it (dp). None: one rank."""
+
+    tp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    engine: ProcessGroup | None = None
+    """All ranks of this replica: tensor, pipeline and expert parallel together."""
+    inner: tuple[ProcessGroup, ...] = field(default=(), repr=False)
+    """Every group of several ranks within the replica."""
+
+    tp_rank = property(lambda self: _rank(self.tp))
+    tp_size = property(lambda self: _size(self.tp))
+    pp_rank = property(lambda self: _rank(self.pp))
+    pp_size = property(lambda self: _size(self.pp))
+    ep_rank = property(lambda self: _rank(self.ep))
+    ep_size = property(lambda self: _size(self.ep))
+    dp_rank = property(lambda self: _rank(self.dp))
+    dp_size = property(lambda self: _size(self.dp))
+    engine_rank = property(lambda self: _rank(self.engine))
+    engine_size = property(lambda self: _size(self.engine))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether requests are added on this rank."""
+        return self.engine_rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @classmethod
+    def of(cls, collection: Any, model: Any) -> ParallelGroups:
+        """The groups of InferenceConfig.pg_collection and, where it lacks one, of the model's own collection.
+
+        parallel_state is never read. Raises ConfigError if the two contradict each other, a group is missing, or
+        sequences are split over context-parallel ranks.
+        """
+        own = getattr(model, "pg_collection", None)
+        found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
+        for name in ("tp", "pp", "ep"):
+            given = getattr(collection, name, None)
+            if given is not None and getattr(own, name, None) is not None and given.size() != getattr(own, name).size():
+                raise ConfigError(
+                    f"pg_collection has {name}={given.size()}, the model was built with {name}="
+                    f"{getattr(own, name).size()}; give the groups that the model was built with"
+                )
+        if found["cp"] is not None:
+            raise ConfigError(
+                f"pg_collection has cp={found['cp'].size()}: inference over context-parallel ranks is not supported; "
+                "build the model with cp=1"
+            )
+        inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
+        engine = _spanning(found)
+        # For a trainer, expert-parallel ranks are data-parallel ranks too; here they belong to one replica.
+        replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
+        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
+
+    def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
+        """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
+        if self.engine is None:
+            return LocalLockstep()
+        links = connect(
+            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(own_addresses())
+        )
+        return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
+
+    def _gather(self, text: str) -> list[str]:
+        """The texts of all ranks, over the engine's group."""
+        body = text.encode()
+        assert len(body) < _TEXT_BYTES, f"{len(body)} bytes"
+        device = device_of(self.engine)
+        mine = torch.tensor([*body, *bytes(_TEXT_BYTES - len(body))], dtype=torch.uint8, device=device)
+        parts = [torch.empty_like(mine) for _ in range(self.engine_size)]
+        torch.distributed.all_gather(parts, mine, group=self.engine)
+        return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
+
+
+class TimeLimit:
+    """Between `enter` and `leave`, collectives of an engine's groups wait at most `timeout_s`.
+
+    The groups are the trainer's: outside they have the trainer's timeouts.
+    """
+
+    def __init__(self, groups: Iterable[ProcessGroup], timeout_s: float) -> None:
+        self._groups, self._limit = tuple(groups), timedelta(seconds=timeout_s)
+        self._before: list[timedelta] | None = None
+        self._lock = threading.Lock()
+        self.was_cut = False
+        """Collectives were aborted: their results on the device are undefined."""
+
+    def enter(self) -> None:
+        if self._before is None:
+            before = [_backend(group).options._timeout for group in self._groups]
+            for group in self._groups:
+                _backend(group)._set_default_timeout(self._limit)
+            self._before = before
+
+    def leave(self) -> None:
+        if self._before is not None:
+            with self._lock:
+                before, self._before = self._before, None
+            for group, limit in zip(self._groups, before, strict=True):
+                _backend(group)._set_default_timeout(limit)
+
+    def cut(self) -> bool:
+        """Abort running collectives for good, so that threads waiting for them go on -> False outside `enter`/`leave`.
+
+        Called from another thread: the one that launched an NCCL collective may be waiting for the device, where no
+        timeout reaches it, until NCCL's watchdog ends the process. gloo's collectives end at the timeout, or when the
+        other process ends. Not yet run on a GPU.
+        """
+        with self._lock:
+            if self._before is None:
+                return False
+            backends = [_backend(group) for group in self._groups if device_of(group).type == "cuda"]
+            self.was_cut = bool(backends)
+        if backends:
+            log.error("ending the collectives of %d process groups: a rank is gone", len(backends))
+            # Kernels end at once, but a communicator lives until the last CUDA graph with it is destroyed.
+            threading.Thread(target=_abort, args=(backends,), daemon=True, name="megatron_infer abort").start()
+        return True
+
+
+def build_groups(
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    backend: str | None = None,
+    timeout_s: float = 600.0,
+) -> Any:
+    """A ProcessGroupCollection over all processes of a torchrun script; the remaining dimension is data parallel.
+
+    Initializes torch.distributed (backend None: nccl with CUDA, else gloo) and megatron-core's groups, unless they are.
+    Raises ConfigError when the world is not a multiple of the product.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not torch.distributed.is_initialized():
+        backend = backend or ("nccl" if torch.accelerator.is_available() else "gloo")
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:  # no launcher: a single process needs no port
+            alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+    world = torch.distributed.get_world_size()
+    check_world(world, tensor_parallel, pipeline_parallel, expert_parallel)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=pipeline_parallel,
+            expert_model_parallel_size=expert_parallel,
+        )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
+    """Raise ConfigError unless `world` is a multiple of the ranks of a replica."""
+    for name, value in (("tp", tensor_parallel), ("pp", pipeline_parallel), ("ep", expert_parallel)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, it must be at least 1")
+    ranks = tensor_parallel * pipeline_parallel * expert_parallel
+    if world % ranks:
+        raise ConfigError(
+            f"{world} process{'es' * (world > 1)}, but tp x pp x ep = {tensor_parallel} x {pipeline_parallel} x "
+            f"{expert_parallel} = {ranks}; start a multiple of {ranks} (torchrun --nproc-per-node {ranks})"
+        )
+
+
+def _spanning(found: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
+    """The group of all ranks of the replica."""
+    wide = [name for name in ("tp", "pp", "ep") if found[name] is not None]
+    if not wide:
+        return None
+    if len(wide) == 1:
+        return found[wide[0]]
+    name = "mp" if "ep" not in wide else "tp_ep_pp"
+    if found[name] is None:
+        raise ConfigError(
+            f"pg_collection has {' and '.join(wide)} of several ranks but no {name}, the group of all of them; "
+            f"set pg_collection.{name}"
+        )
+    return found[name]
+
+
+def _wide(collection: Any, name: str) -> Any:
+    group = getattr(collection, name, None)
+    return group if hasattr(group, "size") and group.size() > 1 else None
+
+
+def _rank(group: ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _backend(group: ProcessGroup) -> Any:
+    return group._get_backend(device_of(group))
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    """Abort all NCCL communicators as one group: one after the other they may wait for each other."""
+    backends[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        backends[0]._group_end()
+
+
+def own_addresses() -> Iterable[str]:
+    """Addresses of this machine: first the one on the route to the rendezvous store, then those of its name."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if host:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing: it only finds the route
+                yield probe.getsockname()[0]
+        except OSError:
+            pass  # no route by IPv4
+    try:
+        yield from {item[4][0] for item in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return
+
+
+def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int:
+    """Micro-batches in flight: one per pipeline stage, and one more where host work overlaps with all of them."""
+    if groups.pp is None:
+        return 1
+    if config.max_steps_in_flight > 1:
+        raise ConfigError(
+            f"max_steps_in_flight is {config.max_steps_in_flight}, the {groups.pp_size} pipeline stages keep "
+            f"{groups.pp_size + bool(config.overlap)} steps in flight by themselves; leave it at 1"
+        )
+    return groups.pp_size + bool(config.overlap)

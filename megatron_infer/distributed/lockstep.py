@@ -1,0 +1,409 @@
+"""The ranks of one engine in lockstep: each call that all of them make begins with a round over the leader (rank 0).
+
+    other ranks --report: call, flag, digest, text--> leader --answer, the same for all--> other ranks
+
+One round trip per step. No tensor and no process group is involved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.distributed.heartbeat import Heartbeat
+from megatron_infer.distributed.rank_links import RankLinks
+from megatron_infer.distributed.wire import LinkClosed
+from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, PromptsDiffer, RankFailure
+from megatron_infer.scheduler.step_plan import StepPlan
+
+ShapeOf = Callable[[StepPlan], GraphShape | None]
+"""What a step is padded to; None: it is not padded."""
+FOLLOW = "follow()"
+FAILED_STEP = "a failed step"
+SLICE_S = 0.2
+"""A wait checks this often whether the other ranks are alive."""
+ALONE_S = 10.0
+"""Ranks whose part of a step raises the same report it within this time; a rank that raises alone is missed by others
+that wait for it in a collective."""
+
+
+class Meeting(NamedTuple):
+    """The result of a round, the same on every rank."""
+
+    call: str
+    """The call that the leader makes."""
+    commands: list[dict[str, Any]]
+    arguments: Any
+    """Arguments of the leader's call."""
+    flag: bool
+    """Whether any rank raised its flag."""
+
+
+class _RoundReport(NamedTuple):
+    """One rank's message in a round."""
+
+    call: str
+    flag: bool = False
+    digest: str = ""
+    """Must be equal on all ranks, unless it is empty."""
+    text: str = ""
+    failed: bool = False
+    other_prompts: str = ""
+    """See `Lockstep.meet`."""
+
+
+class LocalLockstep:
+    """The lockstep of an engine of one process: every round ends at once with this process's own message."""
+
+    rank, size, is_leader = 0, 1, True
+
+    def __init__(self) -> None:
+        self.phase = "start"
+
+    def close(self) -> None:
+        """No other rank waits for this one."""
+
+    def meet(self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, **_: Any) -> Meeting:
+        return Meeting(call, commands or [], arguments, flag)
+
+    def agree(self, flag: bool, what: str = "an agreement") -> bool:
+        return flag
+
+    def gather(self, what: str, text: str) -> list[str]:
+        return [text]
+
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """No other rank can be gone."""
+
+    def planned(self, plan: StepPlan, **_: Any) -> None:
+        """No other rank plans."""
+
+    def step_failed(self, error: BaseException, seconds: float, **_: Any) -> None:
+        """All ranks failed in the same way."""
+
+
+class Lockstep:
+    """One of several ranks. After a RankFailure, or plans that differ, it is broken: each later call raises that again.
+
+    timeout_s: how long a rank may be late or silent before it counts as failed.
+    """
+
+    def __init__(self, links: RankLinks, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> None:
+        """give_up: see `Heartbeat`."""
+        self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
+        self.phase = "start"
+        """What the engine is doing, for error messages here and on the other ranks."""
+        self._links = links
+        phase = _PhaseOf(self)
+        self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
+        self._broken: RankFailure | LockstepError | None = None
+        self._finalizer = weakref.finalize(self, _close, self._watch, links)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Leave: the other ranks' next call fails."""
+        self._finalizer()
+
+    # ------------------------------------------------------------------ rounds
+
+    def meet(
+        self,
+        call: str,
+        commands: list[dict[str, Any]] | None = None,
+        *,
+        arguments: Any = None,
+        flag: bool = False,
+        compare: bool = True,
+        other_prompts: str = "",
+    ) -> Meeting:
+        """Every rank calls it at the same place -> the leader's commands and arguments, and whether any raised `flag`.
+
+        `follow()` fits every call. Raises LockstepError, on all ranks, when they are in different calls or pass
+        different arguments; RankFailure when a rank does not come. compare: False where only the leader has arguments.
+        other_prompts: how the prompts that this rank was given differ from the leader's; then all ranks raise
+        PromptsDiffer in place of the call.
+        """
+        digest = digest_of(arguments) if compare and call != FOLLOW else ""
+        content = {"commands": commands or [], "arguments": arguments}
+        report = _RoundReport(call, flag, digest, other_prompts=other_prompts)
+        answer = self._round(report, content, patient=call == FOLLOW)
+        if "commands" not in answer:  # a round that is no call, which `follow()` does not take part in
+            raise LockstepError(f"rank 0 is in {answer['call']} where this rank follows its calls")
+        return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
+
+    def agree(self, flag: bool, what: str = "an agreement") -> bool:
+        """Whether `flag` is set on any rank."""
+        return bool(self._round(_RoundReport(what, flag))["flag"])
+
+    def gather(self, what: str, text: str) -> list[str]:
+        """The text of each rank, by rank."""
+        texts: list[str] = self._round(_RoundReport(what, text=text))["texts"]
+        return texts
+
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        """The least value of each column over the ranks."""
+        rows = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
+        return [min(column) for column in zip(*rows, strict=True)]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """The body succeeds on all ranks or fails on all: with its own error where it raised, elsewhere with
+        OtherRankFailed, which names the rank. The body makes no rounds of its own."""
+        try:
+            yield
+        except (RankFailure, LockstepError):
+            raise
+        except BaseException as error:
+            text = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
+            self._round(_RoundReport(what, text=text, failed=True))
+            raise
+        answer = self._round(_RoundReport(what))
+        if answer["failed"]:
+            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
+            raise OtherRankFailed(reasons, ranks=[rank for rank, _ in answer["failed"]])
+
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if a rank has ended or is silent: for waits that are not rounds.
+
+        goodbyes: see `Heartbeat.check`.
+        """
+        try:
+            self._watch.check(goodbyes=goodbyes)
+        except RankFailure as failure:
+            self._fail(failure)
+
+    def planned(self, plan: StepPlan, *, check: bool, shape_of: ShapeOf = lambda plan: None) -> None:
+        """This rank is about to run `plan`; check: raise LockstepError unless plan and padding are equal on all."""
+        self.phase = f"{'prefill' if plan.prefill else 'decode'} of step {plan.step}"
+        if check:
+            self.check_plan(plan, shape_of(plan))
+
+    def check_plan(self, plan: StepPlan, shape: GraphShape | None = None) -> None:
+        """Raise LockstepError, naming the first request that differs, unless every rank has planned the same step."""
+        lines = describe(plan)
+        if shape is not None:
+            lines.append(["padded to", *shape.as_tuple()])
+        answer = self._round(_RoundReport("check of the plan", text=digest_of(lines)))
+        if len(set(answer["texts"])) == 1:
+            return
+        plans = [json.loads(text) for text in self.gather("comparison of plans", json.dumps(lines))]
+        # The ranks' schedulers differ from here on: there is no way back to a common state.
+        self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
+        raise self._broken
+
+    def step_failed(
+        self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "", own: bool = False
+    ) -> None:
+        """This rank's part of a step raised, after `seconds`. Returns if it raised the same on all ranks and was fatal
+        on none; else the engine has failed, and RankFailure names the rank that raised first.
+
+        fatal: what the ranks compute with cannot be used again, even if their errors are equal. cause: what raised on
+        this rank, where `error` is the same on all; a rank with a cause is named before those that missed it. own: the
+        error arose here and is not the sign of a failure elsewhere. Ranks that do not come are then waiting for this
+        one: it names itself after ALONE_S, and at once if the error is fatal as well.
+        """
+        what = f"{type(error).__name__}: {error}"
+        here = RankFailure(self.rank, self.phase, cause or what) if own else None
+        if here is not None and fatal:
+            self._check_broken()
+            self._fail(here)
+        report = _RoundReport(FAILED_STEP, text=json.dumps([what, seconds, fatal, cause]), failed=True)
+        texts = [json.loads(text) for text in self._round(report, alone=here)["texts"]]
+        if len({message for message, *_ in texts}) == 1 and not any(final for *_, final, _ in texts):
+            return
+        origins = [rank for rank in range(self.size) if texts[rank][3]] or range(self.size)
+        first = min(origins, key=lambda rank: texts[rank][1])
+        self._fail(RankFailure(first, self.phase, texts[first][3] or texts[first][0]))
+
+    # ------------------------------------------------------------------ the exchange
+
+    def _check_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _round(
+        self, mine: _RoundReport, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
+    ) -> dict[str, Any]:
+        """alone: raised if a rank does not come within ALONE_S; None: it has the usual time and is named as failed."""
+        self._check_broken()
+        try:
+            answer = self._lead(mine, content, alone) if self.is_leader else self._report(mine, patient, alone)
+        except RankFailure as failure:
+            self._fail(failure)
+        if "lost" in answer:
+            rank, reason = answer["lost"]
+            self._fail(RankFailure(rank, self.phase, reason))
+        if "differ" in answer:
+            raise LockstepError(answer["differ"])
+        if "other prompts" in answer:
+            raise PromptsDiffer(answer["other prompts"])
+        return answer
+
+    def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None) -> dict[str, Any]:
+        reports = [mine]
+        try:
+            reports += [self._receive(rank, mine.call, alone) for rank in range(1, self.size)]
+        except RankFailure as failure:
+            self._answer({"lost": [failure.rank, failure.reason]})
+            raise
+        answer = _answer_to(reports, content)
+        self._answer(answer)
+        return answer
+
+    def _receive(self, rank: int, call: str, alone: RankFailure | None) -> _RoundReport:
+        patience_s, link = self._watch.patience_s, self._links.calls[rank]
+        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
+        while True:
+            try:
+                message = link.receive(SLICE_S)
+            except LinkClosed:
+                self._watch.catch_up()  # the reason may have arrived
+                self._watch.check()
+                raise RankFailure(rank, self.phase, "its process has ended") from None
+            if message is not None:
+                return _RoundReport(*message)
+            self._watch.check()
+            if time.monotonic() > deadline:
+                raise alone or RankFailure(rank, self.phase, self._late(rank, call))
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        for link in self._links.calls.values():
+            try:
+                link.send(answer)
+            except LinkClosed:
+                continue  # the next round misses it
+
+    def _report(self, mine: _RoundReport, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
+        # The leader may wait for other ranks first, for each as long as for this one.
+        patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
+        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
+        lost = False
+        try:
+            link.send(mine)
+        except LinkClosed:
+            lost = True  # what it sent before it ended may still be readable
+        while True:
+            try:
+                message: dict[str, Any] | None = link.receive(SLICE_S)
+            except LinkClosed:
+                self._watch.catch_up()
+                self._watch.check()
+                raise RankFailure(0, self.phase, "its process has ended") from None
+            if message is not None:
+                return message
+            self._watch.check()
+            if not lost and alone is not None and time.monotonic() > deadline:
+                raise alone
+            if lost or (not patient and time.monotonic() > deadline):
+                raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
+
+    def _late(self, rank: int, call: str) -> str:
+        where = self._watch.phase_of(rank)
+        return f"it lives, in {where}, but has not come to {call} for {self.timeout_s:g} s (collective_timeout_s)"
+
+    def _fail(self, failure: RankFailure) -> None:
+        self._broken = failure
+        self._watch.spread(failure.rank, failure.reason)
+        raise failure
+
+
+class _PhaseOf:
+    """Reads a lockstep's phase without keeping the lockstep alive."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = weakref.ref(lockstep)
+
+    def __call__(self) -> str:
+        lockstep = self._lockstep()
+        return "its end" if lockstep is None else lockstep.phase
+
+
+def _close(watch: Heartbeat, links: RankLinks) -> None:
+    watch.close()
+    links.close()
+
+
+def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
+    """What the leader answers to all ranks."""
+    named = [(rank, report) for rank, report in enumerate(reports) if report.call != FOLLOW]
+    calls = {report.call for _, report in named}
+    if len(calls) > 1:
+        if FAILED_STEP in calls:
+            rank, report = next((rank, report) for rank, report in named if report.call == FAILED_STEP)
+            return {"lost": [rank, json.loads(report.text)[0]]}
+        return {"differ": "ranks are in different calls: " + ", ".join(f"rank {r}: {p.call}" for r, p in named)}
+    if len({report.digest for _, report in named}) > 1:
+        others = [str(rank) for rank, report in named if report.digest != reports[0].digest]
+        call = reports[0].call
+        return {"differ": f"{call} with other arguments on rank {', '.join(others)} than on rank 0; give all the same"}
+    if complaint := next((report.other_prompts for report in reports if report.other_prompts), ""):
+        return {"other prompts": complaint}
+    answer = {
+        "call": reports[0].call,
+        "flag": any(report.flag for report in reports),
+        "texts": [report.text for report in reports],
+        "failed": [(rank, report.text) for rank, report in named if report.failed],
+    }
+    return answer | (content or {})
+
+
+def digest_of(value: Any) -> str:
+    """16 hex digits that differ for values whose JSON differs; "" for None."""
+    if value is None:
+        return ""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def describe(plan: StepPlan) -> list[list[Any]]:
+    """A plan as JSON values, a line per request: what it computes, where, and the token before. Then the copies."""
+    lines = [
+        [r.id, "decodes at", start, "after token", r.tokens[-1], "of", len(r.tokens)]
+        for r, start in zip(plan.decode, plan.decode_starts, strict=True)
+    ]
+    for piece in plan.prefill:
+        lease = piece.request.lease
+        lines.append(
+            [
+                piece.request.id,
+                "prefills from",
+                piece.start,
+                piece.n,
+                len(piece.request.tokens),
+                [fork.id for fork in piece.forks],
+                lease.blocks if lease is not None else [],
+                piece.captures,
+                piece.drafts,
+            ]
+        )
+    copies = [(copy.kind.value, *copy[1:]) for copy in (*plan.copies_before, *plan.copies_after)]
+    return [*lines, ["copies", copies, [request.id for request in plan.readmitted]]]
+
+
+def _first_difference(plans: Sequence[list[list[Any]]]) -> str:
+    length = max(map(len, plans))
+    for index in range(length):
+        lines = [plan[index] if index < len(plan) else None for plan in plans]
+        if any(line != lines[0] for line in lines):
+            first = next((line[0] for line in lines if line is not None and line[0] != "copies"), "copies")
+            shown = ", ".join(f"rank {rank}: {_shown(line)}" for rank, line in enumerate(lines))
+            return f"the ranks' plans differ, first in request {first!r}: {shown}"
+    return "the ranks' plans differ"
+
+
+def _shown(line: list[Any] | None) -> str:
+    return "nothing" if line is None else " ".join(map(str, line))

@@ -1,0 +1,58 @@
+"""The ranks of one engine, for code that must do the same on all of them; a process alone is a group of one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron_infer.distributed.groups import ParallelGroups, TimeLimit
+
+
+class RankGroup:
+    """Decides once for all ranks of an engine."""
+
+    def __init__(self, groups: ParallelGroups, *, timeout_s: float) -> None:
+        """Links the ranks; every rank of the engine calls it."""
+        self.groups = groups
+        self._time_limit = TimeLimit(groups.inner, timeout_s)
+        self.lockstep = groups.lockstep(timeout_s=timeout_s, give_up=self._time_limit.cut)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the engine."""
+        return self.lockstep.size
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """The body succeeds on every rank or fails on every rank (see `Lockstep.together`)."""
+        return self.lockstep.together(what)
+
+    def any_rank(self, flag: bool) -> bool:
+        return self.lockstep.agree(flag)
+
+    def first_text(self, what: str, text: str | None) -> str | None:
+        """The text of the first rank that has one, with the rank's number unless it is the leader; None: no rank has.
+
+        text: None on a rank that has none.
+        """
+        texts = enumerate(self.lockstep.gather(what, text or ""))
+        return next((found if rank == 0 else f"rank {rank}: {found}" for rank, found in texts if found), None)
+
+    def from_leader(self, what: str, value: Any) -> Any:
+        """The leader's value on every rank, as JSON gives it back."""
+        return self.lockstep.meet(what, arguments=value, compare=False).arguments
+
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if another rank is gone. goodbyes: also one that has closed its engine."""
+        self.lockstep.check_alive(goodbyes=goodbyes)
+
+    def check_collectives(self) -> None:
+        """Raise RankFailure if collectives were ended because a rank is gone: what they left on the device is void."""
+        if self._time_limit.was_cut:
+            self.check_alive()
+
+    def limit_collectives(self, limited: bool) -> None:
+        """Whether collectives of the model's groups wait no longer than the engine's ranks wait for each other."""
+        if limited:
+            self._time_limit.enter()
+        else:
+            self._time_limit.leave()

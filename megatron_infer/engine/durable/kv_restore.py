@@ -1,0 +1,334 @@
+"""Keys, values and states in files of saved requests, and how they come back into a cache of other blocks and rows.
+
+    blocks        [blocks, layers, 2, B, K, H]    where the model has attention layers
+    draft blocks  the same of the draft model      where one drafts tokens
+    states        uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
+
+A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
+prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
+exactly those tokens, and a sequence's own.
+
+With several ranks each writes such tensors of its own part, under the same numbers; a pipeline stage without attention
+or Mamba layers has no `blocks` or `states`, but counts their numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.distributed.rank_group import RankGroup
+from megatron_infer.engine.durable.file_format import add_tensor
+from megatron_infer.engine.durable.rank_files import layout_differs, layout_of, read_part
+from megatron_infer.engine.durable.request_codec import SavedKV
+from megatron_infer.kernels.freed_weights import unpacked
+from megatron_infer.memory.store import CacheStore
+from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.attached_lora import attached_tensors
+from megatron_infer.models.weights.manager import WeightManager
+from megatron_infer.scheduler.policy import blocks_needed
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.scheduler import Scheduler
+
+_SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
+"""Fields of ModelShape that keys and values of one rank depend on."""
+_ROTARY_POSITIONS = 64
+OF_MODEL = "auto"
+"""The weight_dtype that is not in a file."""
+
+
+def describe(
+    shape: ModelShape,
+    *,
+    kv_dtype: str | None = None,
+    weight_dtype: str = OF_MODEL,
+    draft: ModelShape | None = None,
+) -> dict[str, Any]:
+    """What the saved memory of one rank depends on, as JSON values, with the recurrent state's where there is one.
+
+    kv_dtype: the cache's, weight_dtype: the option; included where they are not the model's. draft: the draft model's
+    shape.
+    """
+    fields = asdict(shape)
+    named = {name: fields[name] for name in _SHAPE}
+    if kv_dtype not in (None, shape.dtype) and shape.num_attention_layers:
+        named["kv_dtype"] = kv_dtype
+    if weight_dtype != OF_MODEL:
+        named["weight_dtype"] = weight_dtype
+    state = fields["state"]
+    if state is not None:
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
+        named |= {f"state.{name}": value for name, value in plain.items()}
+    if draft is not None:
+        named |= {f"draft.{name}": value for name, value in describe(draft).items()}
+    return named
+
+
+def difference(
+    shape: ModelShape,
+    saved: Mapping[str, Any],
+    *,
+    kv_dtype: str | None = None,
+    weight_dtype: str = OF_MODEL,
+    draft: ModelShape | None = None,
+) -> str | None:
+    """How a model of `shape` differs from the one described in a file; None when it does not."""
+    here = describe(shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft)
+    if weight_dtype != (was := saved.get("weight_dtype", OF_MODEL)):
+        return f"weight_dtype is {weight_dtype}, it was {was}"
+    kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
+    if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
+        return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
+    for name in [*here, *(name for name in saved if name not in here)]:
+        if here.get(name) != saved.get(name):
+            return f"the model's {name} is {here.get(name)}, it was {saved.get(name)}"
+    return None
+
+
+def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many blocks and states a file numbers, by its own description; kv: None without saved memory.
+
+    Raises ValueError when a tensor holds another count.
+    """
+    counts = {}
+    kinds = {BLOCKS: (BLOCKS, "num_attention_layers"), STATES: (STATES, "state.num_layers")}
+    for name, (numbers, layers) in (kinds | {DRAFT_BLOCKS: (BLOCKS, "draft.num_attention_layers")}).items():
+        held = len(tensors[name]) if name in tensors else 0
+        counts[name] = held if kv is None else int(kv.get(f"num_{numbers}", held))
+        kept_here = kv is not None and kv["shape"].get(layers)
+        if held != counts[name] and (held or kept_here):
+            raise ValueError(f"{held} {name}, {counts[name]} are named")
+    return counts
+
+
+def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
+    """Raise ValueError when a sequence names a block or state that its file does not have."""
+    for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
+        wrong = [place for place in places if not 0 <= place < counts[name]]
+        if wrong:
+            raise ValueError(f"{name} {wrong[:8]} of {counts[name]}")
+
+
+def content_digest(adopted: AdoptedModel) -> str:
+    """A digest of the model's content: each parameter's name, dtype, shape and bytes, and how positions enter keys.
+
+    Two engines with equal digests and shapes compute the same keys and values. Reads all weights.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    with unpacked(adopted.live):
+        tensors = dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
+        for name in sorted(tensors):
+            add_tensor(digest, name, tensors[name])
+    rotary = adopted.rotary_table(_ROTARY_POSITIONS)
+    if rotary is not None:
+        add_tensor(digest, "cos", rotary.cos_PR)
+        add_tensor(digest, "sin", rotary.sin_PR)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Keys, values and states that one rank holds of requests."""
+
+    saved: dict[str, SavedKV]
+    """By request, the same on every rank."""
+    tensors: dict[str, Tensor]
+    """`blocks`, `draft blocks` and `states`, as far as this rank has layers that keep them."""
+    num_blocks: int = 0
+    num_states: int = 0
+
+
+def collect(requests: Iterable[Request], store: CacheStore, *, attends: bool, recurrent: bool) -> Memory:
+    """The memory of requests of which something is computed.
+
+    attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
+    scheduled of a request is computed then, and its row's state is behind exactly those tokens.
+    """
+    place: dict[int, int] = {}
+    rows: list[int] = []
+    saved: dict[str, SavedKV] = {}
+    for request in requests:
+        lease = request.lease
+        if lease is None or not request.scheduled:
+            continue
+        assert not request.in_flight, f"{request.id} has a step in flight"
+        held = lease.blocks[: blocks_needed(request.scheduled, store.layout.block_size)] if attends else []
+        blocks, state = [place.setdefault(block, len(place)) for block in held], None
+        if recurrent:
+            state = len(rows)
+            rows.append(lease.row)
+        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
+    tensors = store.read_blocks(list(place)) if place else {}
+    if rows and store.layout.state is not None:
+        tensors[STATES] = store.read_states(rows)
+    return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
+
+
+class KVReturn:
+    """Puts saved memory back: leases a request blocks and a row, shared with requests put back before, and writes.
+
+    Whole blocks of this engine are shared among the leading blocks that two sequences have in common in the file.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: CacheStore, *, block_size: int | None
+    ) -> None:
+        """tensors: as `collect` gave them, in blocks of `block_size`; None: the file holds no blocks on any rank."""
+        self._contents = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS) if name in tensors}
+        self._states = tensors.get(STATES)
+        self._file_block_size = block_size
+        self._scheduler, self._store = scheduler, store
+        self._owner: dict[int, tuple[Request, SavedKV]] = {}
+
+    def readmit(self, request: Request, kv: SavedKV) -> bool:
+        """Let `request` go on where it was; False, with nothing changed, when there is no room."""
+        like, num_shared = self._shares_with(kv)
+        if not self._scheduler.readmit(request, kv.num_tokens, like=like, num_shared=num_shared):
+            return False
+        for block in kv.blocks:
+            self._owner.setdefault(block, (request, kv))
+        self._write(request, kv, num_shared)
+        if kv.state is not None and self._states is not None:
+            assert request.lease is not None
+            self._store.write_states([request.lease.row], self._states[kv.state : kv.state + 1])
+        return True
+
+    def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
+        """The request that has most of this sequence's leading blocks, and how many tokens to share with it."""
+        best: Request | None = None
+        run = 0
+        for column, block in enumerate(kv.blocks):
+            owner = self._owner.get(block)
+            if owner is None or owner[1].blocks[: column + 1] != kv.blocks[: column + 1]:
+                break
+            best, run = owner[0], column + 1
+            most = owner[1].num_tokens
+        if best is None or self._file_block_size is None:
+            return None, 0
+        size = self._store.layout.block_size
+        num_shared = min(run * self._file_block_size, kv.num_tokens, most) // size * size
+        return (best, num_shared) if num_shared else (None, 0)
+
+    def _write(self, request: Request, kv: SavedKV, start: int) -> None:
+        """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
+        size, lease = self._store.layout.block_size, request.lease
+        assert lease is not None and start % size == 0
+        if start >= kv.num_tokens or not self._contents:
+            return
+        first, count = start // size, blocks_needed(kv.num_tokens - start, size)
+        cut = {name: _cut(content[kv.blocks], start, kv.num_tokens, size) for name, content in self._contents.items()}
+        self._store.write_blocks(lease.blocks[first : first + count], cut)
+
+
+def _cut(chosen: Tensor, start: int, end: int, size: int) -> Tensor:
+    """Tokens start .. end-1 of blocks laid end to end, [blocks, layers, 2, B, K, H], in blocks of `size` tokens."""
+    num_blocks, layers, _, file_size, heads, dim = chosen.shape
+    tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
+    wanted = tokens_L2TKH[:, :, start:end]
+    count = blocks_needed(end - start, size)
+    padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
+    padded[:, :, : end - start] = wanted
+    return padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMemory:
+    """One rank's memory in a file that was read."""
+
+    kv: Mapping[str, Any] | None
+    """What it depends on; None: there is none."""
+    tensors: Mapping[str, Tensor]
+    unusable: str | None
+    """Why it cannot be used on this rank, whatever the weights; None: it may be used."""
+
+
+class KVArchive:
+    """Saves and restores what one engine's cache holds of requests; with several ranks each does its own part."""
+
+    def __init__(
+        self,
+        adopted: AdoptedModel,
+        store: CacheStore,
+        scheduler: Scheduler,
+        weights: WeightManager,
+        rank_group: RankGroup,
+        *,
+        kv_dtype: str,
+        weight_dtype: str = OF_MODEL,
+        draft: AdoptedModel | None = None,
+        draft_shape: ModelShape | None = None,
+    ) -> None:
+        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none.
+        draft_shape: of what drafts."""
+        self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
+        self._weights, self._groups, self._draft_shape = weights, rank_group.groups, draft_shape
+        self._dtypes = {"kv_dtype": kv_dtype, "weight_dtype": weight_dtype}
+        self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
+        self._digest: tuple[int, str] | None = None
+
+    def collect(self, requests: Iterable[Request]) -> Memory:
+        """This rank's memory of these requests (see `collect`)."""
+        recurrent = self._scheduler.context.states is not None
+        return collect(requests, self._store, attends=self._attends, recurrent=recurrent)
+
+    def describe(self, memory: Memory) -> dict[str, Any]:
+        """What saved memory of this rank depends on, and how much of it there is."""
+        return {
+            "shape": describe(self._adopted.shape, **self._dtypes, draft=self._draft_shape),
+            "content": self._content(),
+            "block_size": self._store.layout.block_size if memory.num_blocks else None,
+            "num_blocks": memory.num_blocks,
+            "num_states": memory.num_states,
+        }
+
+    def read(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileMemory:
+        """This rank's memory in the file at `path` with that content."""
+        groups, kv = self._groups, manifest["kv"]
+        if kv is None:
+            return FileMemory(kv=None, tensors={}, unusable="saved without keys and values")
+        if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
+            return FileMemory(kv=None, tensors={}, unusable=differs)
+        if groups.engine_rank:
+            try:
+                kv, tensors = read_part(path, manifest, groups.engine_rank)
+            except FileNotFoundError as error:
+                missing = f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
+                return FileMemory(kv=None, tensors={}, unusable=missing)
+        own = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS, STATES) if name in tensors}
+        return FileMemory(kv=kv, tensors=own, unusable=None)
+
+    def why_unusable(self, memory: FileMemory) -> str | None:
+        """Why a file's memory cannot be used with the weights as they are; None when it can."""
+        if memory.kv is None:
+            return memory.unusable
+        saved = memory.kv["shape"]
+        differs = difference(self._adopted.shape, saved, **self._dtypes, draft=self._draft_shape)
+        if differs is not None:
+            return differs
+        if memory.kv["content"] != self._content():
+            return "the weights differ from those it was computed with"
+        return None
+
+    def returning(self, memory: FileMemory) -> KVReturn:
+        """Puts a file's memory back."""
+        assert memory.kv is not None
+        held = next((memory.tensors[name] for name in (BLOCKS, DRAFT_BLOCKS) if name in memory.tensors), None)
+        in_blocks = None if held is None else int(held.shape[3])
+        block_size = memory.kv.get("block_size") or in_blocks
+        return KVReturn(memory.tensors, self._scheduler, self._store, block_size=block_size)
+
+    def _content(self) -> str:
+        """The digest of all weights, computed once per update of them (versions may repeat)."""
+        update = self._weights.num_updates
+        if self._digest is None or self._digest[0] != update:
+            draft = "" if self._draft in (None, self._adopted) else content_digest(self._draft)
+            self._digest = (update, content_digest(self._adopted) + draft)
+        return self._digest[1]

@@ -1,0 +1,199 @@
+"""Snapshots of an engine's figures, which wandb, Prometheus and a coordinator's report are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from megatron_infer.engine.metrics.registry import Histogram, Labels, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSnapshot:
+    """The engine after one step, with the keys that Megatron's engine logs (`inference/...`)."""
+
+    step: int
+    """Steps since the engine was built; the x axis, logged as `inference/inference_step`."""
+    step_time_s: float
+    waiting_queue_len: int
+    total_requests_dict_size: int
+    """Unfinished requests: waiting, running and paused."""
+    total_blocks: int
+    allocated_blocks: int
+    """Blocks held by requests or kept by the prefix cache."""
+    active_unique_blocks: int
+    """Blocks held by running requests, a shared one counted once."""
+    active_request_count: int
+    paused_request_count: int
+    block_count_avail: int
+    active_token_count: int
+    """Tokens computed by the step."""
+    total_request_count: int
+    """Requests that hold a row: active and paused."""
+    max_requests: int
+    prefix_cache_hits: int
+    """Admissions that found cached blocks, since the engine was built."""
+    prefix_cache_blocks_matched: int
+
+    @property
+    def allocated_utilization(self) -> float:
+        """Percent of the blocks that are allocated."""
+        return 100.0 * self.allocated_blocks / max(self.total_blocks, 1)
+
+    @property
+    def active_utilization(self) -> float:
+        """Percent of the blocks that running requests hold."""
+        return 100.0 * self.active_unique_blocks / max(self.total_blocks, 1)
+
+    def as_metrics(self) -> dict[str, float]:
+        """Every key with the prefix `inference/`, the two utilizations (percent) included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["inference_step"] = values.pop("step")
+        values["allocated_utilization"] = self.allocated_utilization
+        values["active_utilization"] = self.active_utilization
+        return {f"inference/{name}": value for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCounts:
+    """A histogram's content: counts[i] observations with bounds[i-1] < x <= bounds[i], the last above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+    """Sum of the observations."""
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> BucketCounts:
+        return cls(bounds=histogram.bounds, counts=tuple(histogram.counts), total=histogram.total)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A counter or gauge that is not the engine's own, such as those of the mismatch meter."""
+
+    name: str
+    """The full name."""
+    kind: str
+    help: str
+    value: float
+    labels: Labels = ()
+
+    @classmethod
+    def all_of(cls, registry: Registry) -> tuple[Reading, ...]:
+        """Every counter and gauge of a registry, with its value now; histograms are left out."""
+        return tuple(
+            cls(name=family.name, kind=family.kind, help=family.help, value=metric.value, labels=labels)
+            for family in list(registry.collect())
+            for labels, metric in list(family.series.items())
+            if not isinstance(metric, Histogram)
+        )
+
+
+GRAPH_STEPS = ("replayed", "padded", "eager")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """An engine's state, and what it has counted since it was built."""
+
+    born: float
+    """Unix time at which it was built; another value means that the counts have started again at zero."""
+    state: str
+    weight_version: int
+    num_waiting: int
+    num_running: int
+    num_paused: int
+    capacity: int
+    """Most requests in one step."""
+    blocks_used: int
+    """Held by requests that are not paused; a shared block counts once."""
+    blocks_cached: int
+    """Free, and kept for the prefix cache."""
+    blocks_paused: int
+    """Held by paused requests alone."""
+    blocks_free: int
+    """Free without cached content."""
+    state_slots_used: int = 0
+    """Recurrent-state slots of rows that requests hold. All three are 0 for models without recurrent state."""
+    state_slots_cached: int = 0
+    """Slots that keep a state for the prefix cache."""
+    state_slots_free: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that have sampled a token."""
+    cached_prompt_tokens: int = 0
+    """Those of `prompt_tokens` that the prefix cache served."""
+    output_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefix_hit_tokens: int = 0
+    pauses: int = 0
+    evictions: int = 0
+    """Preemptions that took a request's memory, swaps to the host included."""
+    swaps_out: int = 0
+    swaps_in: int = 0
+    retracted_steps: int = 0
+    recomputed_tokens: int = 0
+    drafted: Mapping[str, int] = field(default_factory=dict)
+    """Tokens drafted by place among the drafts of a step, from "1"; this and the next four are empty or 0 where
+    nothing is drafted."""
+    drafts_accepted: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that became tokens of their request."""
+    draft_depths: Mapping[str, int] = field(default_factory=dict)
+    """Proposals by how many of their tokens a step verified, from "0"."""
+    verifications: int = 0
+    drafting_seconds: float = 0.0
+    adapters_on_device: int = 0
+    """LoRA adapters that have a slot, and those that are loaded on the host alone."""
+    adapters_on_host: int = 0
+    adapter_loads: int = 0
+    """Times that an adapter was written into a slot."""
+    adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    """Requests that ended, by adapter, and their output tokens."""
+    adapter_tokens: Mapping[str, int] = field(default_factory=dict)
+    graphs: int = 0
+    """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""
+    graph_bytes: int = 0
+    graph_captures: int = 0
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps by GRAPH_STEPS: replayed from a graph, padded to a shape without a graph, or eager."""
+    graph_draws_outside: int = 0
+    """Replayed and padded steps with a row that the captured draw cannot serve: see `CapturedDraw.drawn_outside`."""
+    ended: Mapping[str, int] = field(default_factory=dict)
+    """Requests by outcome: stop, length, abort, error."""
+    transitions: Mapping[str, int] = field(default_factory=dict)
+    """Number of suspends and resumes."""
+    transition_seconds: Mapping[str, float] = field(default_factory=dict)
+    ttft: BucketCounts | None = None
+    itl: BucketCounts | None = None
+    e2e: BucketCounts | None = None
+    beside: tuple[Reading, ...] = ()
+    """Metrics that others keep in `EngineMeter.registry`, such as the mismatch meter's."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks_used + self.blocks_cached + self.blocks_paused + self.blocks_free
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values to send; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineSnapshot:
+        """Ignores unknown names: a replica may be newer."""
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        for name in ("ttft", "itl", "e2e"):
+            one = known.get(name)
+            if one is not None:
+                known[name] = BucketCounts(bounds=tuple(one["bounds"]), counts=tuple(one["counts"]), total=one["total"])
+        known["beside"] = tuple(
+            Reading(**{**one, "labels": tuple((name, value) for name, value in one["labels"])})
+            for one in known.get("beside", ())
+        )
+        return cls(**known)

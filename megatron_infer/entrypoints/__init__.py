@@ -1,1 +1,0 @@
-"""LLM and AsyncLLM: an engine with a model and a tokenizer, for scripts."""

@@ -1,0 +1,277 @@
+"""Operations of many layers as one C++ call (native/layers.cpp). Without it every operation is a call from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from operator import getitem
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels import huge_pages
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.native.cpu_native import KERNELS, SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.native.native_lora import NativeLoRA
+from megatron_infer.kernels.packing import PackedLinears
+
+KINDS = ("norms", "linears", "attention", "activations", "adapters")
+"""Kinds of operations, in the order of Kind in native/layers.cpp. Adapters are added by the linears."""
+_NORM, _LINEAR, _ATTEND, _SILU_MUL, _ = range(len(KINDS))
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class Parameters(Protocol):
+    """A module's parameters by name, as they are now."""
+
+    def __getitem__(self, name: str, /) -> Tensor | None: ...
+
+
+class Adapted(Protocol):
+    """A linear that adapters may change."""
+
+    lora: Any
+    """Their `NativePairs` as they are now; None: the engine has no adapters, or none may have a pair for it."""
+
+
+Source = tuple[Parameters, str]
+"""Where a live tensor is read at every step: its module's parameters, and its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormOp:
+    """(x, residual) -> (RMS norm of x + residual, x + residual)."""
+
+    weight: Source
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearOp:
+    """x -> x @ weight.T + bias, from the packed copy of the weight; and in steps with adapters, their products."""
+
+    weight: Source
+    bias: Source | None
+    adapted: Adapted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendOp:
+    """The fused projection [T, X] -> paged attention [T, N * H].
+
+    Columns are groups of `cell`; at_q, at_k, at_v: the first ones of the queries, the key and the value.
+    """
+
+    layer: int
+    spec: AttendSpec
+    at_q: int
+    at_k: int
+    at_v: int
+    cell: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiluMulOp:
+    """[T, 2 * F] -> silu(first half) * second half, [T, F]."""
+
+
+ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp
+
+
+class LayerProgram:
+    """Operations in order. Kernels keep what they derive from one by its identity."""
+
+    def __init__(self, ops: Sequence[ProgramOp], *, ends_model: bool = False) -> None:
+        """ends_model: its output is the model's final hidden states."""
+        self.ops = tuple(ops)
+        self.is_first_norm = isinstance(self.ops[0], NormOp)
+        attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
+        self.narrows_at = attends[-1] + 1 if ends_model and attends else None
+        """The operation from which on nothing but the tokens whose output is wanted need be computed; None: none."""
+
+
+class _LayerOp(ctypes.Structure):
+    """LayerOp in native/layers.cpp."""
+
+    _fields_ = [
+        ("kind", _I),
+        *((name, _P) for name in ("weight", "bias")),
+        *((name, _I) for name in ("inner", "outer")),
+        ("spec", _P),
+        *((name, _I) for name in ("layer", "at_q", "at_k", "at_v", "cell")),
+        ("eps", ctypes.c_double),
+        ("lora", _P),
+    ]
+
+
+class _LayerCall(ctypes.Structure):
+    """LayerCall in native/layers.cpp."""
+
+    _fields_ = [
+        ("ops", _P),
+        *((name, _I) for name in ("num_ops", "tokens", "threads")),
+        *((name, _P) for name in ("context", "step", "x", "residual")),
+        ("buffers", _P * 2),
+        *((name, _P) for name in ("out", "keys", "values")),
+        *((name, _I) for name in ("layer_bytes", "starts_residual")),
+        *((name, _P) for name in ("lora", "linear", "kept")),
+        *((name, _I) for name in ("num_kept", "narrows_at")),
+        ("ns", _P),
+    ]
+
+
+class _Prepared:
+    """A program with the addresses that its weights had when it was prepared."""
+
+    def __init__(self, program: LayerProgram) -> None:
+        ops = program.ops
+        self.matrices = [op.weight for op in ops if isinstance(op, LinearOp)]
+        """Sources of the packed weights."""
+        vectors = [op.weight if isinstance(op, NormOp) else op.bias for op in ops if isinstance(op, NormOp | LinearOp)]
+        self.vectors = [source for source in vectors if source is not None]
+        """Sources of what is read in place: weights of norms, and biases."""
+        self.adapted = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
+        """Linears by their place among the operations."""
+        self.lora: list[Any] = [None] * len(self.adapted)
+        """The pairs that the structs point at."""
+        self.structs = (_LayerOp * len(ops))()
+        self.found: list[object] = []
+        """What the structs were made for (see `NativeLayers._ready`); empty: for nothing."""
+        self.fits = False
+        self.width = self.most = 0
+        """Entries of a token behind the last operation, and at most between two."""
+
+
+class NativeLayers:
+    """Runs programs of one dtype with the native linears, norms and attention of one engine."""
+
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, packed: PackedLinears, attention: NativePagedAttention
+    ) -> None:
+        self._dtype, self._packed, self._attention = dtype, packed, attention
+        self.lora: NativeLoRA | None = None
+        """Plans the steps with adapters; None: the engine has none."""
+        self._function = bind(library, f"mi_run_layers_{SUFFIXES[dtype]}", [_P])
+        self._prepared: weakref.WeakKeyDictionary[LayerProgram, _Prepared | None] = weakref.WeakKeyDictionary()
+        self._call = _LayerCall()
+        self._address = ctypes.addressof(self._call)
+        self._buffers = torch.empty(0, dtype=dtype)
+        self._ns = (ctypes.c_int64 * len(KINDS))()
+        self._call.ns = ctypes.addressof(self._ns)
+        linear = getattr(library, f"{KERNELS[packed.layout.name]}_{SUFFIXES[dtype]}")
+        self._call.linear = ctypes.cast(linear, _P).value
+
+    def run(
+        self,
+        program: LayerProgram,
+        kv_cache: Tensor,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        *,
+        has_adapters: bool = False,
+        kept_S: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What the operations of the program return one by one, to the bit; None: they must run one by one.
+
+        residual_TD may be overwritten. has_adapters: some token has one, and `lora` has planned the step.
+        kept_S: int64, the tokens of the output, fewer than x has; only of a program that narrows, without adapters.
+        """
+        attention = self._attention
+        if x_TD.dtype is not self._dtype or kv_cache.dtype is not self._dtype or not x_TD.is_contiguous():
+            return None
+        prepared = self._ready(program, kv_cache.shape[3], x_TD.shape[1])
+        if prepared is None or attention.num_padding:
+            return None
+        starts = residual_TD is None and program.is_first_norm
+        if starts:
+            residual_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+        elif residual_TD is not None and not (residual_TD.dtype is torch.float32 and residual_TD.is_contiguous()):
+            return None
+        tokens, item = x_TD.shape[0], x_TD.element_size()
+        size = -(-tokens * prepared.most // 32) * 32
+        if len(self._buffers) < 2 * size:
+            self._buffers = torch.empty(0, dtype=self._dtype)
+            self._buffers = huge_pages.empty(2 * size, self._dtype)
+        out = torch.empty(tokens if kept_S is None else len(kept_S), prepared.width, dtype=self._dtype)
+        layer_stride, plane_stride = kv_cache.stride()[:2]
+        call, buffer, keys = self._call, self._buffers.data_ptr(), kv_cache.data_ptr()
+        call.ops, call.num_ops = ctypes.addressof(prepared.structs), len(prepared.structs)
+        call.tokens, call.threads = tokens, torch.get_num_threads()
+        call.context, call.step = attention.context, attention.step_address
+        call.x, call.residual = x_TD.data_ptr(), None if residual_TD is None else residual_TD.data_ptr()
+        call.buffers[0], call.buffers[1], call.out = buffer, buffer + size * item, out.data_ptr()
+        call.keys, call.values, call.layer_bytes = keys, keys + plane_stride * item, layer_stride * item
+        call.starts_residual = starts
+        call.narrows_at = 0
+        if kept_S is not None:
+            assert len(kept_S) < tokens and program.narrows_at is not None and kept_S.dtype is torch.int64
+            call.kept, call.num_kept, call.narrows_at = kept_S.data_ptr(), len(kept_S), program.narrows_at
+        call.lora = self._lora_step(prepared) if has_adapters else None
+        self._function(self._address)
+        return out, residual_TD
+
+    def take_seconds(self) -> dict[str, float]:
+        """Time of each kind of operation since the last call of this."""
+        seconds = {kind: ns * 1e-9 for kind, ns in zip(KINDS, self._ns, strict=True)}
+        self._ns[:] = [0] * len(KINDS)
+        return seconds
+
+    def _ready(self, program: LayerProgram, block_size: int, width: int) -> _Prepared | None:
+        """The program with the addresses that its weights have now; None: it cannot run here."""
+        prepared = self._prepared.get(program)
+        if prepared is None:
+            prepared = self._prepared[program] = _Prepared(program)
+        get = self._packed.get
+        # maps: of more than a hundred weights in every step
+        copies = list(map(get, map(id, starmap(getitem, prepared.matrices))))
+        vectors = list(starmap(getitem, prepared.vectors))
+        found = [self._packed.num_packings, *map(id, copies)]
+        found += [None if vector is None else vector.data_ptr() for vector in vectors]
+        if found != prepared.found:
+            prepared.found = found  # ids of copies are of this packing, which keeps them
+            prepared.fits = None not in copies and all(vector is None or self._reads(vector) for vector in vectors)
+            if prepared.fits:
+                self._fill(program, prepared, copies, block_size, width)
+        return prepared if prepared.fits else None
+
+    def _lora_step(self, prepared: _Prepared) -> int:
+        """Address of the step's plan; the linears point at the pairs that they have now."""
+        assert self.lora is not None, "a step with adapters in an engine without any"
+        lora = [linear.lora for _, linear in prepared.adapted]
+        if lora != prepared.lora:
+            for (place, _), pairs in zip(prepared.adapted, lora, strict=True):
+                prepared.structs[place].lora = None if pairs is None else pairs.address
+            prepared.lora = lora
+        return self.lora.step_address
+
+    def _reads(self, vector: Tensor) -> bool:
+        return vector.dtype is self._dtype and vector.is_contiguous()
+
+    def _fill(
+        self, program: LayerProgram, prepared: _Prepared, packed: list[Tensor | None], block_size: int, width: int
+    ) -> None:
+        prepared.most = 0
+        copies = iter(packed)
+        for struct, op in zip(prepared.structs, program.ops, strict=True):
+            struct.inner = width
+            match op:
+                case NormOp(weight=(parameters, name), eps=eps):
+                    struct.kind, struct.weight, struct.eps = _NORM, parameters[name].data_ptr(), eps
+                case LinearOp(weight=(parameters, name), bias=bias):
+                    copy, added = next(copies), None if bias is None else bias[0][bias[1]]
+                    struct.kind, struct.weight = _LINEAR, copy.data_ptr()
+                    struct.bias = None if added is None else added.data_ptr()
+                    width = parameters[name].shape[0]
+                case AttendOp(spec=spec):
+                    struct.kind, struct.spec = _ATTEND, self._attention.address_of(spec, block_size)
+                    for name in ("layer", "at_q", "at_k", "at_v", "cell"):
+                        setattr(struct, name, getattr(op, name))
+                    width = spec.num_kv_heads * spec.group_size * spec.head_dim
+                case SiluMulOp():
+                    struct.kind, width = _SILU_MUL, width // 2
+            struct.outer, prepared.most = width, max(prepared.most, width)
+        prepared.width = width

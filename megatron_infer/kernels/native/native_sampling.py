@@ -1,0 +1,99 @@
+"""Argmax, draws and log probabilities in C++ (native/sampling.cpp): one call for all rows that sorts what it needs."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class NativeSampling:
+    """`runner.sampling.filters` and `runner.sampling.logprobs` for fp32 logits on a CPU; the tokens are the same."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._argmax, self._draw, self._score = library.mi_argmax, library.mi_draw, library.mi_score
+        self._argmax.argtypes, self._argmax.restype = [_P, _I, _I, _I, _P, _P, ctypes.c_int], None
+        self._draw.argtypes, self._draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
+        self._score.argtypes, self._score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
+
+    def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """(lowest id of the largest logit, that logit in fp32) of each row; rows may be strided.
+
+        A NaN never wins, but makes the row's largest logit NaN; a row of NaN gives id 0.
+        """
+        rows, vocab = logits_SV.shape
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
+        token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._argmax(
+            logits_SV.data_ptr(),
+            logits_SV.stride(0),
+            rows,
+            vocab,
+            token.data_ptr(),
+            top.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token, top
+
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(token, largest logit, logit and id of the last candidate kept, mass) of each row; rows may be strided.
+
+        columns_5M: float64 1 / temperature, top_k (V when off), top_p, min_p, uniform. A row without a finite largest
+        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `filters.DrawResult`.
+        """
+        rows, vocab = logits_MV.shape
+        assert logits_MV.dtype is torch.float32 and logits_MV.stride(1) == 1
+        assert columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
+        token, cut_id, mass = torch.empty(3, rows, dtype=torch.int64)
+        top, cut_logit = torch.empty(2, rows)
+        self._draw(
+            logits_MV.data_ptr(),
+            logits_MV.stride(0),
+            rows,
+            vocab,
+            columns_5M.data_ptr(),
+            token.data_ptr(),
+            top.data_ptr(),
+            cut_logit.data_ptr(),
+            cut_id.data_ptr(),
+            mass.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token, top, cut_logit, cut_id, mass
+
+    def score(
+        self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(logprob and rank of each row's token, `top` most likely ids and their logprobs); rows may be strided.
+
+        known: mass and largest logit of the rows from `draw` of the same logits; the same bits, faster. Where the mass
+        is below 0 only the largest logit is known, where it is 0 neither.
+        """
+        rows, vocab = logits_AV.shape
+        assert logits_AV.dtype is torch.float32 and logits_AV.stride(1) == 1
+        assert token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
+        logprob, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        top_ids, top_logprobs = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
+        if known is not None:
+            mass, largest = known
+            assert mass.dtype is torch.int64 and largest.dtype is torch.float32 and len(mass) == len(largest) == rows
+            assert mass.is_contiguous() and largest.is_contiguous()
+        self._score(
+            logits_AV.data_ptr(),
+            logits_AV.stride(0),
+            rows,
+            vocab,
+            token_A.data_ptr(),
+            top,
+            None if known is None else known[0].data_ptr(),
+            None if known is None else known[1].data_ptr(),
+            logprob.data_ptr(),
+            rank.data_ptr(),
+            top_ids.data_ptr(),
+            top_logprobs.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logprob, rank, top_ids, top_logprobs

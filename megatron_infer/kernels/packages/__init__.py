@@ -1,0 +1,1 @@
+"""Kernels of other packages behind the same seam: flash-attn and FlashInfer."""

@@ -1,0 +1,372 @@
+"""Build a GPTModel or MambaModel from a description, with the weights of its source."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.activations import squared_relu
+from megatron_infer.models.loading.head_padding import divisible
+from megatron_infer.models.loading.hf_names import Shard
+from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
+from megatron_infer.models.stage_layers import stage_options
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_infer.models.loading.sources import ModelSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+# Not megatron-core's own squared_relu, which is compiled: seconds at the first call on a CPU.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": squared_relu,
+}
+
+# megatron-core's rope_scaling switch means these numbers of Llama 3.1; others are set on the built model.
+_LLAMA3_NATIVE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+
+
+def build_model(
+    source: ModelSource | ModelDescription,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    vocab_multiple: int = 1,
+    pg_collection: Any = None,
+    use_legacy_module: bool = False,
+    **config_overrides: Any,
+) -> GPTModel | MambaModel:
+    """The source's model in `dtype` on `device`, in eval mode, with its weights (uninitialised for a description).
+
+    Without torch.distributed a single-process gloo group is made (no port, no network). For several ranks the caller
+    has set up torch.distributed; each rank builds its pipeline stage and reads only its own part of the weights. Sizes
+    come from pg_collection where it is given. Stages are as even as megatron-core allows, unless its own options
+    (num_layers_in_first_pipeline_stage, ...) divide the layers. The vocabulary is padded to a multiple of
+    vocab_multiple * tensor_parallel, and kv groups with zeros where they do not divide (see `head_padding`).
+    use_legacy_module: of megatron-core's stock classes, which adoption makes paged in place, not of our paged spec; a
+    forward of the model itself then needs CUDA. `config_overrides` go to TransformerConfig. Raises ModelError or
+    ConfigError.
+    """
+    description = source if isinstance(source, ModelDescription) else source.config()
+    dtype = _dtype(dtype)
+    if use_legacy_module and description.needs_paged_spec is not None:
+        raise ConfigError(f"use_legacy_module=True: {description.needs_paged_spec}; leave it False")
+    groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
+    tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
+    given = description
+    true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
+    config = transformer_config(
+        description,
+        dtype=dtype,
+        device=device,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        **({"expert_model_parallel_size": expert_parallel} if expert_parallel > 1 else {}),
+        **config_overrides,
+    )
+    multiple = vocab_multiple * tensor_parallel
+    padded_vocab = -(-description.vocab_size // multiple) * multiple
+    model = _construct(description, config, padded_vocab, groups, stock=use_legacy_module)
+    if description.transformer.get("num_query_groups") != true_groups:
+        model.true_kv_groups = true_groups  # checkpoint: the others are zeros
+    model.source_description = given  # names of adapters' linears: what a live model does not tell
+    model = model.to(device=device, dtype=dtype)
+    _keep_routers_exact(model)
+    _mark_parts(model)
+    if not isinstance(source, ModelDescription):
+        load_weights(model, source)
+    return model.eval()
+
+
+def load_weights(model: GPTModel | MambaModel, source: ModelSource) -> None:
+    """Read this rank's part of the weights into a model that `build_model` made of the source's description."""
+    source.load_into(model, _shard(model, group_size(model.pg_collection.tp)))
+
+
+def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
+    """The caller's groups, which then give the sizes; else megatron-core's global ones, made if need be."""
+    if given is None:
+        init_process_groups(tensor, pipeline, expert)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        return ProcessGroupCollection.use_mpu_process_groups()
+    for size, group, name in ((tensor, given.tp, "tensor"), (pipeline, given.pp, "pipeline")):
+        if size not in (1, group_size(group)):
+            raise ConfigError(f"{name}_parallel={size}, but pg_collection has {group_size(group)} ranks for it")
+    return given
+
+
+def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Set up torch.distributed and megatron-core's groups where they are not set up yet."""
+    from megatron_infer.models.mcore_compat import parallel_state
+
+    asked = {
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "expert_parallel": expert_parallel,
+    }
+    if not torch.distributed.is_initialized():
+        several = ", ".join(f"{name}={size}" for name, size in asked.items() if size != 1)
+        if several:
+            raise ConfigError(
+                f"{several} needs torch.distributed; start with torchrun and call "
+                "torch.distributed.init_process_group first"
+            )
+        # A HashStore lives in this process: no port that could be taken, no file left behind.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=pipeline_parallel,
+            expert_model_parallel_size=expert_parallel,
+        )
+    actual = {
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, size in asked.items():
+        if actual[name] != size:
+            raise ConfigError(f"{name}={size}, but megatron-core is set up for {actual[name]}")
+
+
+def transformer_config(
+    description: ModelDescription,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    **overrides: Any,
+) -> TransformerConfig:
+    """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions.
+
+    Each fusion would cost seconds of C++ compilation on a CPU.
+    """
+    from megatron_infer.models.mcore_compat import TransformerConfig
+
+    kwargs = dict(description.transformer)
+    kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
+    if "window_size" in kwargs:
+        kwargs["window_size"] = tuple(kwargs["window_size"])
+    on_cpu = torch.device(device).type == "cpu"
+    kwargs |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": pipeline_parallel,
+        **stage_options(kwargs["num_layers"], pipeline_parallel, overrides),
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
+        kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
+    return TransformerConfig(**(kwargs | overrides))
+
+
+def rotary_frequencies(description: ModelDescription) -> Tensor:
+    """Inverse frequencies [rotary_dim / 2] in fp32, scaled as the description says.
+
+    Source: Llama 3.1's frequency scaling and linear position interpolation, as `transformers` computes them.
+    """
+    dim = int(description.transformer["kv_channels"] * description.rotary_percent)
+    inverse = 1.0 / (description.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = description.rope_scaling
+    if scaling is None:
+        return inverse
+    if scaling.kind == "linear":
+        return inverse / scaling.factor
+    if scaling.kind == "factors":
+        factors = torch.tensor(scaling.factors, dtype=torch.float32)
+        if factors.shape != inverse.shape:
+            raise ModelError(
+                f"{description.name}: {len(scaling.factors)} rope factors for {len(inverse)} rotary frequencies"
+            )
+        return inverse / factors
+    return _llama3_frequencies(inverse, scaling)
+
+
+def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Short wavelengths stay, frequencies of long ones are divided by the factor, those between are blended."""
+    wavelength = 2 * math.pi / inverse
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    longest, shortest = scaling.original_max_position / low, scaling.original_max_position / high
+    stretched = torch.where(wavelength > longest, inverse / scaling.factor, inverse)
+    blend = (scaling.original_max_position / wavelength - low) / (high - low)
+    between = (1 - blend) * stretched / scaling.factor + blend * stretched
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
+
+
+def _construct(
+    description: ModelDescription, config: TransformerConfig, padded_vocab: int, groups: Any, *, stock: bool
+) -> GPTModel | MambaModel:
+    from megatron_infer.models.rotary import cpu_rotary
+
+    # A tied last stage loads its embedding with the other weights, so that building it sends nothing between stages
+    # (which needs CUDA in megatron-core). Training finds the group that keeps both copies equal set afterwards.
+    without_embedding = copy.copy(groups)
+    without_embedding.embd = None
+    make, stage = (
+        (functools.partial(_gpt, stock=stock) if description.hybrid is None else _hybrid),
+        group_rank(groups.pp),
+    )
+    model = make(
+        description,
+        config,
+        vocab_size=padded_vocab,
+        max_sequence_length=description.max_sequence_length,
+        position_embedding_type=description.position_embedding,
+        rotary_percent=description.rotary_percent,
+        share_embeddings_and_output_weights=description.tied_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == group_size(groups.pp) - 1,
+        pg_collection=without_embedding,
+    )
+    model.true_vocab_size = description.vocab_size  # for adopt: what lies beyond is padding, and never drawn
+    model.pg_collection, model.embd_group = groups, getattr(groups, "embd", None)
+    return cpu_rotary(model)
+
+
+def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: bool, **arguments: Any) -> GPTModel:
+    from megatron_infer.models.mcore_compat import GPTModel
+    from megatron_infer.models.specs import gpt_spec, mtp_spec
+
+    stages = arguments["pg_collection"].pp
+    own_copy = description.tied_embeddings or description.position_embedding == "learned_absolute"
+    if config.mtp_num_layers and own_copy and group_size(stages) > 1:
+        raise ConfigError(
+            "an MTP layer on the last of several pipeline stages needs an output layer of its own and no learned "
+            "positions: megatron-core saves and loads no second copy of tied or learned embeddings; use one stage"
+        )
+    spec = gpt_spec(config, pp_rank=group_rank(stages), stock=stock)
+    arguments["mtp_block_spec"] = mtp_spec(config, spec) if arguments["post_process"] else None
+    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
+    if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):
+        _set_frequencies(model, description)
+    return model
+
+
+def _hybrid(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> MambaModel:
+    from megatron_infer.models.hybrid import hybrid_spec
+    from megatron_infer.models.mcore_compat import MambaModel
+
+    hybrid = description.hybrid
+    assert hybrid is not None
+    spec = hybrid_spec(
+        config,
+        norm_groups=hybrid.norm_groups,
+        norm_epsilon=hybrid.norm_epsilon,
+        d_conv=hybrid.conv_width,
+        conv_bias=hybrid.conv_bias,
+        bias=hybrid.projection_bias,
+        dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
+    )
+    rotary = _rope_arguments(description)
+    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # MambaModel takes neither
+    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
+    if description.position_embedding == "rope" and (scaled or not _native_rope(description.rope_scaling)):
+        _set_frequencies(model, description)
+    return model
+
+
+def _set_frequencies(model: GPTModel | MambaModel, description: ModelDescription) -> None:
+    inverse = model.rotary_pos_emb.inv_freq
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(description).to(inverse.device)
+
+
+def _mark_parts(model: torch.nn.Module) -> None:
+    """Mark the parameters that are parts of larger ones, as megatron-core's initialisation would. Its optimizer takes
+    unmarked ones for copies that every rank has, and its gradient norm then counts only those of the first rank."""
+    from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            parts = [(module.weight, 1)]  # the bias is whole
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            parts = [(module.weight, 0), (getattr(module, "bias", None), 0)]
+        else:
+            continue
+        for parameter, dim in parts:
+            if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+
+
+def _keep_routers_exact(model: torch.nn.Module) -> None:
+    """Routers' correction biases back to fp32, in which megatron-core keeps them whatever the weights' dtype."""
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias = module.expert_bias.float()
+
+
+def _rope_arguments(description: ModelDescription) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"rotary_base": description.rotary_base}
+    scaling = description.rope_scaling
+    if scaling is None or not _native_rope(scaling):
+        return arguments
+    if scaling.kind == "linear":
+        return arguments | {"seq_len_interpolation_factor": scaling.factor}
+    return arguments | {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+
+
+def _native_rope(scaling: RopeScaling | None) -> bool:
+    """True when GPTModel's own arguments can express it."""
+    if scaling is None or scaling.kind == "linear":
+        return True
+    return scaling.kind == "llama3" and all(getattr(scaling, key) == value for key, value in _LLAMA3_NATIVE.items())
+
+
+def _shard(model: GPTModel | MambaModel, tensor_parallel: int) -> Shard:
+    if tensor_parallel == 1:
+        return Shard()
+    return Shard(rank=group_rank(model.pg_collection.tp), size=tensor_parallel)
+
+
+def group_size(group: Any) -> int:
+    """Ranks in a process group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: Any) -> int:
+    """This process's place in a process group; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known (known: {', '.join(_DTYPES)})")
+    return _DTYPES[name]

@@ -1,0 +1,602 @@
+"""The families of Hugging Face models, a row each: its config keys, its tensors' names, what it refuses. No torch.
+
+`hf_config` reads and writes config.json by a row, `hf_names` makes parameters of tensors by the same row. A config key
+that changes the arithmetic has its effect or is refused by name.
+Source of the semantics: the models' own config and modelling files in `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron_infer.models.loading.model_description import ModelDescription
+
+Values = Mapping[str, Any]
+"""What was read of a config, by the names in `Family.fields`."""
+Derived = Callable[[Values], Any]
+Required = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Key -> (the values that are allowed, why others are refused). A key that is absent is allowed."""
+ALWAYS = ""
+"""In `Family.biases`: no key decides, the linears have biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The key of config.json that gives a field its value."""
+
+    name: str
+    default: Any = None
+    """The value where the key is absent, or a function of the values so far. A number without a default is needed."""
+    kind: Literal["count", "positive", "real", "flag", "activation", "optional", "auto", "range", "any"] = "count"
+    """`count` is a positive int, `positive` a positive float, `real` any float. `optional` is a count for which null
+    and 0 mean the default, and `auto` one for which null and "auto" do. `range` is a pair (low, high), where high is
+    None for infinity. `any` takes the value as it is."""
+    null: Any = None
+    """The value for a null, or a function of the values so far. None refuses a null number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a family reads rope_parameters, or rope_theta and rope_scaling."""
+
+    base: float = 10000.0
+    """The base of a config that gives none."""
+    percent: float = 1.0
+    """The part of a head that rotates in a config that does not say."""
+    partial: bool = False
+    """Whether less than a whole head may rotate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How a family reads sliding_window. layer_types, where a config has them, say which layers slide."""
+
+    default: int | None = None
+    """The window of a config that gives none."""
+    switch: str = ""
+    """A key that has to be true for any layer to slide."""
+    first_layer: tuple[str, int] | None = None
+    """(key, its default) of the first layer that slides. With None all layers slide, or those that do not rotate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """How a hybrid says the kind of each layer: M Mamba, * attention, - MLP, E mixture of experts."""
+
+    types: tuple[str, ...] = ()
+    """Keys of a list of layer types. The first key that a config has counts."""
+    text: str = ""
+    """The key of a string of these symbols, which is read where there are no types."""
+    attention: str = ""
+    """The key of the indices of the layers that attend; the others are mixers."""
+    allowed: str = "M*-E"
+    two_blocks: bool = False
+    """Whether a layer is two blocks: the named one, then an MLP or a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Everything that is particular to the models of one architecture."""
+
+    model_type: str
+    fields: Mapping[str, Key | Derived | Any]
+    """Field -> its key, a function of all that was read, or its value. A field belongs to ModelDescription, to its
+    `hybrid` or `scales` (with that prefix) or else to TransformerConfig. A leading _ keeps a value inside this row."""
+    tensors: Mapping[str, str | tuple[str, ...]]
+    """megatron-core's module or bare parameter -> its Hugging Face names, below `layers` for those of a layer. Several
+    names are a tensor for each block of rows that megatron-core stacks (q, k and v; gate and up). One name is a tensor
+    of all blocks. {expert} stands for an expert's number; a name without it is one tensor of all experts."""
+    base: str = "model"
+    """The prefix of all tensors but the head."""
+    base_in_memory: str = ""
+    """The name of the body in transformers' model, where files have another one."""
+    layers: str = "model.layers"
+    blocks_per_layer: int = 1
+    """How many layers of megatron-core one layer of the source is."""
+    transposed: bool = False
+    """Whether linears are stored as [in, out]."""
+    marks: tuple[str, ...] = ()
+    """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Prefixes of tensors that transformers does not read either."""
+    gguf: str = ""
+    """The architecture in its GGUF files, whose tensors are named as Llama's."""
+    is_written: bool = False
+    """Whether `config_of` tries to describe a model as one of this family."""
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The key that asks for biases, or ALWAYS -> the linears that have them."""
+    rope: Rope | None = None
+    no_rope: bool = False
+    """Whether no_rope_layers or no_rope_layer_interval take the rotation from layers."""
+    window: Window | None = None
+    pattern: Pattern | None = None
+    """Set for a hybrid, and for no other family."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys without effect on inference that only this family has."""
+    renamed_keys: Mapping[str, str] = field(default_factory=dict)
+    """Older name of a key -> its name now."""
+    required: Required = field(default_factory=dict)
+    required_of_experts: Required = field(default_factory=dict)
+    """Required where the model has experts."""
+    refusals: tuple[tuple[Callable[[Values], bool], str], ...] = ()
+    """(condition, what the error says after "config.json: ", with values in braces)."""
+
+
+def _same(name: str) -> Derived:
+    return lambda values: values[name]
+
+
+def _kv_heads(default: Any) -> Key:
+    return Key("num_key_value_heads", default, null=_same("num_attention_heads"))
+
+
+# ---------------------------------------------------------------------- Llama and its like
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": Key("vocab_size"),
+    "hidden_size": Key("hidden_size"),
+    "ffn_hidden_size": Key("intermediate_size"),
+    "num_layers": Key("num_hidden_layers"),
+    "num_attention_heads": Key("num_attention_heads"),
+    "num_query_groups": _kv_heads(_same("num_attention_heads")),
+    "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
+    "activation": Key("hidden_act", "silu", "activation"),
+    "max_sequence_length": Key("max_position_embeddings", 2048),
+    "layernorm_epsilon": Key("rms_norm_eps", 1e-6, "positive"),
+    "tied_embeddings": Key("tie_word_embeddings", False, "flag"),
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+}
+_OUTER = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+}
+_ATTENTION = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": "self_attn.o_proj",
+}
+_LLAMA_TENSORS = _OUTER | _ATTENTION | {
+    "input_layernorm": "input_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": "mlp.down_proj",
+}  # fmt: skip
+_ATTENTION_BIAS = {"attention_bias": ("qkv", "proj")}
+_MLP_BIAS = {"mlp_bias": ("fc1", "fc2")}
+_QWEN_WINDOW = Window(default=4096, switch="use_sliding_window", first_layer=("max_window_layers", 28))
+
+_LLAMA = Family(
+    model_type="llama",
+    fields=_DECODER,
+    tensors=_LLAMA_TENSORS,
+    gguf="llama",
+    is_written=True,
+    biases=_ATTENTION_BIAS | _MLP_BIAS,
+    rope=Rope(),
+    window=Window(),
+)
+_MISTRAL = Family(
+    model_type="mistral",
+    fields=_DECODER | {"num_query_groups": _kv_heads(8)},
+    tensors=_LLAMA_TENSORS,
+    rope=Rope(),
+    window=Window(default=4096),
+)
+_QWEN2 = Family(
+    model_type="qwen2",
+    fields=_DECODER | {"num_query_groups": _kv_heads(32)},
+    tensors=_LLAMA_TENSORS,
+    gguf="qwen2",
+    is_written=True,
+    biases={ALWAYS: ("qkv",)},
+    rope=Rope(),
+    window=_QWEN_WINDOW,
+)
+_QWEN3 = replace(
+    _QWEN2,
+    model_type="qwen3",
+    fields=_QWEN2.fields | {"kv_channels": Key("head_dim", 128, "optional"), "qk_layernorm": True},
+    gguf="qwen3",
+    biases=_ATTENTION_BIAS,
+)
+_SMOLLM3 = Family(
+    model_type="smollm3",
+    fields=_DECODER | {"num_query_groups": _kv_heads(4), "tied_embeddings": Key("tie_word_embeddings", True, "flag")},
+    tensors=_LLAMA_TENSORS,
+    biases=_ATTENTION_BIAS | _MLP_BIAS,
+    rope=Rope(base=2e6),
+    no_rope=True,
+    window=Window(switch="use_sliding_window"),
+)
+_PHI3 = Family(
+    model_type="phi3",
+    fields=_DECODER | {"layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive")},
+    tensors=_LLAMA_TENSORS | {"self_attention.linear_qkv": "self_attn.qkv_proj", "mlp.linear_fc1": "mlp.gate_up_proj"},
+    marks=("qkv_proj.", "gate_up_proj."),
+    rope=Rope(partial=True),
+    window=Window(),
+    ignored_keys=("original_max_position_embeddings",),  # of the longrope type only, which is refused
+)
+_GPT2 = Family(
+    model_type="gpt2",
+    fields={
+        "vocab_size": Key("vocab_size"),
+        "hidden_size": Key("n_embd"),
+        "ffn_hidden_size": Key("n_inner", lambda v: 4 * v["hidden_size"], "optional"),
+        "num_layers": Key("n_layer"),
+        "num_attention_heads": Key("n_head"),
+        "num_query_groups": _same("num_attention_heads"),
+        "kv_channels": lambda v: v["hidden_size"] // v["num_attention_heads"],
+        "max_sequence_length": Key("n_positions", 1024),
+        "activation": Key("activation_function", "gelu_new", "activation"),
+        "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
+        "tied_embeddings": Key("tie_word_embeddings", True, "flag"),
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "position_embedding": "learned_absolute",
+    },
+    tensors={
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    },
+    base="transformer",
+    layers="transformer.h",
+    transposed=True,
+    marks=("transformer.",),
+    is_written=True,
+    biases={ALWAYS: ("qkv", "proj", "fc1", "fc2")},
+)
+
+# ---------------------------------------------------------------------- Mamba-2 and hybrids
+#
+# A layer of megatron-core's MambaModel is one block, a norm and a body. Mamba2 and NemotronH have such layers; a layer
+# of Bamba or GraniteMoeHybrid is two blocks, a mixer or attention and then an MLP.
+
+_SILU = (("silu", "swish"), "Mamba mixers use silu")
+_MIXER = {
+    "is_hybrid_model": True,
+    "normalization": "RMSNorm",
+    "hybrid.norm_groups": _same("mamba_num_groups"),
+    "hybrid.norm_epsilon": _same("layernorm_epsilon"),
+}
+_LIMITS = {
+    "_limits": Key("time_step_limit", None, "range"),
+    "hybrid.dt_min": lambda v: v["_limits"][0],
+    "hybrid.dt_max": lambda v: v["_limits"][1],
+}
+_EXPERTS = {
+    "moe_router_load_balancing_type": "none",
+    "moe_router_pre_softmax": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "moe_aux_loss_coeff": 0.0,
+}
+# Keys for initialisation, training or other implementations of the same arithmetic. The paged path keeps the residual
+# stream in fp32 whatever residual_in_fp32 is. How a scan is cut into chunks changes its rounding, not its result.
+_HYBRID_IGNORED = (
+    "residual_in_fp32", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_rank",
+    "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "output_router_logits",
+    "router_aux_loss_coef", "z_loss_coefficient", "use_associative_scan", "mtp_layers_block_type",
+    "mtp_hybrid_override_pattern",
+)  # fmt: skip
+_ONE_BLOCK_TENSORS = {
+    "embedding.word_embeddings": "backbone.embeddings",
+    "decoder.final_layernorm": "backbone.norm_f",
+    "output_layer": "lm_head",
+    "norm": "norm",
+    "mixer": "mixer",
+}
+
+_MAMBA2 = Family(
+    model_type="mamba2",
+    fields=_MIXER
+    | {
+        "hidden_size": Key("hidden_size"),
+        "num_layers": Key("num_hidden_layers", 64),
+        "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
+        "mamba_num_heads": Key("num_heads", 128),
+        "mamba_head_dim": Key("head_dim", 64),
+        "mamba_state_dim": Key("state_size", 128),
+        "mamba_num_groups": Key("n_groups", 8),
+        "hybrid.conv_width": Key("conv_kernel", 4),
+        "hybrid.conv_bias": Key("use_conv_bias", True, "flag"),
+        "hybrid.projection_bias": Key("use_bias", False, "flag"),
+        "_expand": Key("expand", 2, "positive"),
+        "_inner": Key("intermediate_size", None, "any"),
+        # TransformerConfig requires attention. No layer reads these; they divide over ranks where the mixers do.
+        "num_attention_heads": _same("mamba_num_heads"),
+        "num_query_groups": _same("mamba_num_heads"),
+        "kv_channels": _same("mamba_head_dim"),
+        "ffn_hidden_size": lambda v: v["mamba_num_heads"] * v["mamba_head_dim"],
+        "gated_linear_unit": False,
+        "activation": "silu",
+        "vocab_size": Key("vocab_size", 32768),
+        "max_sequence_length": Key("max_position_embeddings", 1 << 20),  # a state has no positions
+        "position_embedding": "none",
+        "tied_embeddings": Key("tie_word_embeddings", False, "flag"),
+    }
+    | _LIMITS,
+    tensors=_ONE_BLOCK_TENSORS,
+    base="backbone",
+    layers="backbone.layers",
+    pattern=Pattern(),
+    ignored_keys=(
+        *_HYBRID_IGNORED, "chunk_size", "time_step_min", "time_step_scale", "time_step_init_scheme",
+        "norm_before_gate",  # the modelling file does not read it: it gates first
+    ),
+    required={"rms_norm": ((None, True), "mixers without their norm are not mapped"), "hidden_act": _SILU},
+    refusals=(
+        (
+            lambda v: v["_inner"] not in (None, v["_expand"] * v["hidden_size"]),
+            "intermediate_size={_inner!r} is not supported: the inner width is expand x hidden_size",
+        ),
+    ),
+)  # fmt: skip
+_NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    fields=_MIXER
+    | {
+        "hidden_size": Key("hidden_size", 4096),
+        "num_attention_heads": Key("num_attention_heads", 32),
+        "num_query_groups": _kv_heads(8),
+        "_attention_head_dim": Key("attention_head_dim", 128, "optional"),
+        "kv_channels": Key("head_dim", _same("_attention_head_dim"), "optional"),
+        "ffn_hidden_size": Key("intermediate_size", 21504),
+        "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
+        "gated_linear_unit": False,
+        "activation": Key("mlp_hidden_act", "relu2", "activation"),
+        "mamba_num_heads": Key("mamba_num_heads", 128),
+        "mamba_head_dim": Key("mamba_head_dim", 64),
+        "mamba_state_dim": Key("ssm_state_size", 128),
+        "mamba_num_groups": Key("n_groups", 8),
+        "hybrid.conv_width": Key("conv_kernel", 4),
+        "hybrid.conv_bias": Key("use_conv_bias", True, "flag"),
+        "hybrid.projection_bias": Key("use_bias", False, "flag"),
+        "_mamba_proj_bias": Key("mamba_proj_bias", False, "flag"),
+        # The modelling file has no upper limit and takes the lower one from time_step_min.
+        "hybrid.dt_min": Key("time_step_min", 0.001, "real"),
+        "_limits": Key("time_step_limit", None, "range"),
+        "vocab_size": Key("vocab_size", 131072),
+        "max_sequence_length": Key("max_position_embeddings", 4096),
+        "position_embedding": "none",
+        "tied_embeddings": False,
+        # Sigmoid scores, chosen with a correction bias, normalised and scaled: what megatron-core's router computes.
+        "num_moe_experts": Key("n_routed_experts", 8, "any"),
+        "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 7688, "any"),
+        "moe_shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688, "any"),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "_normalised": Key("norm_topk_prob", True, "flag"),
+    }
+    | _EXPERTS,
+    tensors=_ONE_BLOCK_TENSORS
+    | {
+        "input_layernorm": "norm",
+        "self_attention.linear_qkv": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        "self_attention.linear_proj": "mixer.o_proj",
+        "pre_mlp_layernorm": "norm",
+        "mlp.linear_fc1": ("mixer.gate_proj", "mixer.up_proj"),
+        "mlp.linear_fc2": "mixer.down_proj",
+        "mlp.router": "mixer.gate",
+        "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
+        "mlp.experts.linear_fc1": "mixer.experts.{expert}.up_proj",
+        "mlp.experts.linear_fc2": "mixer.experts.{expert}.down_proj",
+        "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
+        "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
+    },
+    base="backbone",
+    base_in_memory="model",
+    layers="backbone.layers",
+    marks=("backbone.", ".mixer.", "model.embeddings."),
+    ignored_tensors=("mtp.",),
+    biases=_MLP_BIAS,
+    pattern=Pattern(types=("layers_block_type", "layer_types"), text="hybrid_override_pattern"),
+    ignored_keys=(
+        *_HYBRID_IGNORED, "chunk_size", "expand", "num_hidden_layers", "num_nextn_predict_layers", "topk_group",
+        "num_local_experts", "moe_shared_expert_overlap",
+        "n_shared_experts", "rms_norm_eps",  # the modelling file reads sizes and layer_norm_epsilon
+    ),
+    renamed_keys={
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_max": "time_step_max",
+        "mamba_dt_limit": "time_step_limit",
+        "mamba_dt_init_floor": "time_step_floor",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_chunk_size": "chunk_size",
+    },
+    required={
+        "attention_bias": ((None, False), "the modelling file gives attention no biases"),
+        "sliding_window": ((None,), "the modelling file has no sliding windows"),
+        "tie_word_embeddings": ((None, False), "the modelling file does not tie them"),
+        "mamba_hidden_act": _SILU,
+    },
+    required_of_experts={
+        "moe_latent_size": ((None,), "latent projections need Transformer Engine"),
+        "n_group": ((1,), "groups of experts are chosen by other sums in megatron-core"),
+        "mlp_bias": ((None, False), "experts with biases are not mapped"),
+    },
+    refusals=(
+        (
+            lambda v: v["_limits"] != (0.0, None),
+            "time_step_limit={_limits} is not supported: the modelling file ignores it",
+        ),
+        (
+            lambda v: v["_mamba_proj_bias"] and not v["hybrid.projection_bias"],
+            "mamba_proj_bias=True with use_bias=False: the modelling file reads use_bias only",
+        ),
+        (
+            lambda v: v["_has_experts"] and v["_normalised"] == (v["moe_router_topk"] == 1),
+            "norm_topk_prob={_normalised} with num_experts_per_tok={moe_router_topk} is not supported: megatron-core "
+            "normalises the weights if and only if there are several",
+        ),
+    ),
+)  # fmt: skip
+_TWO_BLOCK_MIXER = {
+    "mamba_num_heads": Key("mamba_n_heads", 128),
+    "_expand": Key("mamba_expand", 2, "positive"),
+    "mamba_head_dim": Key(
+        "mamba_d_head", lambda v: int(v["_expand"] * v["hidden_size"]) // v["mamba_num_heads"], "auto"
+    ),
+    "mamba_state_dim": Key("mamba_d_state", 256),
+    "mamba_num_groups": Key("mamba_n_groups", 1),
+    "hybrid.conv_width": Key("mamba_d_conv", 4),
+    "hybrid.conv_bias": Key("mamba_conv_bias", True, "flag"),
+    "hybrid.projection_bias": Key("mamba_proj_bias", False, "flag"),
+    **_LIMITS,
+}
+_BAMBA = Family(
+    model_type="bamba",
+    fields=_DECODER
+    | _MIXER
+    | _TWO_BLOCK_MIXER
+    | {
+        "num_query_groups": _kv_heads(8),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "_rotary_dim": lambda v: int(v["kv_channels"] * v["rotary_percent"]),
+        "_rotary_dim_given": Key("attn_rotary_emb", None, "any"),
+    },
+    tensors=_OUTER
+    | _ATTENTION
+    | {
+        "decoder.final_layernorm": "model.final_layernorm",
+        "norm": "input_layernorm",
+        "mixer": "mamba",
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "pre_ff_layernorm",
+        "mlp.linear_fc1": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "mlp.linear_fc2": "feed_forward.down_proj",
+    },
+    blocks_per_layer=2,
+    marks=(".mamba.",),
+    biases=_ATTENTION_BIAS | _MLP_BIAS,
+    rope=Rope(percent=0.5, partial=True),
+    pattern=Pattern(attention="attn_layer_indices", two_blocks=True),
+    ignored_keys=(*_HYBRID_IGNORED, "mamba_chunk_size", "layers_block_type", "layer_types"),
+    required={
+        "hidden_act": _SILU,
+        "partial_rotary_factor": ((None, 0.5), "it must be in rope_parameters; the modelling file assumes 0.5"),
+    },
+    refusals=(
+        (
+            lambda v: v["_rotary_dim_given"] not in (None, v["_rotary_dim"]),
+            "attn_rotary_emb={_rotary_dim_given!r} is not supported: the rotary part of a head is {_rotary_dim}",
+        ),
+    ),
+)
+_GRANITE_MOE_HYBRID = Family(
+    model_type="granitemoehybrid",
+    fields=_DECODER
+    | _MIXER
+    | _TWO_BLOCK_MIXER
+    | {
+        "ffn_hidden_size": Key("shared_intermediate_size", 1024),
+        "_position": Key("position_embedding_type", None, "any"),
+        "position_embedding": lambda v: "rope" if v["_position"] == "rope" else "none",
+        "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
+        "scales.embedding": Key("embedding_multiplier", 1.0, "real", null=1.0),
+        "scales.residual": Key("residual_multiplier", 1.0, "real", null=1.0),
+        "_logits_scaling": Key("logits_scaling", 1.0, "positive", null=1.0),
+        "scales.logits": lambda v: 1.0 / v["_logits_scaling"],
+        "scales.head_from_embedding": _same("tied_embeddings"),
+        "num_moe_experts": Key("num_local_experts", 8, "any"),
+        "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
+        "moe_ffn_hidden_size": Key("intermediate_size"),
+        "moe_shared_expert_intermediate_size": _same("ffn_hidden_size"),
+        "moe_router_score_function": "softmax",
+    }
+    | _EXPERTS,
+    tensors=_OUTER
+    | _ATTENTION
+    | {
+        "norm": "input_layernorm",
+        "mixer": "mamba",
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "shared_mlp.input_linear",
+        "mlp.linear_fc2": "shared_mlp.output_linear",
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts.linear_fc1": "block_sparse_moe.input_linear",
+        "mlp.experts.linear_fc2": "block_sparse_moe.output_linear",
+        "mlp.shared_experts.linear_fc1": "shared_mlp.input_linear",
+        "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
+    },
+    blocks_per_layer=2,
+    marks=("block_sparse_moe.", "shared_mlp."),
+    biases=_ATTENTION_BIAS,
+    rope=Rope(),
+    pattern=Pattern(types=("layer_types", "layers_block_type"), allowed="M*", two_blocks=True),
+    ignored_keys=(*_HYBRID_IGNORED, "mamba_chunk_size", "init_method"),
+    required={
+        "hidden_act": _SILU,
+        "normalization_function": ((None, "rmsnorm"), "the modelling file has RMS norms only"),
+        "position_embedding_type": ((None, "rope", "nope"), "supported are rope and null"),
+    },
+    required_of_experts={"attention_bias": ((None, False), "megatron-core biases both")},
+    refusals=(
+        (
+            lambda v: v["_has_experts"] and v["moe_router_topk"] == 1,
+            "num_experts_per_tok=1 is not supported: the modelling file gives the one expert the weight 1, "
+            "megatron-core its probability among all",
+        ),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
+    "SmolLM3ForCausalLM": _SMOLLM3,
+    "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,
+    "BambaForCausalLM": _BAMBA,
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "Mamba2ForCausalLM": _MAMBA2,
+    "Phi3ForCausalLM": _PHI3,
+    "GPT2LMHeadModel": _GPT2,
+}
+"""By the architecture that config.json names."""
+
+REFUSED = {
+    "GemmaForCausalLM": "it scales embeddings by sqrt(hidden), which GPTModel does not",
+    "Gemma2ForCausalLM": "it scales embeddings, caps logits and norms after each block, which GPTModel does not",
+    "Gemma3ForCausalLM": "it scales embeddings and norms after each block, which GPTModel does not",
+    "Olmo2ForCausalLM": "it norms after attention and MLP, which GPTModel does not",
+    "GraniteForCausalLM": "it scales embeddings, residuals and logits, which GPTModel does not",
+    "MixtralForCausalLM": "mixture-of-experts weights are not mapped yet",
+    "Qwen3MoeForCausalLM": "mixture-of-experts weights are not mapped yet",
+    "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
+    "the hidden state, which MambaModel does not do",
+    "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",
+    "JambaForCausalLM": "its mixers are Mamba-1",
+    "MambaForCausalLM": "its mixers are Mamba-1",
+    "FalconH1ForCausalLM": "attention and mixer run side by side in one layer, which MambaModel does not do",
+    "FalconMambaForCausalLM": "its mixers are Mamba-1",
+}
+"""Architecture -> why it is refused."""
+
+MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {"zamba2": "Zamba2ForCausalLM"}
+"""model_type of a config.json that names no architecture -> the architecture."""
+
+
+def family_of(description: ModelDescription) -> Family:
+    """The row of a description. An architecture without a row, such as megatron-core's own, has Llama's."""
+    return FAMILIES.get(description.architecture, _LLAMA)

@@ -1,0 +1,433 @@
+"""config.json -> a model's description, and back, by the rows of `families`; no transformers, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron_infer.errors import ModelError
+from megatron_infer.models.loading.families import (
+    ALWAYS,
+    FAMILIES,
+    MODEL_TYPES,
+    REFUSED,
+    Family,
+    Key,
+    Pattern,
+    Rope,
+    Window,
+)
+from megatron_infer.models.loading.hf_keys import ACTIVATIONS, Keys, check_rest
+from megatron_infer.models.loading.model_description import (
+    HybridDescription,
+    ModelDescription,
+    RopeScaling,
+    WeightScales,
+)
+from megatron_infer.text.end_ids import end_ids_of
+
+_SYMBOLS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+"""Layer type in a config, with the names of older versions of transformers -> megatron-core's symbol."""
+_OWN_FIELDS = {one.name for one in fields(ModelDescription)}
+_ROPE_TYPES: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+}
+"""rope_type -> field of RopeScaling -> its key."""
+
+
+def description_from_config(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
+) -> ModelDescription:
+    """The description in a Hugging Face config.json. Raises ModelError for what is unknown or cannot be exact."""
+    architecture = architecture_of(config)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        refused = REFUSED.get(architecture)
+        reason = f" ({refused})" if refused else ""
+        raise ModelError(
+            f"{name or 'model'}: architecture {architecture!r} is not supported{reason}; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
+        )
+    keys = Keys(config)
+    parts = _parts(family, keys)
+    check_rest(keys, architecture)
+    bos = config.get("bos_token_id")
+    pad = config.get("pad_token_id")
+    return ModelDescription(
+        architecture=architecture,
+        eos_ids=end_ids_of(generation_config or {}, config),
+        bos_id=bos[0] if isinstance(bos, list) else bos,
+        pad_id=pad,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        name=name,
+        **parts,
+    )
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The name of the architecture, else that of the model's type."""
+    names = config.get("architectures") or []
+    if names:
+        return str(names[0])
+    kind = config.get("model_type")
+    return MODEL_TYPES.get(kind, str(kind)) if kind else "(none named in config.json)"
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _parts(family: Family, keys: Keys) -> dict[str, Any]:
+    """The fields of ModelDescription that decide what the model computes."""
+    keys.rename(family.renamed_keys)
+    for key, (allowed, why) in family.required.items():
+        keys.require(key, *allowed, why=why)
+    values = _values(family, keys)
+    _refuse(family, keys, values)
+    _read_experts(values)
+    _read_biases(keys, family, values)
+    if values.get("position_embedding") == "none":
+        values["rope_scaling"] = None
+    if values.get("scales.embedding", 1.0) != 1.0 or values.get("scales.logits", 1.0) != 1.0:
+        values["tied_embeddings"] = False  # two tensors, as their factors differ
+    parts: dict[str, Any] = {"transformer": {}}
+    for name, value in values.items():
+        group, _, inner = name.rpartition(".")
+        if group:
+            parts.setdefault(group, {})[inner] = value
+        elif name in _OWN_FIELDS:
+            parts[name] = value
+        elif not name.startswith("_"):
+            parts["transformer"][name] = value
+    kinds = {"hybrid": HybridDescription, "scales": WeightScales}
+    return parts | {group: kind(**parts[group]) for group, kind in kinds.items() if group in parts}
+
+
+def _values(family: Family, keys: Keys) -> dict[str, Any]:
+    """All fields of the row, and those that its rules for rotation, windows and patterns give."""
+    keys.read.update((*family.ignored_keys, *family.required_of_experts))
+    values: dict[str, Any] = {} if family.rope is None else _rope(keys, family.rope)
+    for name, source in family.fields.items():
+        if isinstance(source, Key):
+            values[name] = _value(keys, source, values)
+    for name, source in family.fields.items():
+        if not isinstance(source, Key):
+            values[name] = _resolved(source, values)
+    _check_shares(family, values)
+    if family.no_rope:
+        values["no_rope_freq"] = _unrotated(keys, values["num_layers"])
+    if family.window is not None:
+        values |= _windows(keys, family, family.window, values)
+    if family.pattern is not None:
+        values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
+        values["num_layers"] = len(pattern)
+    values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
+    return values
+
+
+def _refuse(family: Family, keys: Keys, values: Mapping[str, Any]) -> None:
+    if values["_has_experts"]:
+        for key, (allowed, why) in family.required_of_experts.items():
+            keys.require(key, *allowed, why=why, case=" with experts")
+    for applies, text in family.refusals:
+        if applies(values):
+            raise ModelError(f"config.json: {text.format_map(values)}")
+
+
+def _resolved(source: Any, values: Mapping[str, Any]) -> Any:
+    return source(values) if callable(source) else source
+
+
+def _value(keys: Keys, key: Key, values: Mapping[str, Any]) -> Any:
+    default, null = _resolved(key.default, values), _resolved(key.null, values)
+    match key.kind:
+        case "count" | "positive":
+            return keys.number(key.name, default, kind=int if key.kind == "count" else float, null=null)
+        case "range":
+            return _range(keys, key.name)
+        case "activation":
+            return _activation(keys, key.name, default)
+    value = keys.get(key.name, default)
+    match key.kind:
+        case "real":
+            return float(null if value is None else value)
+        case "flag":
+            return bool(value)
+        case "optional" | "auto":
+            unset = (None, 0) if key.kind == "optional" else (None, "auto")
+            return int(default) if value in unset else keys.number(key.name, default)
+    return value
+
+
+def _activation(keys: Keys, key: str, default: str) -> str:
+    name = keys.get(key, default)
+    if name not in ACTIVATIONS:
+        raise ModelError(f"config.json: {key} {name!r} is not supported (supported: {', '.join(sorted(ACTIVATIONS))})")
+    return str(name)
+
+
+def _range(keys: Keys, key: str) -> tuple[float, float | None]:
+    """Two numbers; infinity is a float (a JSON extension) or {"__float__": "Infinity"}.
+
+    The time steps of every token are clamped, as in the modelling files' forward over a sequence. Their cached forward
+    of one token clamps none, so that their own decode differs from their own forward where a step is out of range.
+    """
+    value = keys.get(key)
+    if value is None:
+        return 0.0, None
+    try:
+        low, high = (float(end["__float__"]) if isinstance(end, Mapping) else float(end) for end in value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"config.json: {key}={value!r} is not a pair of numbers") from error
+    if math.isnan(low) or math.isnan(high) or low > high:
+        raise ModelError(f"config.json: {key}={value!r} is not a range")
+    return low, None if math.isinf(high) else high
+
+
+def _check_shares(family: Family, values: Mapping[str, Any]) -> None:
+    """Raise ModelError for heads that do not divide over what they share, and for an inner width stated in two ways."""
+    heads, kv_heads = values["num_attention_heads"], values["num_query_groups"]
+    if heads % kv_heads:
+        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    if family.pattern is None:
+        return
+    heads, groups = values["mamba_num_heads"], values["mamba_num_groups"]
+    if "_expand" in values:
+        width, inner = int(values["_expand"] * values["hidden_size"]), heads * values["mamba_head_dim"]
+        expand, count, dim = (family.fields[name].name for name in ("_expand", "mamba_num_heads", "mamba_head_dim"))
+        if width != inner:
+            raise ModelError(f"config.json: {expand} x hidden_size = {width}, but {count} x {dim} = {inner}")
+    if heads % groups:
+        raise ModelError(f"config.json: {heads} Mamba heads cannot share {groups} groups evenly")
+
+
+def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
+    """Rotary embedding, from rope_parameters (newer configs) or rope_theta and rope_scaling (older)."""
+    old = keys.get("rope_scaling") or {}
+    new = keys.get("rope_parameters") or {}
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        raise ModelError("config.json: rope_scaling / rope_parameters must be an object")
+    parameters = {**old, **new}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ModelError("config.json: rope_parameters differ per layer type, which is not supported")
+    base, percent = keys.get("rope_theta", rule.base), keys.get("partial_rotary_factor") or rule.percent
+    base = parameters.pop("rope_theta", None) or base
+    percent = parameters.pop("partial_rotary_factor", None) or percent
+    if percent != 1.0 and not rule.partial:
+        raise ModelError(f"config.json: partial_rotary_factor={percent} is not supported for this architecture")
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    if kind not in _ROPE_TYPES:
+        raise ModelError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(_ROPE_TYPES)})")
+    used = _ROPE_TYPES[kind]
+    for key in used.values():
+        if key not in parameters:
+            raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
+    left = set(parameters) - {*used.values(), "original_max_position_embeddings"}
+    if left:
+        raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
+    kinds = {"original_max_position": int}
+    given = {name: kinds.get(name, float)(parameters[key]) for name, key in used.items()}
+    scaling = RopeScaling(kind=kind, **given) if given else None
+    return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
+
+
+def _unrotated(keys: Keys, num_layers: int) -> list[int]:
+    """1 for each layer without rotation: in a config 1 means "rotates", in megatron-core "does not rotate"."""
+    interval = keys.get("no_rope_layer_interval", 4)
+    rotates = keys.get("no_rope_layers")
+    if rotates is None:
+        rotates = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(rotates) < num_layers:
+        raise ModelError(f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
+    return [int(not rotate) for rotate in rotates[:num_layers]]
+
+
+def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sliding windows of W keys, the query's own included; megatron-core counts the keys before it."""
+    num_layers = values["num_layers"]
+    window = keys.get("sliding_window", rule.default)
+    if rule.switch and not keys.get(rule.switch, False):
+        window = None
+    slides = [True] * num_layers
+    if rule.first_layer is not None:
+        first = keys.get(*rule.first_layer)
+        slides = [layer >= first for layer in range(num_layers)]
+    elif family.no_rope:
+        slides = [bool(unrotated) for unrotated in values["no_rope_freq"]]
+    types = keys.get("layer_types")
+    if types is not None:
+        known = {"full_attention": False, "sliding_attention": True}
+        unknown = sorted({str(kind) for kind in types if kind not in known})
+        if unknown:
+            raise ModelError(f"config.json: layer types {', '.join(unknown)} are not supported")
+        if len(types) != num_layers:
+            raise ModelError(f"config.json: {len(types)} layer_types for {num_layers} layers")
+        slides = [known[kind] for kind in types]
+        if window is None and any(slides):
+            raise ModelError("config.json: layer_types has sliding_attention but there is no sliding_window")
+    if window is None or not any(slides):
+        return {}
+    every = {} if all(slides) else {"window_attn_skip_freq": [int(one) for one in slides]}
+    return {"window_size": [window - 1, 0], **every}
+
+
+def _pattern(keys: Keys, rule: Pattern, values: Mapping[str, Any]) -> str:
+    """megatron-core's symbol of each block."""
+    given = [value for key in rule.types if (value := keys.get(key))]
+    text = keys.get(rule.text) if rule.text else None
+    attends = (keys.get(rule.attention) or ()) if rule.attention else ()
+    num_layers = values.get("num_layers")
+    if given:
+        symbols = _symbols(given[0])
+    elif text is not None:
+        symbols = _checked(rule.text, text)
+    elif num_layers is None:
+        raise ModelError(f"config.json: neither {rule.types[0]!r} nor {rule.text!r} says what each layer is")
+    else:
+        symbols = "".join("*" if layer in attends else "M" for layer in range(num_layers))
+    if num_layers is not None and (len(symbols) != num_layers or not set(symbols) <= set(rule.allowed)):
+        raise ModelError(f"config.json: {rule.types[0]} must say mamba or attention for each of {num_layers} layers")
+    if not rule.two_blocks:
+        return symbols
+    second = "E" if values.get("num_moe_experts") else "-"
+    return "".join(f"{symbol}{second}" for symbol in symbols)
+
+
+def _symbols(types: Any) -> str:
+    unknown = sorted({str(kind) for kind in types if kind not in _SYMBOLS})
+    if unknown:
+        raise ModelError(
+            f"config.json: layer types {', '.join(unknown)} are not supported (supported: {', '.join(_SYMBOLS)})"
+        )
+    return "".join(_SYMBOLS[kind] for kind in types)
+
+
+def _checked(key: str, text: Any) -> str:
+    for at, symbol in enumerate(text):
+        if symbol not in _SYMBOLS.values():
+            raise ModelError(
+                f"config.json: {key} {text!r}: symbol {symbol!r} at {at} is not known "
+                "(known: M Mamba, * attention, - MLP, E mixture of experts)"
+            )
+    return str(text)
+
+
+def _read_experts(values: dict[str, Any]) -> None:
+    """Check the fields of experts; drop them where there are none."""
+    if not values["_has_experts"]:
+        for name in [name for name in values if name.startswith(("moe_", "num_moe_"))]:
+            del values[name]
+        return
+    num_experts, top_k = values["num_moe_experts"], values["moe_router_topk"]
+    if not 1 <= top_k <= num_experts:
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {top_k}, it must be 1 to {num_experts}, the experts there are"
+        )
+    sizes = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    values |= {name: int(values[name]) for name in sizes if name in values}
+
+
+def _read_biases(keys: Keys, family: Family, values: dict[str, Any]) -> None:
+    """Note which linears have biases, and ask megatron-core for the fewest that cover them."""
+    given = [linears for key, linears in family.biases.items() if key == ALWAYS or keys.get(key, False)]
+    linears = tuple(one for several in given for one in several)
+    if "-" not in values.get("hybrid.pattern", "-"):
+        linears = tuple(one for one in linears if one not in ("fc1", "fc2"))
+    values["linear_biases"] = linears
+    values["add_bias_linear"] = bool(set(linears) - {"qkv"})
+    values["add_qkv_bias"] = "qkv" in linears
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescription]:
+    """(config.json, the description that reading it gives). Raises ModelError where none says all that it says."""
+    own = description.architecture
+    written = [name for name, family in FAMILIES.items() if family.is_written]
+    reasons = []
+    for architecture in sorted(written, key=lambda name: name != own):
+        family = FAMILIES[architecture]
+        config = {"architectures": [architecture], "model_type": family.model_type, **_written(family, description)}
+        ids = (("bos", description.bos_id), ("eos", list(description.eos_ids) or None), ("pad", description.pad_id))
+        config |= {f"{name}_token_id": value for name, value in ids if value is not None}
+        try:
+            read = description_from_config(config, name=description.name)
+        except ModelError as error:
+            reasons.append(f"{architecture}: {error}")
+            continue
+        different = _differences(description, read)
+        if not different:
+            return config, read
+        reasons.append(f"{architecture}: {', '.join(different)}")
+    raise ModelError(
+        f"{description.name or own}: it can be written as {', '.join(written)} only, and is none of them "
+        f"({'; '.join(reasons)})"
+    )
+
+
+def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
+    layers = description.transformer
+    values = {name: getattr(description, name) for name in _OWN_FIELDS} | dict(layers)
+    values["num_query_groups"] = layers.get("num_query_groups") or layers["num_attention_heads"]
+    config = {source.name: values[name] for name, source in family.fields.items() if isinstance(source, Key)}
+    if family.rope is not None:
+        config["rope_theta"] = description.rotary_base
+        scaling = description.rope_scaling
+        if scaling is not None and scaling.kind in _ROPE_TYPES:
+            factors = {key: getattr(scaling, name) for name, key in _ROPE_TYPES[scaling.kind].items()}
+            config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
+    if family.window is not None and family.window.switch:
+        config[family.window.switch] = False
+    for key, linears in family.biases.items():
+        if key != ALWAYS:
+            config[key] = _has_bias(description, linears[-1])
+    return config
+
+
+def _has_bias(description: ModelDescription, linear: str) -> bool:
+    """Whether the Hugging Face model has a bias there; a description of Megatron's says only that all may have one."""
+    if description.linear_biases:
+        return linear in description.linear_biases
+    return bool(description.transformer.get("add_bias_linear"))
+
+
+_ARITHMETIC = (
+    *("vocab_size", "max_sequence_length", "position_embedding", "rotary_base", "rotary_percent", "rope_scaling"),
+    *("tied_embeddings", "hybrid", "scales"),
+)
+"""Fields of a description that, next to `transformer`, decide what the model computes. `linear_biases` is not one: the
+writer of tensors finds a bias that has no tensor."""
+
+
+def _differences(description: ModelDescription, other: ModelDescription) -> list[str]:
+    """What the two say differently of the model's arithmetic."""
+    mine, theirs = _plain(description), _plain(other)
+    return [f"{name} is {mine.get(name)!r}" for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+
+
+def _plain(description: ModelDescription) -> dict[str, Any]:
+    """Every field that decides what the model computes; switches that are off are left out."""
+    layers = dict(description.transformer)
+    if layers.get("add_bias_linear"):
+        layers["add_qkv_bias"] = True  # megatron-core's own meaning
+    if description.position_embedding != "rope":
+        description = replace(description, rotary_base=0.0, rotary_percent=1.0, rope_scaling=None)
+    values = layers | {name: getattr(description, name) for name in _ARITHMETIC}
+    return {name: value for name, value in values.items() if value not in (None, False)}

@@ -1,1 +1,0 @@
-"""Adapters for other training loops: TRL, Megatron-RL, and loops written for vLLM's colocated LLM."""

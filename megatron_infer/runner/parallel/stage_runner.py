@@ -1,0 +1,339 @@
+"""The runner of one pipeline stage: launches without waiting, so that every stage has a step to work on.
+
+host:    launch k    launch k+1    read k ..................  launch k+2
+thread:      [copies, batch, receive, layers, send or draw] k  [...] k+1         one stage, in order
+inbox:                                     receive the result of step k         stages before the last
+                                           read step k, send its result         the last stage
+
+A model that drafts runs on the last stage. Where a plan has drafts of it, the last stage draws them at the beginning of
+the step and sends them to the others, whose part of the step begins with receiving them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.distributed.collective_errors import CollectiveAbandoned, has_abandoned_collective, is_of_collective
+from megatron_infer.distributed.stage_link import OrderedThread, StageFailure, StageLink, StepMessage
+from megatron_infer.kernels.base import RoutingShape
+from megatron_infer.memory.device import is_out_of_memory
+from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput, arrays_of, with_arrays
+from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.pooling import pooled_as, pooled_chunks
+from megatron_infer.runner.routing import asks_routing, routing_buffer
+from megatron_infer.runner.sampling.logprobs import LogprobBatch
+from megatron_infer.runner.sampling.returned_details import TokenDetailsBatch
+from megatron_infer.runner.sampling.token_masks import TokenMasks
+from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResult
+
+log = logging.getLogger("megatron_infer")
+
+WAIT_S = 0.2
+"""How often a wait checks whether the other stages are alive."""
+
+
+@dataclass(slots=True)
+class StageStep:
+    """A step on its way through the stages: `runner.in_flight.InFlightStep`."""
+
+    local: LocalStep
+    """This stage's part."""
+    on_wait: Callable[[], None]
+    """Called every WAIT_S while `read` waits; may raise."""
+    alone_s: float | None
+    """How long to wait for the result where this rank raised and other ranks of its stage may wait for it."""
+    failure: StageFailure | None = None
+    """This stage's, where its part raised."""
+    cause: str = ""
+    """What was raised, where that was on this rank and not by a collective."""
+    broken: Exception | None = None
+    """What a collective within this stage raised, or left its other ranks waiting: `read` raises it."""
+    computed: Future[None] | None = None
+    """Done with this stage's part."""
+    result: Future[RunnerOutput] | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.local.plan
+
+    def is_done(self) -> bool:
+        return self.computed is None or self.result is None or (self.computed.done() and self.result.done())
+
+    def read(self) -> RunnerOutput:
+        """Wait for this stage and for the last stage's result.
+
+        Raises StageLost when a stage cannot be reached, what a collective among the ranks of this stage raised, and
+        CollectiveAbandoned where this rank alone of its stage has raised.
+        """
+        assert self.computed is not None and self.result is not None, "the step was not sampled"
+        self._wait(self.computed)
+        self.computed.result()
+        if self.broken is not None:  # the last stage's result may depend on this rank
+            raise self.broken
+        if not self._wait(self.result, self.alone_s if self.cause else None) or (
+            self.cause and self.result.exception() is not None
+        ):  # else all ranks of this stage raised, and the last stage has received that from each
+            raise CollectiveAbandoned(self.cause)
+        output = self.result.result()
+        if self.broken is not None:
+            raise self.broken
+        return output
+
+    def _wait(self, future: Future[Any], limit_s: float | None = None) -> bool:
+        """Whether it was done in time."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while not wait([future], timeout=WAIT_S).done:
+            self.on_wait()
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+        return True
+
+
+class StageRunner:
+    """Runs one stage of a model (`runner.model_runner.Runner`). The last stage draws; all receive its result.
+
+    A step that raises on any stage fails on all of them, with `RunnerOutput.error`, or is retracted on all of them.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        link: StageLink,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+        alone_s: float | None = None,
+    ) -> None:
+        """runner: computes this stage's part. on_wait: raises when other stages are not to be waited for any longer.
+        alone_s: see StageStep; None: a stage of one rank.
+        """
+        self.link, self.draws = link, link.is_last
+        self.store, self.builder, self.sampler = runner.store, runner.builder, runner.sampler
+        self.graphs, self.model = runner.graphs, runner.model
+        self.received = None if link.is_first else link.nothing_received
+        self._runner, self._on_wait, self._alone_s = runner, on_wait, alone_s
+        self._thread = OrderedThread(f"stage {link.rank}")
+        self._thread.submit(runner.device.make_current)
+        self._inbox = OrderedThread(f"stage {link.rank} {'outbox' if link.is_last else 'inbox'}")
+        self._inbox.submit(runner.device.make_current)
+        self._num_routed_before, self.routing = self._compare_routing(runner.model.routing)
+        """Mixture-of-experts layers of the stages before; routing of all layers up to this stage's (None: unknown)."""
+
+    def shape_of(self, plan: StepPlan) -> GraphShape | None:
+        return self._runner.shape_of(plan)
+
+    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> StageStep:
+        step = StageStep(LocalStep(plan), self._on_wait, self._alone_s)
+        step.computed = self._thread.submit(partial(self._compute, step, table_writes))
+        if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
+            step.computed.exception()
+        return step
+
+    def sample(self, step: StageStep, masks: TokenMasks | None = None) -> None:
+        if self.draws:  # read in a thread of its own: this one launches the next step meanwhile
+            drawn = self._thread.submit(partial(self._draw, step, masks))
+            step.result = self._inbox.submit(partial(self._send_result, step, drawn))
+        else:
+            step.result = self._inbox.submit(partial(self._receive_result, step))
+
+    def then(self, action: Callable[[], None]) -> None:
+        self._thread.submit(action)
+
+    def _compare_routing(self, own: RoutingShape | None) -> tuple[int, RoutingShape | None]:
+        """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds
+        that of its own layers."""
+        unknown = (-1, -1, -1)
+        shapes = self.link.compare(unknown if own is None else (own.num_layers, own.top_k, own.num_experts))
+        layers, top_k, num_experts = shapes[:, 0].cumsum().tolist(), int(shapes[:, 1].max()), int(shapes[:, 2].max())
+        before = layers[self.link.rank - 1] if self.link.rank else 0
+        if not layers[-1] or (shapes < 0).any():
+            return 0, None
+        return before, RoutingShape(num_layers=layers[self.link.rank], top_k=top_k, num_experts=num_experts)
+
+    @torch.inference_mode()
+    def _compute(self, step: StageStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
+        """This stage's part of a step. It receives one message and sends one, whatever raises.
+
+        It does not look whether a stage before has failed. It computes with zeros then, and writes to blocks and states
+        that are given up with the step; the last stage finds out when it reads the step's outputs.
+        """
+        local, plan, link = step.local, step.plan, self.link
+        # from the plan alone: the messages have the same size on every stage, one that failed included
+        routing = self.routing if self.routing is not None and asks_routing(plan) else None
+        shape = self._runner.shape_of(plan)
+        num_tokens = plan.num_tokens if shape is None else shape.num_tokens
+        num_before, top_k = (0, 0) if routing is None else (self._num_routed_before, routing.top_k)
+        num_layers = 0 if routing is None else routing.num_layers
+        num_drafts = sum(len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device)
+        if num_drafts and not link.is_last:
+            local.plan = _with_drafts(plan, link.receive_drafts(num_drafts))
+        try:
+            self._runner.prepare(local, table_writes)
+            if routing is not None:
+                local.routed_TLK = routing_buffer(num_tokens, routing, self._runner.device)
+                local.batch.routing_TLK = local.routed_TLK[:, num_before:]
+        except Exception as error:
+            self._note_failure(step, error)
+        if num_drafts and link.is_last:
+            link.send_drafts(self._drafts_of(step, num_drafts))
+        received_TD, routing_TN, failed_before = link.receive(num_tokens, routing_width=num_before * top_k)
+        local.also_read = () if failed_before is None else (failed_before,)
+        if routing_TN is not None and local.routed_TLK is not None:
+            routed_before_TLK = routing_TN.view(num_tokens, num_before, top_k)
+            local.routed_TLK[:, :num_before] = routed_before_TLK.to(local.routed_TLK.dtype)
+        hidden_TD = None
+        if step.failure is None:
+            try:
+                hidden_TD = self._runner.run_layers(local, received_TD)
+                if link.is_last:
+                    self._runner.finish(local, hidden_TD)
+            except Exception as error:
+                self._note_failure(step, error)
+        link.send(
+            hidden_TD,
+            num_tokens,
+            failure=step.failure,
+            routing_width=num_layers * top_k,
+            routing_TN=None if local.routed_TLK is None else local.routed_TLK.flatten(1),
+            failed_before=failed_before,
+        )
+
+    def _drafts_of(self, step: StageStep, num_drafts: int) -> np.ndarray:
+        """What the last stage has drafted for a step, int64 [num_drafts]; zeros where that raised."""
+        if step.failure is None:
+            try:
+                assert step.local.drafts_N is not None, "the plan has drafts, and none were drawn"
+                return self._runner.device.begin_read(step.local.drafts_N).wait()[0].numpy()
+            except Exception as error:
+                self._note_failure(step, error)
+        return np.zeros(num_drafts, dtype=np.int64)
+
+    def _draw(self, step: StageStep, masks: TokenMasks | None) -> None:
+        """On the last stage: enqueue the draws and the copy of the outputs to the host."""
+        if step.failure is None:
+            try:
+                self._runner.sample(step.local, masks)
+            except Exception as error:
+                self._note_failure(step, error)
+
+    def _send_result(self, step: StageStep, drawn: Future[None]) -> RunnerOutput:
+        """On the last stage: wait for the outputs, and send the result to the others."""
+        drawn.result()
+        failed = step.failure
+        if failed is None:
+            try:
+                output = step.local.read()
+                failed = next(
+                    (found for code in output.also_read if (found := StageFailure.of_code(float(code)))), None
+                )
+            except Exception as error:
+                self._note_failure(step, error)
+                failed = step.failure
+        if failed is not None:
+            self.link.send_result(StepMessage(np.zeros(len(step.plan.sampled), np.int64), failed))
+            return self._failure(step, failed)
+        tokens = np.array(output.result.tokens, dtype=np.int64)
+        tokens[output.bad] = -1
+        self.link.send_result(StepMessage(tokens, None, _arrays_of(output)))
+        return output
+
+    def _receive_result(self, step: StageStep) -> RunnerOutput:
+        """On the other stages: receive the result, and store its tokens on the device for the steps that need them."""
+        message = self.link.receive_result(len(step.plan.sampled))
+        if message.failure is not None:
+            return self._failure(step, message.failure)
+        bad = np.flatnonzero(message.tokens < 0)
+        tokens = message.tokens.copy()
+        tokens[bad] = 0
+        if len(tokens):
+            self._thread.submit(partial(self._store, step, tokens))
+        outputs = _outputs_in(step.plan, message.arrays)
+        return RunnerOutput(StepResult(tokens.tolist()), bad=bad.tolist(), **outputs)
+
+    @torch.inference_mode()
+    def _store(self, step: StageStep, tokens: np.ndarray) -> None:
+        self.builder.store_received(step.local.batch, tokens)
+
+    def _note_failure(self, step: StageStep, error: Exception) -> None:
+        step.failure = StageFailure(self.link.rank, is_out_of_memory(error))
+        if not step.failure.is_out_of_memory:  # else it is tried again
+            log.error("step %d failed on pipeline stage %d", step.plan.step, self.link.rank, exc_info=error)
+        if is_of_collective(error) or has_abandoned_collective(error):
+            step.broken = error
+        else:
+            step.cause = f"{type(error).__name__}: {error}"
+
+    def _failure(self, step: StageStep, failure: StageFailure) -> RunnerOutput:
+        """The same on all ranks, except for its cause."""
+        lacks_memory = failure.is_out_of_memory
+        what = "ran out of memory on" if lacks_memory else "raised on"
+        text = f"the forward of step {step.plan.step} {what} pipeline stage {failure.stage}"
+        if not lacks_memory:
+            text += "; its log says what"
+        return RunnerOutput(StepResult(()), None, [], [], error=text, is_out_of_memory=lacks_memory, cause=step.cause)
+
+
+def _with_drafts(plan: StepPlan, drafts: Iterable[int]) -> StepPlan:
+    """The plan with these in the place of drafts that a model on another stage has drawn, chunk by chunk."""
+    left = iter(drafts)
+    chunks = [
+        replace(chunk, drafts=tuple(islice(left, len(chunk.drafts)))) if chunk.drafts_on_device else chunk
+        for chunk in plan.prefill
+    ]
+    return replace(plan, prefill=tuple(chunks))
+
+
+def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:
+    """Chunks with prompt logprobs, in order (see `ModelRunner._score_prompts`)."""
+    for chunk in plan.prefill:
+        if chunk.request.params.prompt_logprobs is not None and chunk.start < chunk.request.prompt_len - 1:
+            yield chunk
+
+
+def _arrays_of(output: RunnerOutput) -> dict[str, Any]:
+    """Logprobs, token details, routing, prompt scores and pooled states as arrays by name; {} where there are none."""
+    parts: dict[str, Any] = {"logprobs": output.logprobs, "details": output.token_details}
+    parts |= {f"scores {i}": scores for i, scores in enumerate(output.prompt_scores)}
+    parts |= {f"pooled {i}": pooled for i, pooled in enumerate(output.pooled)}
+    found = {
+        f"{part}/{name}": array
+        for part, one in parts.items()
+        if one is not None
+        for name, array in arrays_of(one).items()
+    }
+    if output.token_details is not None:
+        found["details/vocab_size"] = np.array(output.token_details.vocab_size)
+    return found if output.routing is None else found | {"routing/": output.routing}
+
+
+def _outputs_in(plan: StepPlan, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a RunnerOutput that `_arrays_of` packed on the last stage."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path, array in arrays.items():
+        part, _, name = path.partition("/")
+        parts.setdefault(part, {})[name] = array
+    outputs: dict[str, Any] = {"logprobs": None, "prompt_scores": []}
+    if "logprobs" in parts:
+        outputs["logprobs"] = with_arrays(LogprobBatch, parts["logprobs"])
+    if (details := parts.get("details")) is not None:
+        make_details = partial(TokenDetailsBatch, vocab_size=int(details.pop("vocab_size")))
+        outputs["token_details"] = with_arrays(make_details, details)
+    if "routing" in parts:
+        outputs["routing"] = parts["routing"][""]
+    if arrays:
+        for i, chunk in enumerate(_scored(plan)):
+            make_scores = partial(PromptScores, chunk.request, chunk.start + 1)
+            outputs["prompt_scores"].append(with_arrays(make_scores, parts[f"scores {i}"]))
+        pooled = enumerate(pooled_chunks(plan))
+        outputs["pooled"] = [pooled_as(chunk, parts[f"pooled {i}"]["values_D"]) for i, (chunk, _) in pooled]
+    return outputs

@@ -1,0 +1,530 @@
+"""CoordinatorCore under random events, without sockets: no request is lost, no token is sent twice."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+
+import pytest
+
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.core import CoordinatorCore
+from megatron_infer.coordinator.peers import CoordinatorOptions
+from megatron_infer.errors import ConfigError
+from megatron_infer.scheduler.context.prefix_hash import root_of
+from megatron_infer.testing.echo import echo_tokens
+
+ROOT = root_of(model="m")
+
+
+class World:
+    """A CoordinatorCore, scripted peers, and a clock that tests advance."""
+
+    def __init__(self, **options) -> None:
+        self.now = 0.0
+        self.sent: deque[tuple[bytes, protocol.Message]] = deque()
+        settings = {"policy": "longest_prefix", "heartbeat_s": 0.5, "timeout_s": 2.0, "max_attempts": 1000} | options
+        self.options = CoordinatorOptions(**settings)
+        self.begin()
+        self.inboxes: dict[bytes, list[protocol.Message]] = {}
+
+    def begin(self):
+        """A coordinator that knows nothing of one before."""
+        self.core = CoordinatorCore(self.options, self.send, clock=lambda: self.now)
+
+    def send(self, peer, message):
+        self.inboxes.setdefault(peer, []).append(message)
+
+    def take(self, peer):
+        return self.inboxes.pop(peer, [])
+
+    def client(self, peer=b"client", *, name="c"):
+        self.core.enter(peer, "client", name, os.urandom(8))
+        return peer
+
+    def replica(self, peer, *, capacity=2, version=0, state="running", **more):
+        incarnation = self.core.enter(peer, "replica", peer.decode(), os.urandom(8))
+        about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5, **more)
+        self.core.receive(peer, about)
+        return incarnation
+
+    def submit(self, number, *, count=8, client=b"client", caller="", call="", kept=None, **more):
+        prompt = protocol.ids_to_bytes([number, number % 5, 7])
+        params = {"max_tokens": count, "temperature": 0.0, **more}
+        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True, caller, call, kept))
+
+    def served(self, peer, incarnation):
+        """The numbers of all requests in the order in which the replica gets them, each ended at once."""
+        order = []
+        while runs := [m for m in self.take(peer) if isinstance(m, protocol.Run)]:
+            for run in runs:
+                order.append(protocol.bytes_to_ids(run.prompt)[0])
+                self.core.check()
+                self.core.receive(peer, protocol.Output(run.number, incarnation, [], True))
+        return order
+
+    def beat(self, peer, incarnation, *, state="running", version=0, step_s=0.0):
+        self.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, version, state, step_s))
+
+    def pass_time(self, seconds, *, beats=()):
+        for _ in range(int(seconds / 0.25)):
+            self.now += 0.25
+            for peer, incarnation in beats:
+                self.beat(peer, incarnation)
+            self.core.tick()
+
+
+class Worker:
+    """A replica that samples a few tokens of its requests at every `work`."""
+
+    def __init__(self, world, peer) -> None:
+        self.world, self.peer = world, peer
+        self.incarnation = world.replica(peer, capacity=3)
+        self.runs: dict[int, list] = {}
+
+    def read(self):
+        for message in self.world.take(self.peer):
+            if isinstance(message, protocol.Run):
+                drawn = protocol.bytes_to_ids(message.kept[0].tokens) if message.kept else []
+                self.runs[message.number] = [message, drawn]
+            elif isinstance(message, protocol.Cancel) and message.number in self.runs:
+                run, drawn = self.runs.pop(message.number)
+                if not message.silent:
+                    self.send(run, drawn, [], "abort")
+
+    def work(self, rng):
+        self.read()
+        for number, (run, drawn) in list(self.runs.items()):
+            if rng.random() < 0.5:
+                continue
+            count, prompt = run.params["max_tokens"], protocol.bytes_to_ids(run.prompt)
+            new = echo_tokens(prompt, count)[len(drawn) : len(drawn) + rng.randrange(1, 4)]
+            ended = len(drawn) + len(new) == count
+            self.send(run, drawn, new, "length" if ended else None)
+            drawn += new
+            if ended:
+                del self.runs[number]
+
+    def send(self, run, drawn, new, reason):
+        piece = protocol.Piece(0, len(drawn), protocol.ids_to_bytes(new), "", reason)
+        output = protocol.Output(run.number, self.incarnation, [piece], reason is not None)
+        if self.world.core.knows(self.peer):
+            self.world.core.receive(self.peer, output)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas_and_coordinators(seed):
+    rng, world = random.Random(seed), World(max_queue=1000)
+    client, workers, names = world.client(), [], iter(range(10**6))
+    gone: list[Worker] = []
+    aborted, answers, expected, ended = set(), {}, {}, {}
+    for step in range(400):
+        event = rng.random()
+        if step < 300 and event < 0.35:
+            number, count = len(expected) + 1, rng.randrange(1, 12)
+            expected[number] = echo_tokens([number, number % 5, 7], count)
+            world.submit(number, count=count)
+        elif event < 0.40 and len(workers) < 4:
+            workers.append(Worker(world, f"w{next(names)}".encode()))
+        elif event < 0.44 and workers:
+            worker = workers.pop(rng.randrange(len(workers)))
+            world.core.unreachable(worker.peer)
+            gone.append(worker)
+        elif event < 0.46 and workers:
+            worker = rng.choice(workers)
+            world.core.receive(worker.peer, protocol.Goodbye(draining=True))
+        elif event < 0.50 and expected:
+            number = rng.choice(sorted(expected))
+            world.core.receive(client, protocol.Abort(number))
+            aborted.add(number)
+        elif event < 0.55 and gone:
+            gone[-1].work(rng)  # late messages of a removed replica
+        elif event < 0.58:
+            if event < 0.565:  # the coordinator dies; else it has given the client up
+                world.begin()
+                world.inboxes.clear()
+                workers = [Worker(world, worker.peer) for worker in workers]
+            hand_in_again(world, expected, aborted, answers, ended)
+        elif workers:
+            rng.choice(workers).work(rng)
+        collect(world.take(client), answers, ended)
+        world.core.check()
+    for peer in (b"last-1", b"last-2"):
+        workers.append(Worker(world, peer))
+    for _ in range(600):
+        for worker in workers:
+            worker.work(rng)
+        collect(world.take(client), answers, ended)
+    world.core.check()
+    assert ended.keys() == expected.keys()
+    for number, tokens in expected.items():
+        if number in aborted:
+            assert tokens[: len(answers[number])] == answers[number]
+        else:
+            assert answers[number] == tokens, f"request {number}"
+    assert world.core.stats()["waiting"] == 0
+
+
+def hand_in_again(world, expected, aborted, answers, ended):
+    """What a client does that was lost: news on the way to it is dropped, and what it has continues."""
+    world.take(b"client")
+    world.client()
+    for number, tokens in expected.items():
+        have = answers.setdefault(number, [])
+        if number in ended:
+            continue
+        if number in aborted:
+            ended[number] = None
+            continue
+        kept = [protocol.Kept(protocol.ids_to_bytes(have))] if have else []
+        world.submit(number, count=len(tokens), kept=kept)
+
+
+def collect(messages, answers, ended):
+    for message in messages:
+        if not isinstance(message, protocol.Output):
+            continue
+        assert message.number not in ended, f"request {message.number} has news after its end"
+        for piece in message.pieces:
+            have = answers.setdefault(message.number, [])
+            assert piece.offset == len(have), f"request {message.number}: token {piece.offset} after {len(have)}"
+            have += protocol.bytes_to_ids(piece.tokens)
+        answers.setdefault(message.number, [])
+        if message.finished:
+            ended[message.number] = message
+
+
+def test_silent_replica_is_lost_at_the_timeout_and_not_before():
+    world = World()
+    client, one, two = world.client(), world.replica(b"one"), world.replica(b"two")
+    world.submit(1)
+    world.submit(2)
+    owner = {message.number: peer for peer in (b"one", b"two") for message in world.take(peer)}
+    assert len(owner) == 2
+    beats = [(b"two", two)]
+    world.core.receive(client, protocol.Ping())
+    world.pass_time(2.0, beats=beats)
+    assert world.core.knows(b"one")
+    world.core.receive(client, protocol.Ping())
+    world.pass_time(0.5, beats=beats)
+    assert not world.core.knows(b"one") and world.core.knows(b"two")
+    assert any(isinstance(message, protocol.Run) for message in world.take(b"two"))
+    assert one < two
+
+
+def test_coordinator_that_was_stopped_itself_removes_no_peer():
+    world = World()
+    world.client()
+    incarnation = world.replica(b"one")
+    world.pass_time(1.0, beats=[(b"one", incarnation)])
+    world.now += 60.0  # stopped and continued
+    world.core.tick()
+    assert world.core.knows(b"one") and world.core.knows(b"client")
+
+
+def test_silent_client_keeps_its_requests_for_long_and_then_they_are_cancelled():
+    world = World(client_timeout_s=30.0)
+    world.client()
+    incarnation = world.replica(b"one")
+    world.submit(1)
+    world.pass_time(29.0, beats=[(b"one", incarnation)])  # over ten times a replica's timeout
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    world.take(b"client")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [piece], False))
+    assert [m.pieces for m in world.take(b"client")] == [[piece]], "what it reads when it is back"
+    world.pass_time(2.0, beats=[(b"one", incarnation)])
+    assert not world.core.knows(b"client")
+    assert [m.silent for m in world.take(b"one") if isinstance(m, protocol.Cancel)] == [True]
+    world.core.check()
+
+
+def test_tokens_out_of_order_remove_the_replica_and_keep_the_stream():
+    world = World()
+    client = world.client()
+    incarnation = world.replica(b"one")
+    world.submit(1)
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    good = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [good], False))
+    gap = protocol.Piece(0, 3, protocol.ids_to_bytes([4]), "")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [gap], False))
+    assert not world.core.knows(b"one")
+    assert [m.pieces for m in world.take(client)] == [[good]]
+    world.replica(b"two")
+    moved = next(m for m in world.take(b"two") if isinstance(m, protocol.Run))
+    assert protocol.bytes_to_ids(moved.kept[0].tokens) == [1, 2]
+    world.core.check()
+
+
+def test_output_of_a_cancelled_request_reaches_no_other():
+    world = World()
+    client, other = world.client(), world.client(b"other")
+    incarnation = world.replica(b"one")
+    world.submit(1)
+    world.submit(2, client=other)
+    first, second = (m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    world.core.unreachable(client)
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([5]), "")
+    world.core.receive(b"one", protocol.Output(first.number, incarnation, [piece], False))
+    assert world.take(other) == [] and world.core.counts.fenced == 1 and world.core.knows(b"one")
+    world.core.receive(b"one", protocol.Output(second.number, incarnation, [piece], False))
+    assert [m.pieces for m in world.take(other)] == [[piece]]
+    world.core.check()
+
+
+def test_message_of_an_earlier_incarnation_is_dropped():
+    world = World()
+    client = world.client()
+    old = world.replica(b"one")
+    world.submit(1)
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    new = world.replica(b"one")  # it registered again on the same connection
+    assert new > old
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1]), "", "length")
+    world.core.receive(b"one", protocol.Output(run.number, old, [piece], True))
+    assert world.take(client) == [] and world.core.counts.fenced == 1
+    again = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    assert again.number != run.number
+    world.core.check()
+
+
+def test_replica_with_old_weights_gets_no_request_until_it_has_the_new_ones():
+    world = World()
+    client = world.client()
+    one, two = world.replica(b"one"), world.replica(b"two")
+    world.core.receive(client, protocol.Control(5, "set_weight_version", {"version": 3}, 1.0))
+    command = next(m for m in world.take(b"one") if isinstance(m, protocol.Command))
+    world.beat(b"one", one, version=3)
+    world.core.receive(b"one", protocol.Done(command.number, one, protocol.Answer(ok=True)))
+    assert not any(isinstance(m, protocol.ControlResult) for m in world.take(client))
+    for _ in range(6):
+        world.now += 0.25
+        world.beat(b"one", one, version=3)
+        world.beat(b"two", two)
+        world.core.tick()
+    result = next(m for m in world.take(client) if isinstance(m, protocol.ControlResult))
+    assert {name: answer.ok for name, answer in result.answers.items()} == {"one": True, "two": False}
+    world.take(b"two")
+    for number in range(1, 4):
+        world.submit(number)
+    assert not any(isinstance(m, protocol.Run) for m in world.take(b"two"))
+    world.beat(b"two", two, version=3)
+    for number in range(4, 8):
+        world.submit(number)
+    assert any(isinstance(m, protocol.Run) for m in world.take(b"two"))
+
+
+def test_control_without_replicas_answers_at_once_and_holds_for_those_that_join():
+    world = World()
+    client = world.client()
+    world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
+    assert world.take(client) == [protocol.ControlResult(1, {})]
+    world.replica(b"one")
+    assert [m.command for m in world.take(b"one") if isinstance(m, protocol.Command)] == ["pause"]
+
+
+def test_replica_that_was_away_at_the_end_of_a_pause_is_told_of_it_and_one_of_an_earlier_coordinator_is_not():
+    world = World()
+    client = world.client()
+    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
+    world.replica(b"old", state="paused", in_force={"pause": {"mode": "keep"}, "shut_down": {}})
+    world.core.receive(client, protocol.Control(1, "profile", {"steps": 1}, 0.0))
+    world.core.tick()
+    world.take(b"old")
+    world.replica(b"new")
+    world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
+    assert commands(b"new") == ["pause"] and commands(b"late") == commands(b"old") == []
+    for peer in (b"old", b"new", b"late"):
+        world.core.unreachable(peer, "gone")
+    world.core.receive(client, protocol.Control(2, "unpause", {}, 1.0))
+    world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
+    world.replica(b"another")
+    assert commands(b"late") == ["unpause"] and commands(b"another") == []
+
+
+@pytest.mark.parametrize(("command", "ok"), [("pause", True), ("pause", False), ("unpause", True)])
+def test_replica_that_joins_while_a_command_runs_gets_it_when_it_is_in_force(command, ok):
+    world = World()
+    client = world.client()
+    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
+    if command == "unpause":
+        world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
+    incarnation = world.replica(b"one")
+    world.take(b"one")
+    world.core.receive(client, protocol.Control(2, command, {}, 1.0))
+    (sent,) = [m for m in world.take(b"one") if isinstance(m, protocol.Command)]
+    world.replica(b"late")
+    world.replica(b"gone")
+    assert commands(b"late") == (["pause"] if command == "unpause" else [])
+    world.core.unreachable(b"gone", "gone")
+    world.take(b"gone")
+    world.core.receive(b"one", protocol.Done(sent.number, incarnation, protocol.Answer(ok=ok)))
+    assert commands(b"late") == ([command] if ok else []) and not commands(b"gone")
+
+
+def test_replica_that_joins_while_an_adapter_is_loaded_takes_part_in_its_undo():
+    world = World()
+    client = world.client()
+    incarnations, number = {b"one": world.replica(b"one")}, 0
+
+    def commands(peer):
+        told = [m for m in world.take(peer) if isinstance(m, protocol.Command)]
+        return [(m.command, m.args.get("name"), m.args.get("change")) for m in told], told[-1:]
+
+    def broadcast(command, joins=None, **args):
+        nonlocal number
+        number += 1
+        world.core.receive(client, protocol.Control(number, command, args, 1.0))
+        _, (sent,) = commands(b"one")
+        done = [(peer, protocol.Done(sent.number, one, protocol.Answer(ok=True))) for peer, one in incarnations.items()]
+        if joins is not None:
+            incarnations[joins] = world.replica(joins)
+        for peer, message in done:
+            world.core.receive(peer, message)
+
+    broadcast("load_adapter", name="old", path="x", change="a")
+    broadcast("unload_adapter", name="old", change="b")
+    broadcast("load_adapter", name="new", path="y", change="c", joins=b"two")
+    assert commands(b"two")[0] == [("load_adapter", "new", "c")], "under the change that the others know"
+    broadcast("undo_adapter", name="new", change="c", joins=b"three")
+    assert commands(b"two")[0] == [("undo_adapter", "new", "c")]
+    assert commands(b"three")[0] == [("load_adapter", "new", "c"), ("undo_adapter", "new", "c")]
+
+
+def test_requests_wait_by_priority_and_then_by_arrival():
+    world = World()
+    client = world.client()
+    for number, priority in ((1, 0), (2, 5), (3, 0), (4, -1)):
+        world.submit(number, priority=priority)
+    world.submit(5, priority="soon")
+    (refused,) = world.take(client)
+    assert refused.refused.kind == "RequestError" and "priority" in refused.refused.message
+    worker = Worker(world, b"one")  # takes four: as many as its rows and one more
+    for number, priority in ((6, 5), (7, 0), (8, -1)):
+        world.submit(number, priority=priority)
+
+    def sent():
+        return [protocol.bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, protocol.Run)]
+
+    assert sent() == [4, 1, 3, 2]
+    for run_number in range(1, 4):
+        world.core.receive(b"one", protocol.Output(run_number, worker.incarnation, [], True))
+    assert sent() == [8, 7, 6]
+
+
+def test_callers_take_turns_and_a_callers_calls_do_within_a_priority():
+    world = World()
+    world.client()
+    world.client(b"other", name="d")
+    for number in range(100, 120):
+        world.submit(number, caller="a", call="batch")
+    for number in (1, 2):
+        world.submit(number, caller="a", call="single")
+    for number in (11, 12, 13):
+        world.submit(number, caller="b", call=f"{number}")
+    world.submit(21, client=b"other", caller="a", call="batch")  # the callers of another name are others
+    world.submit(31, caller="c", priority=1)
+    world.submit(41, caller="a", call="late", priority=-1)
+    order = world.served(b"one", world.replica(b"one"))
+    assert order == [41, 100, 11, 21, 1, 12, 101, 13, 2, *range(102, 120), 31]
+    world.core.check()
+
+
+def test_a_caller_is_one_in_all_clients_of_a_name_and_who_names_none_is_its_client():
+    world = World(max_queue=16)
+    clients = [world.client(peer) for peer in (b"http0", b"http1")]
+    for number in range(100, 120):
+        world.submit(number, client=clients[number % 2], caller="a")
+    refused = [m for peer in clients for m in world.take(peer)]
+    assert len(refused) == 6 and all("14 requests of this caller" in m.refused.message for m in refused)
+    for number in (1, 2):
+        world.submit(number, client=clients[number - 1])
+    order = world.served(b"one", world.replica(b"one"))
+    assert order[:4] == [100, 1, 2, 101] and len(order) == 16
+    world.core.check()
+
+
+@pytest.mark.security
+def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
+    world = World()
+    world.client()
+    incarnation = world.replica(b"one", capacity=2)  # holds three
+    for number in range(100, 200):
+        world.submit(number, caller="a", call="batch")
+    world.submit(1, caller="b")
+    world.submit(2, caller="b")
+    for number in range(3, 20):
+        world.submit(number, caller="c")
+    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
+    assert len({run.caller for run in sent}) == 3 and sent[0].caller == sent[2].caller
+    for run in sent[:3]:  # two callers are below a third of three
+        world.core.receive(b"one", protocol.Output(run.number, incarnation, [], True))
+    world.core.check()
+    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [103]
+
+
+@pytest.mark.security
+def test_one_caller_cannot_fill_the_queue():
+    world = World(max_queue=16)
+    client = world.client()
+    for number in range(100, 120):
+        world.submit(number, caller="a")
+    refused = [m.refused for m in world.take(client)]
+    assert len(refused) == 6 and {one.kind for one in refused} == {"Overloaded"}
+    assert "14 requests of this caller wait here, the limit is 14 of max_queue, 16" in refused[0].message
+    world.submit(1, caller="b")
+    world.submit(2, caller="c")
+    assert not world.take(client)
+    world.submit(3, caller="d")
+    assert "16 requests wait here, the limit is 16 (max_queue)" in world.take(client)[0].refused.message
+    order = world.served(b"one", world.replica(b"one"))
+    assert order[:4] == [100, 1, 2, 101] and len(order) == 16
+    world.take(client)
+    world.submit(200, caller="a")
+    assert not world.take(client)
+
+
+@pytest.mark.security
+def test_requests_that_claim_to_be_handed_in_again_are_bounded_too():
+    world = World(max_queue=4)
+    client = world.client()
+    for number in range(40):
+        world.submit(number, caller="a", kept=[])
+    refused = [m.refused for m in world.take(client)]
+    assert len(refused) == 8 and "limit is 4 (max_queue), 8 times that for requests handed in again" in str(refused[0])
+
+
+def test_idle_replica_takes_requests_that_wait_for_a_full_one():
+    world = World(policy="round_robin")
+    world.client()
+    one = world.replica(b"one", capacity=2)
+    for number in range(1, 9):
+        world.submit(number)
+    runs = [m for m in world.take(b"one") if isinstance(m, protocol.Run)]
+    assert len(runs) == 3 and world.core.stats()["waiting"] == 5
+    world.replica(b"two", capacity=4)
+    assert len([m for m in world.take(b"two") if isinstance(m, protocol.Run)]) == 3  # until half of it is busy
+    for run in runs:
+        world.core.receive(b"one", protocol.Output(run.number, one, [protocol.Piece(0, 0, b"", "", "length")], True))
+    assert world.core.stats()["waiting"] == 0
+    world.core.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "nearest"}, "one of longest_prefix"),
+        ({"alpha": 2.0}, "alpha is 2"),
+        ({"max_queue": 0}, "max_queue is 0"),
+        ({"heartbeat_s": 3.0}, "two heartbeats"),
+        ({"client_timeout_s": 1.0}, "client_timeout_s is 1.0, less than timeout_s, 2.0"),
+        ({"key": b""}, "key is empty"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        World(**options)

@@ -1,0 +1,174 @@
+"""Requests saved with their keys and values by two ranks: each writes its part, all or none, and takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine_ranks as ranks
+import pytest
+import torch
+from gloo_ranks import new_groups, run_on_ranks
+
+from megatron_infer.engine.durable import rank_files as saved_parts
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import InferenceError, SnapshotError, TransitionFailed
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+SETTINGS = {"enable_chunked_prefill": True, "max_tokens": 48, "enable_prefix_caching": True}
+HOW = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
+
+
+def staged(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    def build(rank: int) -> torch.nn.Module:
+        return make(pre_process=rank == 0, post_process=rank == 1, **{PP: 2})
+
+    return build
+
+
+CASES: dict[str, tuple[dict[str, int], Callable[[int], torch.nn.Module]]] = {
+    "tp": ({TP: 2}, lambda rank: tiny_gpt(**HOW, **{TP: 2})),
+    "ep": ({EP: 2}, lambda rank: tiny_gpt(**HOW, **EXPERTS, **{EP: 2})),
+    "pp": ({PP: 2}, staged(lambda **how: tiny_gpt(**HOW, **how))),
+    "no attention on the first stage": ({PP: 2}, staged(lambda **how: tiny_hybrid("M-M**-", **HOW, **how))),
+    "no Mamba on the last stage": ({PP: 2}, staged(lambda **how: tiny_hybrid("M*-*", **HOW, **how))),
+    "nothing kept on the last stage": ({PP: 2}, staged(lambda **how: tiny_hybrid("M*--", **HOW, **how))),
+    "no attention at all": ({PP: 2}, staged(lambda **how: tiny_hybrid("MM", **HOW, **how))),
+}
+
+
+def begun(model: torch.nn.Module, rank: int, **settings: Any) -> DynamicInferenceEngine:
+    """An engine in the midst of its requests: some decode, one is in its prompt, some wait."""
+    engine = ranks.make_engine(model, **SETTINGS | settings)
+    for index, (prompt, params) in enumerate(ranks.workload(7) if rank == 0 else ()):
+        engine.add_request(prompt, params, request_id=str(index), stream="final")
+    for _ in range(5):
+        assert not engine.step()
+    return engine
+
+
+def finish(engine: DynamicInferenceEngine) -> dict[str, Any]:
+    done = []
+    while engine.has_unfinished():
+        done += [output for output in engine.step() if output.finished]
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
+    engine.rank_group.lockstep.close()
+    return ranks.account(done)
+
+
+def listed(path: Path) -> list[str]:
+    torch.distributed.barrier()
+    names = sorted(one.name for one in path.parent.glob(f"{path.name}*"))
+    torch.distributed.barrier()
+    return names
+
+
+def check_return(model: torch.nn.Module, rank: int, path: Path) -> dict[str, Any]:
+    """They go on where they were, in blocks of another size, and no token is computed twice -> what comes of them."""
+    want: dict[str, Any] = {}
+    for block_size, caching in ((16, False), (8, True)):
+        source = begun(model, rank, enable_prefix_caching=caching)
+        source.save_requests(path, kv=True)
+        first = listed(path)
+        source.save_requests(path, kv=True)
+        names = listed(path)
+        assert len(names) == 2 and names[0] == path.name and names != first, "one save, nothing of the one before"
+        before = source.stats().counters["prefill_tokens"]
+        want = finish(source)
+        engine = ranks.make_engine(model, **SETTINGS | {"block_size_tokens": block_size})
+        report = engine.load_requests(path)
+        assert len(report.with_kv) > 2 and not report.recomputed, report
+        assert len(report.loaded) == 7
+        same(finish(engine), want)
+        if not caching:
+            rest = source.stats().counters["prefill_tokens"] - before
+            assert engine.stats().counters["prefill_tokens"] <= rest, "something was computed twice"
+    return want
+
+
+def same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got.keys() == want.keys()
+    for key, (tokens, reason, logprobs) in want.items():
+        assert got[key][:2] == (tokens, reason), key
+        torch.testing.assert_close(torch.tensor(got[key][2]), torch.tensor(logprobs), atol=1e-5, rtol=0)
+
+
+def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: dict[str, Any]) -> None:
+    """A rank that cannot write leaves the save before as it was; a damaged part is refused, a lost one done without."""
+    engine = begun(model, rank)
+    engine.save_requests(path, kv=True)
+    names = listed(path)
+    write, stage = saved_parts.file_format.write, saved_parts.file_format.stage
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    for victim, name in ((0, "put_in_place"), (1, "write")):
+        original = getattr(saved_parts.file_format, name)
+        if rank == victim:
+            setattr(saved_parts.file_format, name, full)
+        with pytest.raises(OSError if rank == victim else TransitionFailed, match="no space"):
+            engine.save_requests(path, kv=True)
+        setattr(saved_parts.file_format, name, original)
+        assert listed(path) == names
+    assert (write, stage) == (saved_parts.file_format.write, saved_parts.file_format.stage)
+    finish(engine)
+
+    part = path.with_name(names[1])
+    content = part.read_bytes()
+    engine = ranks.make_engine(model, **SETTINGS)
+    torch.distributed.barrier()
+    if rank == 1:
+        part.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(SnapshotError if rank else TransitionFailed, match="checksum"):
+        engine.load_requests(path)
+    assert not engine.has_unfinished()
+    if rank == 1:
+        part.unlink()
+    report = engine.load_requests(path)
+    assert not report.with_kv and report.recomputed
+    assert all("rank 1: the part of rank 1 is missing" in why for why in report.recomputed.values()), report
+    same(finish(engine), want)
+
+
+def check_following(model: torch.nn.Module, rank: int, path: Path) -> None:
+    engine = begun(model, rank)
+    if rank == 0:
+        engine.save_requests(path, kv=True)
+        engine.dismiss()
+    else:
+        with pytest.raises(InferenceError, match="rank 0"):
+            engine.save_requests(path)
+        engine.follow()
+    assert len(listed(path)) == 2
+    finish(engine)
+    if rank == 0:  # without keys and values the leader writes alone, and what it had of the others goes
+        engine.save_requests(path)
+    assert listed(path) == [path.name]
+
+
+def on_rank(rank: int, size: int, folder: Path) -> None:
+    for case, (sizes, make) in CASES.items():
+        new_groups(**sizes)
+        model = make(rank)
+        path = folder / case
+        want = check_return(model, rank, path)
+        if case == "tp":
+            check_all_or_nothing(model, rank, folder / "other", want)
+            check_following(model, rank, folder / "followed")
+        if case == "pp":
+            engine = ranks.make_engine(model, **SETTINGS)
+            report = engine.load_requests(folder / "tp")
+            reason = "saved by 2 ranks (tp=2), this engine has 2 ranks (pp=2)"
+            assert set(report.recomputed.values()) == {reason}, report
+            assert len(finish(engine)) == 7
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_two_ranks_save_and_take_back_what_they_computed(tmp_path: Path) -> None:
+    """In every layout, stages that keep no keys and values, or no states, among them."""
+    run_on_ranks(on_rank, 2, tmp_path)

@@ -1,0 +1,250 @@
+"""POST /v1/audio/speech through a server's processes and OpenAI's client: the pipeline's sound, for any client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from audio_case import NUM_SPEECH, SPEECH, TEXTS, write_model, write_voice
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.pipelines import AudioGenerationConfig, AudioGenerationRequest, AudioGeneratorPipeline
+from megatron_infer.server.audio.registry import open_decoder
+from megatron_infer.server.audio.speech_model import FILE
+from megatron_infer.server.audio.wav import pcm16
+
+pytestmark = pytest.mark.long
+TONES = open_decoder("tones", config={"vocab_size": NUM_SPEECH})
+ENGINE = {"buffer_size_gb": 0.02, "threads": 1, "dtype": "float32"}
+SAMPLING = {"seed": 4, "max_tokens": 60}
+
+
+class Server:
+    def __init__(self, folder, *flags: str, launcher: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, *launcher, "-m", "megatron_infer", "serve", str(folder), "--port", "0"]
+        command += ["--threads", "1", "--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice"]
+        paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        command += flags
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines: list[str] = []
+        self.url = self._url()
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def _url(self) -> str:
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if "serving" in line and " at http" in line:
+                threading.Thread(target=self.lines.extend, args=(self.process.stderr,), daemon=True).start()
+                return line.rsplit(" at ", 1)[1].strip()
+        raise AssertionError("".join(self.lines))
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("voice"))
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    ben = write_voice(tmp_path_factory.mktemp("ben") / "ben.wav", tokens=(7, 8, 9) * 12)
+    own = ("--audio-decoder", "audio_case:open_own")
+    one = Server(folder, "--voice", f"ben={ben}", "--speech-chunk-size", "5,10", *own)
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The tokens that a pipeline draws, by voice."""
+    config = AudioGenerationConfig(
+        model_path=str(folder), audio_decoder="tones", audio_decoder_config={"vocab_size": NUM_SPEECH},
+        max_length=512, max_batch_size=4, **ENGINE,
+    )  # fmt: skip
+    pipeline = AudioGeneratorPipeline(config)
+    return {
+        text: pipeline.generate(
+            AudioGenerationRequest(input=text, voice="anna", sampling_params=SamplingParams(**SAMPLING))
+        )[0]
+        for text in TEXTS
+    }
+
+
+def body(text: str = TEXTS[0], **more) -> dict:
+    return {"model": "voice", "voice": "anna", "input": text, **SAMPLING, **more}
+
+
+def sound_of(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype="<i2") / 32767
+
+
+def test_openais_client_gets_the_pipelines_sound_streaming_and_not(server, expected, tmp_path):
+    text, out = TEXTS[1], tmp_path / "out.wav"
+    ask = {"model": "voice", "voice": "anna", "input": text, "extra_body": SAMPLING}
+    whole = server.openai.audio.speech.create(response_format="pcm", **ask)
+    assert TONES.encoder.encode(sound_of(whole.content)) == list(expected[text].tokens)
+    assert np.abs(sound_of(whole.content) - expected[text].audio).max() < 1e-4
+    with server.openai.audio.speech.with_streaming_response.create(response_format="wav", **ask) as reply:
+        reply.stream_to_file(out)
+    data = out.read_bytes()
+    assert data[:4] == b"RIFF" and data[44:] == whole.content
+
+
+def test_many_at_once_sound_as_alone(server, expected):
+    results: dict[int, list[int]] = {}
+
+    def speak(number: int) -> None:
+        text = TEXTS[number % len(TEXTS)]
+        reply = httpx.post(f"{server.url}/v1/audio/speech", json=body(text, response_format="pcm"), timeout=60)
+        results[number] = TONES.encoder.encode(sound_of(reply.content))
+
+    threads = [threading.Thread(target=speak, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        assert results[number] == list(expected[TEXTS[number % len(TEXTS)]].tokens)
+
+
+def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
+    """As `curl -N ... | aplay -r 16000 -f S16_LE` is fed."""
+    url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format="pcm"))
+    command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", data]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+        played = b"".join(iter(lambda: curl.stdout.read(640), b""))
+    assert curl.returncode == 0 and played == pcm16(expected[TEXTS[0]].audio)
+
+
+@pytest.mark.skipif(shutil.which("aplay") is None, reason="not installed: alsa-utils")
+@pytest.mark.parametrize(("kind", "flags"), [("pcm", ("-r", "16000", "-f", "S16_LE")), ("wav", ())])
+def test_aplay_plays_what_curl_gets(kind, flags, server):
+    """On the device null. The header of a stream's WAV, whose length is not known, is one that it takes."""
+    url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format=kind))
+    ask = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", data]
+    with subprocess.Popen(ask, stdout=subprocess.PIPE) as curl:
+        played = subprocess.run(
+            ["aplay", "-D", "null", *flags], stdin=curl.stdout, capture_output=True, text=True, timeout=60
+        )
+    assert (curl.returncode, played.returncode) == (0, 0), played.stderr
+    assert "Signed 16 bit Little Endian, Rate 16000 Hz, Mono" in played.stderr
+
+
+def test_two_ranks_under_torchrun_serve_the_same_sound(folder, expected):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    one = Server(folder, "--tp", "2", launcher=launcher)
+    try:
+        reply = one.http.post("/v1/audio/speech", json=body(response_format="pcm"))
+        assert reply.content == pcm16(expected[TEXTS[0]].audio)
+        assert [voice["id"] for voice in one.http.get("/v1/audio/voices").json()["data"]] == ["anna"]
+    finally:
+        one.close()
+
+
+def children(server: Server, role: str) -> list[int]:
+    """Processes of a role that the server has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == server.process.pid and (path / "cmdline").read_bytes().rstrip(b"\0").endswith(role.encode()):
+                found.append(int(path.name))
+    return found
+
+
+def wait_for(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def test_a_decoder_that_is_killed_is_started_again_and_loses_nothing(server, expected):
+    (pid,) = children(server, "audio_decoder")
+    os.kill(pid, signal.SIGKILL)
+    reply = server.http.post("/v1/audio/speech", json=body(response_format="pcm"))
+    assert TONES.encoder.encode(sound_of(reply.content)) == list(expected[TEXTS[0]].tokens)
+    assert children(server, "audio_decoder") not in ([], [pid])
+
+
+def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound_goes_on(server, expected):
+    (pid,) = children(server, "engine")
+    pieces = []
+    with server.http.stream("POST", "/v1/audio/speech", json=body(response_format="pcm", chunk_size=[2])) as reply:
+        for piece in reply.iter_raw():
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(pid, signal.SIGKILL)
+    assert TONES.encoder.encode(sound_of(b"".join(pieces))) == list(expected[TEXTS[0]].tokens)
+    assert children(server, "engine") != [pid]
+
+
+def test_a_client_that_leaves_frees_its_request(server):
+    with server.http.stream("POST", "/v1/audio/speech", json=body(max_tokens=400, chunk_size=[1])) as reply:
+        next(reply.iter_raw())
+
+    def idle() -> bool:
+        metrics = server.http.get("/metrics").text
+        running = [line for line in metrics.splitlines() if line.startswith("megatron_infer_engine_requests{")]
+        return bool(running) and all(line.endswith(" 0.0") for line in running)
+
+    wait_for(idle)
+
+
+def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start(folder, tmp_path, monkeypatch):
+    (tmp_path / "none.wav").write_bytes(b"no sound")
+    from megatron_infer.cli.main import main
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    assert main(["serve", str(folder), "--port", "0", "--voice", f"x={tmp_path / 'none.wav'}"]) == 1
+    assert main(["serve", str(folder), "--port", "0", "--voice", "x"]) == 2
+    assert main(["serve", str(folder), "--port", "0", "--voice", "x=y", "--coordinator", "ipc:///none"]) == 2
+    assert main(["serve", str(folder), "--port", "0", "--speech-prompt-tokens", "twice"]) == 2
+    (folder / "none").mkdir()
+    assert main(["serve", str(folder / "none"), "--port", "0", "--voice", "x=y.wav"]) == 2
+    assert main(["serve", str(folder / "none"), "--port", "0", "--audio-decoder", "audio_case:open_own"]) == 2
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_model_whose_vocabulary_lacks_the_speech_tokens_is_refused_at_start(folder, tmp_path, capfd):
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / FILE).write_text(json.dumps(SPEECH | {"first_token": 300, "end_token": 290, "voices": {}}))
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
+    assert "the model has 336 tokens and no speech tokens 300 to 363" in capfd.readouterr().err
+
+
+def test_weights_of_something_else_end_the_server_at_its_start(folder, tmp_path, capfd):
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / "codec.safetensors").write_bytes(b"no weights")
+    codec = {"decoder": "codec", "decoder_weights": "codec.safetensors", "decoder_config": {}, "voices": {}}
+    (tmp_path / FILE).write_text(json.dumps(SPEECH | codec))
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
+    assert "codec.safetensors is no safetensors file" in capfd.readouterr().err
