@@ -28,7 +28,6 @@ from megatron_infer.utils.child_process import ChildProcess
 ABSENT = (
     "pydantic",
     "pydantic_settings",
-    "msgspec",
     "zmq",
     "llguidance",
     "psutil",
