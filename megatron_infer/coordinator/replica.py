@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,9 @@ log = logging.getLogger("megatron_infer.coordinator")
 
 HOLD_S = 0.25
 """Seconds that tokens for a client that does not stream are held back; if lost, they are sampled again."""
+BRIEF_S = 0.003
+"""Most seconds that a step waits for what new requests need, such as grammars: with it they are in this step, and
+without it in the next. Only the first request of a caller is waited for."""
 MAX_DIGESTS = 1 << 14
 """Most digests in one message."""
 
@@ -70,6 +73,8 @@ class Replica:
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
         self._preparing: dict[int, tuple[ServedRequest, Future[Any]] | None] = {}  # None: cancelled, not yet ended
+        self._brief_until = 0.0
+        """Until when new requests are waited for, on the monotonic clock."""
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
         self._num_foreign = 0
         self._info: EngineInfo = info_of(engine)
@@ -179,6 +184,7 @@ class Replica:
                     self._wake.wait(HOLD_S if self._has_held() else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
+            self._brief_until = time.monotonic() + BRIEF_S
             for came, message in messages:
                 self._apply(came, message)
             if messages:
@@ -232,7 +238,8 @@ class Replica:
             else:
                 request = ServedRequest(run, params_of(run))
                 preparing = request.prepare(self.engine)
-                if preparing is not None:  # posted again when it is prepared; steps go on meanwhile
+                if preparing is not None and not self._waits_briefly(run, preparing):
+                    # posted again when it is prepared; steps go on meanwhile
                     self._preparing[run.number] = request, preparing
                     preparing.add_done_callback(lambda _: self._post(run))
                     return
@@ -243,6 +250,13 @@ class Replica:
             )
             return
         self._requests[request.id] = self._numbers[run.number] = request
+
+    def _waits_briefly(self, run: protocol.Run, preparing: Future[Any]) -> bool:
+        """Whether a request that is new is prepared within a moment."""
+        others = (one[0].run.caller for one in self._preparing.values() if one is not None)
+        if run.caller not in others:
+            wait([preparing], timeout=max(0.0, self._brief_until - time.monotonic()))
+        return preparing.done()
 
     def _cancel(self, cancel: protocol.Cancel) -> None:
         if (preparing := self._preparing.get(cancel.number)) is not None:

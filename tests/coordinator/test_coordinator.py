@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -101,6 +102,57 @@ def test_leaving_a_stream_and_closing_the_client_abort():
         with pytest.raises(protocol.ConnectionLost, match="closed"):
             future.result(1)
         wait_for(lambda: not engine.has_unfinished())
+
+
+class PreparingEngine(EchoEngine):
+    """What a request needs is there after 0.2 s; where it draws 6 tokens, once `held` is fulfilled."""
+
+    def __init__(self):
+        super().__init__(step_s=0.01)
+        self.log, self.held = [], Future()
+
+    def prepare(self, params, caller=0):
+        if params.max_tokens > 6:
+            return None
+        self.log.append("prepare")
+        future = self.held if params.max_tokens == 6 else Future()
+        if future is not self.held:
+            threading.Timer(0.2, future.set_result, (None,)).start()
+        return future
+
+    def add_request(self, *args, **options):
+        self.log.append("begin")
+        return super().add_request(*args, **options)
+
+    def step(self):
+        self.log.append("step")
+        return super().step()
+
+
+def test_step_waits_a_moment_for_the_first_request_that_a_caller_has_prepared(monkeypatch):
+    engine = PreparingEngine()
+
+    def log_of(client, num_tokens):
+        engine.log.clear()
+        future = client.submit([3], SamplingParams(max_tokens=num_tokens))
+        wait_for(lambda: "begin" in engine.log or engine.log.count("step") > 30)
+        return future, engine.log[engine.log.index("prepare") + 1 :]
+
+    with cluster(1, engines=[engine]) as (_, _, client):
+        running = client.submit([9], SamplingParams(max_tokens=5000))
+        wait_for(lambda: "step" in engine.log)
+        monkeypatch.setattr("megatron_infer.coordinator.replica.BRIEF_S", 30.0)
+        first, log = log_of(client, 5)
+        assert log[0] == "begin" and first.result(60)
+        monkeypatch.setattr("megatron_infer.coordinator.replica.BRIEF_S", 0.0)
+        held, log = log_of(client, 6)
+        assert "begin" not in log
+        monkeypatch.setattr("megatron_infer.coordinator.replica.BRIEF_S", 30.0)
+        second, log = log_of(client, 5)
+        assert log[0] == "step", "another request of the caller is still being prepared"
+        engine.held.set_result(None)
+        assert second.result(60) and held.result(60)
+        client.abort(running)
 
 
 def test_full_queue_refuses_with_a_reason_and_accepts_again_later():
