@@ -131,14 +131,22 @@ def test_texts_of_one_caller_do_not_delay_those_of_another():
         order.append(text)
         return whole(self, text, *args, **kwargs)
 
+    submitted, submit = [], TurnPool.submit
+
+    def count(pool, caller, job, future=None):
+        result = submit(pool, caller, job, future)
+        submitted.append(caller)
+        return result
+
     with pytest.MonkeyPatch.context() as patch, serving() as case, ThreadPoolExecutor(20) as threads:
         patch.setattr(type(tokenizer()), "encode", encode)
+        patch.setattr(TurnPool, "submit", count)
         asked = [threads.submit(post_from, case, "127.0.0.2", prompt=f"held {i}") for i in range(2)]
-        time.sleep(0.5)
+        wait_for(lambda: len(submitted) == 2)
         later = [threads.submit(post_from, case, "127.0.0.2", prompt=f"{i}") for i in range(16)]
-        time.sleep(0.5)
+        wait_for(lambda: len(submitted) == 18)
         other = threads.submit(post_from, case, "127.0.0.3", prompt="other")
-        time.sleep(0.5)
+        wait_for(lambda: len(submitted) == 19)
         go.set()
         assert other.result(60).status_code == 200
         assert all(one.result(60).status_code == 200 for one in (*asked, *later))
