@@ -85,7 +85,7 @@ PATH = (
     "scheduler.context.leases",
     "scheduler.context.copies",
     "scheduler.context.block_pool",
-    "scheduler.context.prefix_hash",
+    "scheduler.context.block_digest",
     "scheduler.context.row_pool",
     "runner",
 )

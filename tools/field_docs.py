@@ -18,7 +18,7 @@ from typing import Any
 from megatron_infer.server.app import registered_routes
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
-from megatron_infer.server.request_fields import NO_FIELDS, FieldTable, Rule
+from megatron_infer.server.inactive_fields import NO_FIELDS, FieldTable, Rule
 from megatron_infer.server.server_config import ServerConfig
 
 DOCS = Path("docs/request_fields.md")

@@ -23,7 +23,7 @@ from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, Re
 from megatron_infer.coordinator.router import Availability, ReplicaView, Router
 from megatron_infer.coordinator.weights_in_force import WeightsInForce
 from megatron_infer.distributed.wire import Silence
-from megatron_infer.scheduler.context.prefix_hash import DIGEST_SIZE
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE
 
 log = logging.getLogger("megatron_infer.coordinator")
 

@@ -1,7 +1,7 @@
 """Chooses a replica for each request, by its cached prefixes, its load, or in turn. Pure Python.
 
 A replica's table holds the digests of its cached blocks, with the hash chain of the cache
-(`scheduler.context.prefix_hash`). It follows the replica's reports: published, forgotten, reset, another root (weights
+(`scheduler.context.block_digest`). It follows the replica's reports: published, forgotten, reset, another root (weights
 changed). Blocks that a running request will publish count as held until it ends.
 """
 
@@ -14,7 +14,7 @@ from enum import Enum
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.errors import ConfigError, UnknownRequest
-from megatron_infer.scheduler.context.prefix_hash import TOKEN_SIZE, adapted, digest_of, salted
+from megatron_infer.scheduler.context.block_digest import TOKEN_SIZE, adapted, digest_of, salted
 
 MAX_DIGESTS = 1 << 17
 """Most digests per replica, oldest forgotten first: 2 million tokens in blocks of 16."""

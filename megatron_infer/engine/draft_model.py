@@ -1,4 +1,7 @@
-"""The model that drafts tokens: loaded or adopted, held against the model it drafts for, and run before each step."""
+"""The model that drafts tokens: loaded or adopted, and held against the model it drafts for.
+
+`runner.speculative.model_drafter` runs it before each step.
+"""
 
 from __future__ import annotations
 

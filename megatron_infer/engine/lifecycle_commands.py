@@ -10,7 +10,8 @@
 
 A command is a method of a class below: the method has its name, its parameters and its meaning. The row in `COMMANDS`
 has what a signature cannot say. A new command of the engine is a method of `EngineCommands` with a row here, and a
-method of `EngineControls`. Every front has the command then.
+method of `EngineControls`. Every front has the command then, except HTTP: each dialect there has routes of its own
+(`server.control`).
 """
 
 from __future__ import annotations

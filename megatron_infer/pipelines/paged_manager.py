@@ -19,7 +19,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError, DuplicateRequest, RequestError, UnknownRequest, WrongState
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.runner.batch import Batch
-from megatron_infer.scheduler.context.prefix_hash import salted
+from megatron_infer.scheduler.context.block_digest import salted
 from megatron_infer.scheduler.request import CacheUse, Request
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 

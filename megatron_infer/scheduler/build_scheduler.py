@@ -6,8 +6,8 @@ from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.inference import BatchingPolicy, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.scheduler.admitted_requests import EventHook
+from megatron_infer.scheduler.context.block_digest import root_of
 from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.scheduler.context.prefix_hash import root_of
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel

@@ -9,10 +9,10 @@ from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.admitted_requests import AdmittedRequests
 from megatron_infer.scheduler.caller_shares import CallerShares, StepShare
+from megatron_infer.scheduler.context.block_digest import salted
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.context.leases import Lease
-from megatron_infer.scheduler.context.prefix_hash import salted
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk

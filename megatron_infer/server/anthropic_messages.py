@@ -17,9 +17,9 @@ from megatron_infer.server.field_tables import LABEL, MESSAGE, PART, SHARED, TOO
 from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, no_effect
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReply, Change
 from megatron_infer.server.reply_format import usage_of
-from megatron_infer.server.request_fields import FieldTable, no_effect
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 

@@ -17,9 +17,9 @@ from megatron_infer.server.field_tables import ALLOWED_TOOLS, MESSAGE, SHARED, S
 from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request, of_validation
+from megatron_infer.server.inactive_fields import FieldTable, ignore, refused, rows
 from megatron_infer.server.openai_logprobs import by_id, chat_content
 from megatron_infer.server.reply_format import Delta, OpenAIReply, sampled_logprobs, version_spans_of
-from megatron_infer.server.request_fields import FieldTable, ignore, refused, rows
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 

@@ -26,9 +26,9 @@ from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, check_limit, sampling_of
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.openai_logprobs import Entry, by_id, completion_logprobs
 from megatron_infer.server.reply_format import Delta, OpenAIReply, sampled_logprobs, version_spans_of, whole_delta
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 

@@ -17,8 +17,8 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from megatron_infer.server import request_body, streaming
 from megatron_infer.server.http_errors import ApiError, api_error_of, of_validation
-from megatron_infer.server.request_fields import FieldTable, ignored_header
+from megatron_infer.server.inactive_fields import FieldTable, ignored_header
 from megatron_infer.server.server_config import ServerConfig
 
 log = logging.getLogger("megatron_infer.server")

@@ -6,7 +6,7 @@ of all routes (`tools/field_docs.py`).
 
 from __future__ import annotations
 
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
 
 NO_MEDIA = "there are no images, audio or video here: this model reads text"
 LABEL = no_effect("it labels the call for the caller's own use")

@@ -22,11 +22,11 @@ from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.generation_request import GenerationRequest, Splitter, check_request, params_from
 from megatron_infer.server.http_errors import ApiError, unavailable
+from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
 from megatron_infer.server.output_detokenizer import INLINE_TOKENS
 from megatron_infer.server.reply_format import ReplyFormat
-from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import check_model, shown_name
 

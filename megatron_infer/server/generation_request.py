@@ -76,7 +76,7 @@ class GenerationRequest(CopiedFields, kw_only=True):
     caller: str
     """Whose turn it is to have a grammar compiled."""
     ignored: list[str]
-    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
+    """Fields that have no effect in this call, for the header x-ignored-fields; see `inactive_fields.ignore`."""
     field: str = "prompt"
     """The body's field with the prompts, for errors."""
     conversations: list[list[Message]] = []

@@ -12,12 +12,12 @@ import msgspec
 from megatron_infer import __version__
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.request_fields import FieldTable
+from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.server.routes import Operation, Routes
 from megatron_infer.server.server_config import ServerConfig
 
 EXTENSION = "x-fields-without-action"
-"""Key of a component's fields of `request_fields`, with the values that ask for nothing."""
+"""Key of a component's fields of `inactive_fields`, with the values that ask for nothing."""
 REFERENCE = "#/components/schemas/{name}"
 
 

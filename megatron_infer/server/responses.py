@@ -19,10 +19,10 @@ from megatron_infer.server.field_tables import ALLOWED_TOOLS, PART, SHARED, TOOL
 from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, ignore, no_effect, refused, rows
 from megatron_infer.server.openai_logprobs import chat_content
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReply, Change
 from megatron_infer.server.reply_format import Delta, usage_of
-from megatron_infer.server.request_fields import FieldTable, ignore, no_effect, refused, rows
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 

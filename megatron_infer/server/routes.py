@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from megatron_infer.server.endpoint import Endpoint, Handler
 from megatron_infer.server.generation_request import ExtraFields
+from megatron_infer.server.inactive_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.request_body import BodyRoom
-from megatron_infer.server.request_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.server_config import ServerConfig
 
 GENERATION_STATUSES = (404, 429, 503, 504)

@@ -34,8 +34,8 @@ from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import LABELS
 from megatron_infer.server.http_errors import api_error_of, bad_request, unavailable
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig

@@ -13,7 +13,7 @@ from megatron_infer.server.field_tables import MESSAGE, SHARED, TOOL
 from megatron_infer.server.generation import prompts_of
 from megatron_infer.server.generation_request import GenerationRequest
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.request_fields import FieldTable
+from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig

@@ -17,7 +17,7 @@ from megatron_infer.server.body_types import Body
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.request_fields import ignore
+from megatron_infer.server.inactive_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.json_schema import plain

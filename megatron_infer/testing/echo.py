@@ -22,10 +22,10 @@ from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.scheduler.context.block_digest import root_of, salted
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.leases import Lease
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
-from megatron_infer.scheduler.context.prefix_hash import root_of, salted
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.echo_controls import EchoControls
 

@@ -12,7 +12,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
 from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.errors import ConfigError
-from megatron_infer.scheduler.context.prefix_hash import root_of
+from megatron_infer.scheduler.context.block_digest import root_of
 from megatron_infer.testing.echo import echo_tokens
 
 ROOT = root_of(model="m")

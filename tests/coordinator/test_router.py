@@ -14,10 +14,10 @@ from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Po
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.router import Availability, PrefixTable, Router, chain_of
 from megatron_infer.errors import ConfigError
+from megatron_infer.scheduler.context.block_digest import adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.scheduler.context.block_pool import BlockPool
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
-from megatron_infer.scheduler.context.prefix_hash import adapted, digest_of, preimage_of, root_of, salted
 
 ROOT, OTHER = root_of(model="m"), root_of(model="m", weight_version=1)
 BLOCK = 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_device import replace_digests
 
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.scheduler.context.block_pool import BlockPool
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
-from megatron_infer.scheduler.context.prefix_hash import DIGEST_SIZE, adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.scheduler.context.row_pool import RowPool
 
 ROOT = root_of(model="m")

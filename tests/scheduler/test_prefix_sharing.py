@@ -10,8 +10,8 @@ from fake_device import continued, make_request, replace_digests
 from test_fuzz import run_schedule
 from world import World
 
+from megatron_infer.scheduler.context.block_digest import digest_of, parent_of
 from megatron_infer.scheduler.context.block_pool import BlockPool
-from megatron_infer.scheduler.context.prefix_hash import digest_of, parent_of
 from megatron_infer.scheduler.request import CacheUse, Status
 from megatron_infer.scheduler.step_budget import StepBudget
 

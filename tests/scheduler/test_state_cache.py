@@ -6,9 +6,9 @@ import pytest
 from fake_device import continued, make_request, replace_digests
 from world import World
 
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, digest_of
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.cached_state_slots import CachedStateSlots
-from megatron_infer.scheduler.context.prefix_hash import DIGEST_SIZE, digest_of
 from megatron_infer.scheduler.request import CacheUse
 
 PROMPT = list(range(10, 40))

@@ -12,9 +12,9 @@ from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.runner.in_flight import RunnerOutput
 from megatron_infer.runner.speculative.verify import Verifier
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.context.block_digest import root_of
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.copies import CopyKind
-from megatron_infer.scheduler.context.prefix_hash import root_of
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.preemption import is_ending
 from megatron_infer.scheduler.request import FinishReason, Status, sort_key_of

@@ -14,7 +14,7 @@ import pytest
 from server_case import TEMPLATE, post, serving, tokenizer, wait_for
 
 from megatron_infer.server import call_limits, engine_client, http_protocol
-from megatron_infer.server.request_fields import FieldTable
+from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.testing.echo import EchoEngine
 
 USER = [{"role": "user", "content": "\0" * 1500}]

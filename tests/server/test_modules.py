@@ -14,8 +14,8 @@ from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator
 from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.server.reply_format import ReplyFormat
-from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]

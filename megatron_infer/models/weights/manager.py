@@ -16,7 +16,7 @@ from megatron_infer.kernels.te_tensors import memory_of
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
 from megatron_infer.models.weights.derived import DerivedCaches
-from megatron_infer.scheduler.context.prefix_hash import root_of
+from megatron_infer.scheduler.context.block_digest import root_of
 
 log = logging.getLogger("megatron_infer")
 

@@ -1,7 +1,8 @@
 """Changes to logits before a token is chosen: bias, allowed and bad ids, min_tokens, penalties.
 
-All of them act in place on fp32 [M, V] copies of the rows that ask for them. Legend: M rows of a draw group, P those
-with penalties, L tokens of context, V vocab.
+All of them act in place on fp32 [M, V] copies of the rows that ask for them. Within a CUDA graph
+`cuda_graphs.captured_draw` does the same. Legend: M rows of a draw group, P those with penalties, L tokens of context,
+V vocab.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from megatron_infer.scheduler.context.prefix_hash import adapted
+from megatron_infer.scheduler.context.block_digest import adapted
 
 MAX_FORGOTTEN = 1024
 Used = Callable[[], Collection[str]]

@@ -28,7 +28,7 @@ class BlockPool:
     A digest names one block and a block has at most one digest. The preimage it was made from is kept beside it: a
     block is found by its digest and taken only if the preimages are equal, so that a collision is a miss and no more.
     Callers unref a sequence's blocks last to first, and a lease on a block holds its predecessors too, so a block is
-    always forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `prefix_hash`).
+    always forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `block_digest`).
     """
 
     def __init__(self, num_blocks: int, *, keep_cached: bool, on_forget: Callable[[int], None] | None = None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, digest_of
 from megatron_infer.scheduler.context.block_pool import BlockPool
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.scheduler.context.leases import Lease, check_leases, find_published
-from megatron_infer.scheduler.context.prefix_hash import DIGEST_SIZE, digest_of
 from megatron_infer.scheduler.context.row_pool import RowPool
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_infer.scheduler.context.block_digest import digest_of, parent_of, preimage_of
 from megatron_infer.scheduler.context.block_pool import BlockPool
-from megatron_infer.scheduler.context.prefix_hash import digest_of, parent_of, preimage_of
 from megatron_infer.scheduler.context.row_pool import RowPool
 
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from megatron_infer.scheduler.context.block_digest import preimage_of
 from megatron_infer.scheduler.context.block_pool import BlockPool
 from megatron_infer.scheduler.context.cached_state_slots import CachedStateSlots
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.scheduler.context.leases import Lease, find_published
-from megatron_infer.scheduler.context.prefix_hash import preimage_of
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 
 MAX_STEPS = 1000
 FIELDS = FieldTable(

@@ -34,8 +34,8 @@ from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, refused, rows
 from megatron_infer.server.reply_format import ReplyFormat, version_spans_of
-from megatron_infer.server.request_fields import FieldTable, refused, rows
 from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 

@@ -15,7 +15,7 @@ from megatron_infer.server.control.weight_files import checked_path
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.server_config import ServerConfig
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (KV_CACHE,), "cuda_graph": (GRAPHS,)}

@@ -25,10 +25,10 @@ from megatron_infer.server.generation import Dialect, Generator, PreparedCall, p
 from megatron_infer.server.generation_request import GenerationRequest, check_limit
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import Entry, by_rank
 from megatron_infer.server.reply_format import ReplyFormat
-from megatron_infer.server.request_fields import FieldTable, refused
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES

@@ -26,9 +26,9 @@ from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
 from megatron_infer.server.reply_format import Delta, ReplyFormat, usage_of, version_spans_of, whole_delta
-from megatron_infer.server.request_fields import FieldTable, refused
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 FIELDS = FieldTable(

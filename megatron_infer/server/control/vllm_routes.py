@@ -18,7 +18,7 @@ from megatron_infer.server.control.weight_files import checked_path, entries_of
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request, of_validation
-from megatron_infer.server.request_fields import ignore
+from megatron_infer.server.inactive_fields import ignore
 from megatron_infer.server.server_config import ServerConfig
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (GRAPHS, KV_CACHE)}

@@ -34,8 +34,8 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.models.fused_mixer import ScanWeights
 from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.context.block_digest import salted
 from megatron_infer.scheduler.context.copies import CopyKind
-from megatron_infer.scheduler.context.prefix_hash import salted
 from megatron_infer.scheduler.context.state_cache import StateCache
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.testing.inspect import inspect

@@ -6,7 +6,7 @@
 
 A digest only finds; the preimage decides. By induction over the chain two blocks with equal preimages follow the same
 tokens under the same root, as long as a digest in a preimage stands for one preimage: `BlockPool` keeps one block per
-digest and forgets children before their parent.
+digest and forgets children before their parent. A prompt's blocks are matched in `leases.find_published`.
 """
 
 from __future__ import annotations

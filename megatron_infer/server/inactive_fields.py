@@ -5,7 +5,8 @@ A field that acts is in the type of its body. Every other field that a client ma
 no effect   taken with any value, and listed in the reply's header x-ignored-fields; refused with `strict_fields`
 refused     taken with a value that asks for nothing; any other value would change the answer and is a 400
 
-A field that is in neither is a 400 with the nearest name. A null field counts as not given, whatever its name.
+A field that is in neither is a 400 with the nearest name: a `Body` forbids it, and `http_errors.of_validation` words
+the error. A null field counts as not given, whatever its name.
 The rows of all dialects are in `field_tables.py`; rows of one dialect are next to its body.
 """
 
