@@ -144,7 +144,7 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     values = dict(args.sampling_defaults) | values
     if values.get("logit_bias") is not None:
         values["logit_bias"] = dict(values["logit_bias"])
-    if structured:
+    if structured := {name: value for name, value in structured.items() if value is not False}:
         values["structured"] = StructuredOutput(**structured)
     return values
 

@@ -40,7 +40,8 @@ NO_FAILURE = -1
 END_S = 5.0
 """Seconds that the end of the process waits for threads in a wait of gloo, together."""
 _Work = SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
-_THREADS: weakref.WeakSet[OrderedThread] = weakref.WeakSet()
+_THREADS: weakref.WeakKeyDictionary[Thread, tuple[_Work, Event]] = weakref.WeakKeyDictionary()
+"""Threads that run: those whose owner is gone as well, which may still wait in gloo."""
 
 
 class StageFailure(NamedTuple):
@@ -81,19 +82,12 @@ class OrderedThread:
         self._thread = Thread(target=_run_in_order, args=(self._work, self._ending), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, _end, self._work, self._ending).atexit = False
-        _THREADS.add(self)
+        _THREADS[self._thread] = self._work, self._ending
 
     def submit(self, action: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
         self._work.put((future, action))
         return future
-
-    def end(self) -> None:
-        """Run nothing after the action that runs now."""
-        _end(self._work, self._ending)
-
-    def join(self, limit_s: float) -> None:
-        self._thread.join(limit_s)
 
 
 def _run_in_order(work: _Work, ending: Event) -> None:
@@ -116,11 +110,11 @@ def _end_threads() -> None:
     """A wait in gloo that ends while the interpreter is being taken down ends the process with SIGABRT: Python ends the
     thread inside a destructor of C++. What waits for a rank that is gone ends at about the time at which that is found.
     """
-    threads = list(_THREADS)
-    for thread in threads:
-        thread.end()
+    threads = list(_THREADS.items())
+    for _, (work, ending) in threads:
+        _end(work, ending)
     until = time.monotonic() + END_S
-    for thread in threads:
+    for thread, _ in threads:
         thread.join(max(0.0, until - time.monotonic()))
 
 

@@ -151,7 +151,8 @@ async def answer(
 
 async def _end_of(reader: asyncio.StreamReader) -> None:
     with contextlib.suppress(OSError):
-        await reader.read()
+        while await reader.read(1 << 16):
+            pass
 
 
 class Silence:

@@ -121,6 +121,8 @@ class TokenOutput(ABC):
         """The value that `pack` was given. Raises ValueError or TypeError for values of another form."""
         import numpy as np  # imported here: clients of a coordinator that return no arrays do without
 
+        if len(values.shape) != self.num_dims - 1 or min(values.shape, default=0) < 0:
+            raise ValueError(f"{self.name} has entries of shape {values.shape}")
         entries: np.ndarray = np.frombuffer(bytearray(self._content(values)), values.dtype)
         entries = entries.reshape(len(entries) // max(1, math.prod(values.shape)), *values.shape)
         return self.of_columns(Columns(entries, np.frombuffer(values.counts, np.int32), values.vocab_size))

@@ -73,7 +73,7 @@ def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> Rollo
         sample = _sample_of(msgspec.msgpack.decode(content, type=_Sample))
     except SampleError:
         raise
-    except (ValueError, TypeError) as error:  # a DecodeError is a ValueError
+    except (ValueError, TypeError, RecursionError) as error:  # a DecodeError is a ValueError
         raise SampleError(f"no sample, or damaged: {error}") from error
     check_sample("sample", sample)
     return sample

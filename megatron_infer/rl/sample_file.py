@@ -199,7 +199,7 @@ def _parts_of(sample: RolloutSample) -> int:
 def _arrays_of(output: TokenOutput, values: list[Any]) -> Arrays:
     """The arrays of an output, from its value in each sample."""
     found = [output.columns(value) for value in values if value is not None]
-    entries = [one.entries for one in found if one.entries.size]  # a sample that was never computed has no layers
+    entries = [one.entries for one in found if len(one.entries)]  # a sample that was never computed has no layers
     kinds = {(one.dtype.name, one.shape[1:]) for one in entries}
     if len(kinds) > 1:
         raise SampleError(

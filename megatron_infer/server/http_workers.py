@@ -257,7 +257,7 @@ async def answer_json(path: str, reply: Callable[[dict[str, Any]], Awaitable[dic
 
 async def ask_json(path: str, question: dict[str, Any], timeout_s: float) -> Any:
     """The answer; None if none comes in time."""
-    with contextlib.suppress(OSError, LinkClosed):
+    with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):
         async with asyncio.timeout(timeout_s):
             return msgspec.json.decode(await ask(path, msgspec.json.encode(question)))
     return None

@@ -50,7 +50,8 @@ class EngineOptions:
 
     def process(self, index: int, coordinator: str, settings: ServerConfig) -> ProcessSpec:
         name = f"replica{index}"
-        options = {"options": asdict(self), "settings": asdict(settings), "coordinator": coordinator, "name": name}
+        forbids = {option: getattr(settings, option) for option in ("control", "weights_root", "lora_root")}
+        options = {"options": asdict(self), "settings": forbids, "coordinator": coordinator, "name": name}
         return ProcessSpec(name=name, role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
 
 
@@ -61,7 +62,7 @@ class HttpOptions:
     settings: ServerConfig
     coordinator: str
     """The coordinator's address."""
-    key: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
     """The coordinator's shared key."""
     tokenizer: dict[str, Any]
     """Arguments of `load_tokenizer`."""

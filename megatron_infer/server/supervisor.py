@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.distributed.wire import Link, LinkClosed, Silence
@@ -50,8 +50,8 @@ class ProcessSpec:
     name: str
     role: str
     """A key of `subprocess_main.ROLES`."""
-    options: dict[str, Any]
-    """Arguments of the role."""
+    options: dict[str, Any] = field(repr=False)
+    """Arguments of the role, keys among them."""
     is_worker: bool = False
     """Listed by /health; engines are, and the processes of `http_workers`."""
     inherited: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Process:
         deadline = time.monotonic() + timeout_s
         while True:
             is_running = self.is_running  # before its last report is read
-            self._read_reports()
+            self.read_reports()
             if self.ready is not None:
                 return self.ready
             if not is_running:
@@ -157,7 +157,7 @@ class Process:
     def check(self) -> None:
         """Kill it if it hangs; notice its end; start it again when its wait is over. The supervisor's every pass."""
         is_running = self.is_running  # before its last report is read
-        self._read_reports()
+        self.read_reports()
         silent = self._silence.seconds()
         if self.is_given_up:
             return
@@ -198,7 +198,7 @@ class Process:
         log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
         return now + wait
 
-    def _read_reports(self) -> None:
+    def read_reports(self) -> None:
         """Take what it has reported; from the supervisor's thread, and from one that waits until it serves."""
         with self._reading, contextlib.suppress(LinkClosed):
             while self._link is not None and (message := self._link.receive(0.0)) is not None:
@@ -263,5 +263,7 @@ class Supervisor:
         self._all_started.set()
         while not self._all_ended.wait(WATCH_S):
             for process in self.processes:
-                if not self._is_stopping:
+                if self._is_stopping:
+                    process.read_reports()  # a child that cannot report does not end in time
+                else:
                     process.check()

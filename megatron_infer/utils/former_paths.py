@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
 PACKAGE = "megatron_infer."
 MOVED = {
@@ -65,6 +65,16 @@ class FormerPaths:
         found = importlib.import_module(PACKAGE + new)
         spec.loader_state = found.__spec__  # the import system gives the module the former one's
         return found
+
+    def get_code(self, name: str) -> CodeType | None:
+        """For `python -m`."""
+        import importlib.util
+
+        new = present(name.removeprefix(PACKAGE))
+        spec = None if new is None else importlib.util.find_spec(PACKAGE + new)
+        get_code = None if spec is None else getattr(spec.loader, "get_code", None)
+        code: CodeType | None = None if get_code is None else get_code(PACKAGE + str(new))
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         former = module.__spec__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -18,9 +17,6 @@ NICE = 19
 QUICK_S, FORGET_S = 0.05, 1.0
 """A caller whose jobs have taken less than QUICK_S of a processor lately does not give way with its next one. What it
 took weighs 1/e after FORGET_S."""
-IDLE_S = 0.1
-"""A caller whose jobs have taken more lately has the next one run where a processor is idle: what wakes next to it
-takes the processor at once."""
 NUM_QUICK = 2
 POLL_S = 0.01
 
@@ -104,9 +100,6 @@ class TurnPool:
                 del self._waiting[caller]
             self._running[caller] += 1
             _drop_ended(given)
-            used = self._used_lately(caller)
-        if self._quick is not None:
-            _wait_for_idle(used > IDLE_S)
         self._run(caller, given, is_quick=False)
 
     def _run(self, caller: Hashable, given: _Given, *, is_quick: bool) -> None:
@@ -149,13 +142,6 @@ def _fulfil(given: _Given) -> None:
         del future, job
     else:
         future.set_result(result)
-
-
-def _wait_for_idle(waits: bool) -> None:
-    if sys.platform == "linux":
-        policy = os.SCHED_IDLE if waits else os.SCHED_OTHER
-        with contextlib.suppress(OSError):  # not everywhere allowed
-            os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def _give_way() -> None:

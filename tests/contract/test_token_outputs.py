@@ -94,7 +94,7 @@ def test_two_outputs_added_in_three_files_arrive_everywhere(tmp_path):
     assert set(re.findall(r"(?<![\w/])(?:[a-z_]+/)+[a-z_]+\.py", docstring)) - {
         "tests/contract/test_token_outputs.py"
     } == set(EDITS)
-    paths = [tmp_path, *(ROOT / "tests" / name for name in ("contract", "dist", "engine/outputs", "support"))]
+    paths = [tmp_path, *(ROOT / "tests" / name for name in ("contract", "distributed", "engine/outputs", "support"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", ON_THE_COPY, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)

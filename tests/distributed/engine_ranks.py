@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from child_paths import python_path
 from gloo_ranks import start_ranks
 from model_kinds import buffers
 from test_adopt_tensor_parallel import fill_vectors
@@ -121,10 +122,8 @@ def run(module: Any, function: str, rank: str, size: str, folder: str) -> None:
 
 def launch(function: Any, folder: Path, size: int = 2) -> list[subprocess.Popen[bytes]]:
     """Run function(rank, size, folder) of a test module in `size` processes."""
-    here = Path(__file__).parent
-    path = [str(here.parent.parent), str(here), str(here.parent / "engine"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-W", "ignore", "-c", WORKER, function.__module__, function.__name__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen([*command, str(rank), str(size), str(folder)], env=environment, stderr=subprocess.DEVNULL)
         for rank in range(size)

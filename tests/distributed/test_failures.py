@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_paths import python_path
 
 TIMEOUT_S = 2.0
 SLACK_S = 4.0
@@ -21,8 +22,7 @@ EXIT_S = 15.0
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path, part: int):
     here = Path(__file__).parent
-    path = [here.parent.parent, here, here.parent / "engine", here.parent / "models"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(here / "failure_case.py"), str(tmp_path / "out"), str(TIMEOUT_S)]
     command.append(str(part))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=260)
@@ -58,16 +58,21 @@ class Slow:
     def __del__(self):
         time.sleep(4)
 
+if sys.argv[3] == "dropped":
+    del thread
 builtins.slow = Slow()  # the interpreter takes this down after its threads have ended
 time.sleep(0.5)
 """
 
 
-def test_a_process_ends_cleanly_while_a_thread_waits_for_a_rank_that_is_silent(tmp_path: Path):
+@pytest.mark.parametrize("owner", ["kept", "dropped"])
+def test_a_process_ends_cleanly_while_a_thread_waits_for_a_rank_that_is_silent(tmp_path: Path, owner: str):
     command = [sys.executable, "-W", "ignore", "-c", _ENDS_MEANWHILE]
-    silent = subprocess.Popen([*command, "1", str(tmp_path / "store")])
+    silent = subprocess.Popen([*command, "1", str(tmp_path / "store"), owner])
     try:
-        ended = subprocess.run([*command, "0", str(tmp_path / "store")], capture_output=True, text=True, timeout=100)
+        ended = subprocess.run(
+            [*command, "0", str(tmp_path / "store"), owner], capture_output=True, text=True, timeout=100
+        )
     finally:
         silent.kill()
         silent.wait()

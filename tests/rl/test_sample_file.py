@@ -308,6 +308,8 @@ def test_damaged_messages_are_refused():
         {"processed_logprobs": packed("float32", [], b"abcd")},
         {"support": packed("int32", [], b"", b"", VOCAB)},
         {"support": packed("int32", [], int32(VOCAB).tobytes(), int32(1, *[0] * 8).tobytes(), VOCAB)},
+        {"support": packed("int32", [2], int32(*[1] * 18).tobytes(), int32(*[1] * 9).tobytes(), VOCAB)},
+        {"support": packed("int32", [], int32(*[1] * 9).tobytes(), int32(*[1] * 9).tobytes(), 1 << 62)},
         {"routing": packed("float32", [1, 1], b"abcd")},
         {"routing": packed("uint8", [3, 2], b"abcd")},
         {"routing": packed("uint8", [-1, -4], b"abcd")},
@@ -370,6 +372,14 @@ def test_a_sample_that_ended_before_it_was_computed_is_written_with_others():
     )
     assert len(group.samples[0].support) == len(group.samples[0].routing) == 0
     assert group.samples[1].support == full.support and np.array_equal(group.samples[1].routing, full.routing)
+
+
+def test_routing_of_no_layers_is_read_as_it_was_written():
+    sample = make_sample(random.Random(4), [1, 2, 3], 5, routing=True)
+    sample.routing = np.zeros((len(sample.routing), 0, 2), dtype=np.uint8)
+    group = RolloutGroup(group_id="a", prompt_ids=[1, 2, 3], samples=[sample])
+    [back] = sample_file.decode(sample_file.encode([group]))
+    assert back.samples[0].routing.shape == sample.routing.shape
 
 
 @pytest.mark.parametrize("metadata", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])

@@ -117,7 +117,7 @@ def _refuse_others(path: Path, metadata: Mapping[str, str]) -> None:
     version = metadata.get("version", "")
     if version != VERSION:
         remedy = ""
-        if version.isascii() and version.isdigit():
+        if version.isascii() and version.isdigit() and len(version) < 10:
             other = "newer" if int(version) > SCHEMA else "earlier"
             remedy = f"; it was written by a release that is {other}, load it with that"
         raise SnapshotError(path, f"its version is {version!r}, this release reads {VERSION!r}{remedy}")

@@ -265,13 +265,15 @@ def _decode_token_details(details: TokenDetails, record: SequenceRecord) -> None
 
 
 def to_bytes(record: Records | RequestRecord | OutputRecord) -> bytes:
-    """Raises RequestError for a text that is no Unicode."""
+    """Raises RequestError for a text that is no Unicode, and for a number of more than 64 bits."""
     try:
         return msgspec.msgpack.encode(record)
     except UnicodeEncodeError as error:
         raise RequestError(
             f"a request with a text that holds half of a surrogate pair cannot be saved: {error}"
         ) from error
+    except OverflowError as error:
+        raise RequestError(f"a request with a number of more than 64 bits cannot be saved: {error}") from error
 
 
 def of_bytes(content: bytes, kind: type[_R]) -> _R:

@@ -32,7 +32,7 @@ from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
-from megatron_infer.server.generation_request import GenerationRequest, sampling_of
+from megatron_infer.server.generation_request import GenerationRequest, check_values, sampling_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused, rows
 from megatron_infer.server.reply_format import ReplyFormat, version_spans_of
@@ -56,6 +56,8 @@ FIELDS = FieldTable(
     ),
     {"sampling_params": FieldTable(SHARED | {"structural_tag": refused("give json_schema, regex or ebnf", "")})},
 )
+NAMES = {"logprobs": "top_logprobs_num"}
+"""See `GenerationRequest.names`."""
 StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
@@ -130,7 +132,10 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         for prompt in prompts:
             check_model(client, prompt.adapter)
             values = _values_of(body, prompt) | {"adapter": adapter_of(client, prompt.adapter)}
-            each.append(values | {"structured": await _structured(prompt.sampling, fields)})
+            check_values(values, NAMES, client.settings)
+            each.append(values)
+        for values, prompt in zip(each, prompts, strict=True):
+            values["structured"] = await _structured(prompt.sampling, fields, call.caller)
         return GenerationRequest.of(
             body,
             call,
@@ -138,7 +143,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
             field=field,
             sampling={} if client.tokenizer is not None else {"detokenize": False},
             each=each,
-            names={"logprobs": "top_logprobs_num"},
+            names=NAMES,
             prompt_bytes=lambda place, num_tokens: _prompt_bytes(prompts[place], num_tokens),
         )
 
@@ -199,14 +204,14 @@ def _values_of(body: SglangGenerateBody, prompt: Prompt) -> dict[str, Any]:
     return values
 
 
-async def _structured(sampling: Sampling, fields: StructuredOutputFields) -> StructuredOutput | None:
+async def _structured(sampling: Sampling, fields: StructuredOutputFields, caller: str) -> StructuredOutput | None:
     """What the text must be; None: any text. Raises ApiError 400."""
     given = [name for name in STRUCTURED if getattr(sampling, name)]
     if len(given) > 1:
         text = f"{' and '.join(given)} both say what the answer must be; give one"
         raise bad_request(text, given[-1], "invalid_structured_output")
     for name in given:
-        return await fields.compiled(name, {STRUCTURED[name]: getattr(sampling, name)})
+        return await fields.compiled(name, {STRUCTURED[name]: getattr(sampling, name)}, caller)
     return None
 
 
