@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +26,17 @@ def test_a_module_below_a_former_package_is_not_loaded_twice(monkeypatch):
     with pytest.warns(DeprecationWarning):
         found = importlib.import_module("megatron_infer.rl.weights.sources")
     assert found is importlib.import_module("megatron_infer.rl.updates.sources")
+
+
+def test_a_former_program_runs_by_its_former_name():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_infer.debug.collect_env"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0 and "torch" in done.stdout, done.stderr
 
 
 def test_a_path_that_never_was_is_missing():

@@ -13,6 +13,7 @@ from functools import partial
 
 import httpx
 import pytest
+from control_case import serving_with_control
 from server_case import post, serving, tokenizer, wait_for
 
 from megatron_infer.config.inference import InferenceConfig
@@ -20,6 +21,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.server import structured_outputs
+from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
@@ -164,6 +166,25 @@ def test_text_of_a_job_that_failed_is_not_kept(gives_way):
         assert sum(one() is not None for one in kept) <= 1
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"regex": "[ab]+", "stop": ["x"] * 65}}, "max_stop"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "[ab]+"}, "stop": ["x"] * 65}},
+            "max_stop",
+        ),
+    ],
+)
+def test_a_call_beyond_the_limits_has_no_grammar_compiled(monkeypatch, path, body, limit):
+    compiled = []
+    monkeypatch.setattr(GrammarCache, "compile", lambda cache, wanted, caller=0: compiled.append(wanted))
+    with serving_with_control(EchoEngine()) as case:
+        reply = httpx.post(f"{case.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 400 and limit in reply.text and not compiled
 
 
 def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):

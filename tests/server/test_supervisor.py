@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -227,3 +228,9 @@ async def test_client_that_cancels_queries_is_still_served():
                 asked.cancel()
                 assert (await asyncio.wait({asked}))[0]
             assert (await client.stats())["waiting"] == 0
+
+
+def test_an_engine_process_gets_no_key_of_the_server():
+    spec = EngineOptions(model="m").process(0, "ipc://c", ServerConfig(api_key="a-key-of-clients", lora_root="l"))
+    assert "a-key-of-clients" not in json.dumps(spec.options) and spec.options["settings"]["lora_root"] == "l"
+    assert "lora_root" not in repr(spec)
