@@ -230,7 +230,9 @@ async def test_client_that_cancels_queries_is_still_served():
             assert (await client.stats())["waiting"] == 0
 
 
-def test_an_engine_process_gets_no_key_of_the_server():
-    spec = EngineOptions(model="m").process(0, "ipc://c", ServerConfig(api_key="a-key-of-clients", lora_root="l"))
-    assert "a-key-of-clients" not in json.dumps(spec.options) and spec.options["settings"]["lora_root"] == "l"
+def test_an_engine_process_gets_no_key_of_the_server(tmp_path):
+    settings = ServerConfig(api_key="a-key-of-clients", lora_root=str(tmp_path))
+    spec = EngineOptions(model="m").process(0, "ipc://c", settings)
+    assert "a-key-of-clients" not in json.dumps(spec.options)
+    assert spec.options["settings"]["lora_root"] == str(tmp_path)
     assert "lora_root" not in repr(spec)
