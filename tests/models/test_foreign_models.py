@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_paths import python_path
 
 pytestmark = pytest.mark.long  # imports everything again, in a process of its own
 
@@ -57,7 +58,7 @@ IN_FP8 = [
 
 @pytest.fixture(scope="module")
 def results():
-    path = os.pathsep.join(map(str, (HERE.parents[1], HERE / "stand_ins", HERE)))
+    path = python_path(HERE / "stand_ins")
     command = [sys.executable, str(HERE / "foreign_models.py")]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": path}, check=False

@@ -20,7 +20,10 @@ from test_command import ROOT, Command
 from megatron_infer.utils import child_process
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-START = "import sys; from megatron_infer.utils.child_process import ChildProcess, end_with_parent\n"
+START = """import signal, sys
+from megatron_infer.utils.child_process import ChildProcess, end_with_parent
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run where it is ignored
+"""
 CHILD = """
 import os, signal, subprocess, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

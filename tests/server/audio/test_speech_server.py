@@ -219,7 +219,9 @@ def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start
     assert main(["serve", str(folder), "--port", "0", "--voice", f"x={tmp_path / 'none.wav'}"]) == 1
     assert main(["serve", str(folder), "--port", "0", "--voice", "x"]) == 2
     assert main(["serve", str(folder), "--port", "0", "--voice", "x=y", "--coordinator", "ipc:///none"]) == 2
-    assert main(["serve", str(folder), "--port", "0", "--speech-prompt-tokens", "twice"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder), "--port", "0", "--speech-prompt-tokens", "twice"])
+    assert ended.value.code == 2
     (folder / "none").mkdir()
     assert main(["serve", str(folder / "none"), "--port", "0", "--voice", "x=y.wav"]) == 2
     assert main(["serve", str(folder / "none"), "--port", "0", "--audio-decoder", "audio_case:open_own"]) == 2
