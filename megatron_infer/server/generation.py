@@ -154,6 +154,13 @@ class Generator:
                 replace(one, prompt_bytes=(one.prompt_bytes or 0.0) + call_limits.text_bytes(text))
                 for one, text in zip(checked, texts, strict=True)
             )
+        if asked.grammars is not None:
+            found = await asked.grammars()
+            found = found if len(found) == len(checked) else [*found] * len(checked)
+            checked = [
+                one if structured is None else replace(one, params=replace(one.params, structured=structured))
+                for one, structured in zip(checked, found, strict=True)
+            ]
         splitters: list[Splitter] = []
         if module_fields == CHAT:
             asked.prompt_end = await client.decode(prompts[0][-NUM_PROMPT_END:], skip_special=False)

@@ -6,13 +6,14 @@ and rules of modules change it (`ExtraFields`), and `Generator` makes engine req
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
 from megatron_infer.server.body_types import Message, StreamOptions
 from megatron_infer.server.http_errors import bad_request
@@ -93,6 +94,9 @@ class GenerationRequest(CopiedFields, kw_only=True):
     """Fields of SamplingParams that differ between the prompts: a dict for each prompt; []: none differ."""
     names: Mapping[str, str] = {}
     """Fields of SamplingParams -> those of the body, in errors about the server's limits."""
+    grammars: Callable[[], Awaitable[Sequence[StructuredOutput | None]]] | None = None
+    """Compiles what the output of each prompt must be, or of all of them; awaited once the call is known to be within
+    its limits. For dialects whose fields no module applies."""
     structured: tuple[str, dict[str, Any]] | None = None
     """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
     parts: dict[str, dict[str, Any]] = {}
@@ -182,15 +186,14 @@ class ExtraFields:
 def check_request(asked: GenerationRequest, settings: ServerConfig) -> None:
     """Raises ApiError 400 for values beyond the server's limits."""
     for values in asked.each or ({},):
-        check_values(asked.sampling | values, asked.names, settings)
+        _check_values(asked.sampling | values, asked.names, settings)
     if asked.stream_options is not None and not asked.stream:
         raise bad_request("stream_options is given without stream: true; give both or none", "stream_options")
     if asked.stream and asked.sampling.get("prompt_logprobs") is not None:
         raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
 
 
-def check_values(values: Mapping[str, Any], names: Mapping[str, str], settings: ServerConfig) -> None:
-    """As `check_request`, for fields of SamplingParams alone: before a grammar of the call is compiled."""
+def _check_values(values: Mapping[str, Any], names: Mapping[str, str], settings: ServerConfig) -> None:
     check_limit("n", values.get("n") or 1, settings.max_n, "max_n")
     for name in ("logprobs", "prompt_logprobs"):
         check_limit(names.get(name, name), values.get(name) or 0, settings.max_logprobs, "max_logprobs")

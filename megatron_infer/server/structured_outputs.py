@@ -145,14 +145,16 @@ class StructuredOutputFields:
                         return RequestError(f"{part}: {str(error).removeprefix('json_schema: ')}")
         return None
 
-    async def of_structured_outputs(self, given: Any, caller: str) -> StructuredOutput | None:
-        """vLLM's `structured_outputs` as JSON -> a checked, compiled one; None for any text. Raises ApiError 400."""
+    async def of_structured_outputs(self, given: Any, caller: str) -> list[StructuredOutput | None]:
+        """vLLM's `structured_outputs` as JSON -> [a checked, compiled one]; [None]: any text. Raises ApiError 400."""
+        if given is None:
+            return [None]
         name = "structured_outputs"
         try:
             values = _values_of_structured_outputs(msgspec.convert(given, StructuredOutputs))
         except msgspec.ValidationError as error:
             raise bad_request(f"{name}: {error}", name, "invalid_value") from None
-        return await self.compiled(name, values, caller) if values else None
+        return [await self.compiled(name, values, caller) if values else None]
 
     def _checked(self, values: dict[str, Any]) -> StructuredOutput:
         """Raises RequestError for what is beyond the server's limits."""

@@ -172,6 +172,7 @@ def test_text_of_a_job_that_failed_is_not_kept(gives_way):
     ("path", "body", "limit"),
     [
         ("/generate", {"text": "a", "sampling_params": {"regex": "[ab]+", "stop": ["x"] * 65}}, "max_stop"),
+        ("/generate", {"input_ids": [1] * 99_999, "sampling_params": {"regex": "[ab]+"}}, "maximum context length"),
         (
             "/inference/v1/generate",
             {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "[ab]+"}, "stop": ["x"] * 65}},

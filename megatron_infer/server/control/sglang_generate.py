@@ -32,7 +32,7 @@ from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
-from megatron_infer.server.generation_request import GenerationRequest, check_values, sampling_of
+from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused, rows
 from megatron_infer.server.reply_format import ReplyFormat, version_spans_of
@@ -56,8 +56,6 @@ FIELDS = FieldTable(
     ),
     {"sampling_params": FieldTable(SHARED | {"structural_tag": refused("give json_schema, regex or ebnf", "")})},
 )
-NAMES = {"logprobs": "top_logprobs_num"}
-"""See `GenerationRequest.names`."""
 StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
@@ -132,10 +130,11 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         for prompt in prompts:
             check_model(client, prompt.adapter)
             values = _values_of(body, prompt) | {"adapter": adapter_of(client, prompt.adapter)}
-            check_values(values, NAMES, client.settings)
             each.append(values)
-        for values, prompt in zip(each, prompts, strict=True):
-            values["structured"] = await _structured(prompt.sampling, fields, call.caller)
+
+        async def grammars() -> list[StructuredOutput | None]:
+            return [await _structured(prompt.sampling, fields, call.caller) for prompt in prompts]
+
         return GenerationRequest.of(
             body,
             call,
@@ -143,7 +142,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
             field=field,
             sampling={} if client.tokenizer is not None else {"detokenize": False},
             each=each,
-            names=NAMES,
+            grammars=grammars,
+            names={"logprobs": "top_logprobs_num"},
             prompt_bytes=lambda place, num_tokens: _prompt_bytes(prompts[place], num_tokens),
         )
 

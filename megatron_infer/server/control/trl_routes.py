@@ -73,8 +73,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
 
     async def read(body: TrlGenerateBody, call: Call) -> GenerationRequest:
         QueryParams(call).end()
-        sampling = await _sampling_of(body, fields, client, call.caller)
-        return GenerationRequest.of(body, call, prompt=body.prompts, field="prompts", sampling=sampling)
+        asked = _sampling_of(body, fields, client, call.caller)
+        return GenerationRequest.of(body, call, prompt=body.prompts, field="prompts", **asked)
 
     async def read_chat(body: TrlChatBody, call: Call) -> GenerationRequest:
         QueryParams(call).end()
@@ -87,7 +87,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
             tools=body.tools or None,
             call_format=call_format,
             template=body.chat_template_kwargs or {},
-            sampling=await _sampling_of(body, fields, client, call.caller),
+            **_sampling_of(body, fields, client, call.caller),
         )
 
     generator = Generator(control_routes.routes, client)
@@ -107,10 +107,10 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
     add("GET", "/health/", routes.health, "Whether requests are served (TRL's API)")
 
 
-async def _sampling_of(
+def _sampling_of(
     body: TrlSampling, fields: StructuredOutputFields, client: EngineClient, caller: str
 ) -> dict[str, Any]:
-    """Fields of SamplingParams. Raises ApiError 400."""
+    """As `vllm_sampling`."""
     try:
         further = msgspec.convert(body.generation_kwargs or {}, VllmSampling)
     except msgspec.ValidationError as error:
@@ -119,7 +119,7 @@ async def _sampling_of(
     if regex is not None:
         further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
     given = VllmSampling(max_tokens=MAX_TOKENS, logprobs=0), body, further
-    return await vllm_sampling(given, fields, client, caller)
+    return vllm_sampling(given, fields, client, caller)
 
 
 class TrlReply(ReplyFormat):

@@ -24,7 +24,7 @@ from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
-from megatron_infer.server.generation_request import GenerationRequest, check_values, sampling_of
+from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
@@ -61,9 +61,9 @@ class VllmGenerateBody(Body, kw_only=True):
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
     async def read(body: VllmGenerateBody, call: Call) -> GenerationRequest:
         QueryParams(call).end()
-        values = await vllm_sampling((body.sampling_params or VllmSampling(),), fields, machine.client, call.caller)
-        sampling = sampling_of(body) | values
-        return GenerationRequest.of(body, call, prompt=body.token_ids, field="token_ids", sampling=sampling)
+        asked = vllm_sampling((body.sampling_params or VllmSampling(),), fields, machine.client, call.caller)
+        asked["sampling"] = sampling_of(body) | asked["sampling"]
+        return GenerationRequest.of(body, call, prompt=body.token_ids, field="token_ids", **asked)
 
     async def read_with_experts(body: VllmGenerateBody, call: Call) -> GenerationRequest:
         if body.stream:
@@ -95,10 +95,10 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
     )
 
 
-async def vllm_sampling(
+def vllm_sampling(
     given: Sequence[VllmSampling], fields: StructuredOutputFields, client: EngineClient, caller: str
 ) -> dict[str, Any]:
-    """Fields of SamplingParams of a request whose reply has no text. given: a later one goes before those before it.
+    """Fields of a GenerationRequest whose reply has no text. given: a later one goes before those before it.
 
     Raises ApiError 400.
     """
@@ -107,10 +107,7 @@ async def vllm_sampling(
     if values.get("stop"):
         client.require_tokenizer()
     structured = next((one.structured_outputs for one in reversed(given) if one.structured_outputs is not None), None)
-    if structured is not None:
-        check_values(values, {}, client.settings)
-        values["structured"] = await fields.of_structured_outputs(structured, caller)
-    return values
+    return {"sampling": values, "grammars": partial(fields.of_structured_outputs, structured, caller)}
 
 
 class VllmReply(ReplyFormat):
