@@ -244,7 +244,7 @@ def bytes_to_ids(data: bytes) -> list[int]:
 
 
 def floats_to_bytes(values: Sequence[float] | None) -> bytes | None:
-    """As fp32, the precision of logprobs."""
+    """fp32, the precision of log probabilities."""
     return None if values is None else array("f", values).tobytes()
 
 

@@ -55,7 +55,7 @@ class TokenValues(msgspec.Struct, array_like=True, gc=False):
     counts: bytes = b""
     """int32, entries per token; b"": one each."""
     vocab_size: int = 0
-    """Of sets of ids; 0: no token has been drawn."""
+    """The vocabulary size of sets of ids; 0: no token has been drawn."""
 
     def joined(self, new: TokenValues) -> TokenValues:
         counts, vocab_size = self.counts + new.counts, new.vocab_size or self.vocab_size
@@ -144,7 +144,7 @@ class TokenOutput(ABC):
         raise NotImplementedError
 
     def vocab_size_of(self, value: Any) -> int:
-        """Of a value with sets of ids; 0: it has none."""
+        """The vocabulary size of a value with sets of ids; 0: the value has none."""
         return 0
 
     def fault(self, value: Any) -> str:

@@ -63,7 +63,7 @@ class PipelineConfig(Section):
     """Keep values that an architecture's required arguments would replace, and a quantization_encoding that is not the
     file's. Never skips a check of safety."""
     custom_architectures: Annotated[list[str], Rule(rules.architectures)] = Field(default_factory=list)
-    """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
+    """Python modules with custom architectures: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
     use_legacy_module: Annotated[bool, Rule(rules.legacy_module, needs_model=True)] = True
     """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
     spec of this package. The logits are the same."""

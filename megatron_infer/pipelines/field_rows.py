@@ -35,7 +35,7 @@ class Sets:
 
     option: str
     convert: Callable[[Any], Any] | None = None
-    """The field's value -> the option's. None: they are the same."""
+    """Converts the field's value into the option's value. None: both are the same."""
     note: Callable[[PipelineConfig], str] | None = None
     """Why the value is what it is. None: the option's name says it."""
     has_own_words: bool = False

@@ -91,7 +91,7 @@ class CacheStrategy(str, Enum):
     """How keys and values are kept."""
 
     MODEL_DEFAULT = "model_default"
-    """As the engine keeps them: paged."""
+    """The engine's own layout: paged."""
     PAGED = "paged"
     """In blocks."""
 

@@ -50,9 +50,13 @@ class EngineOptions:
 
     def process(self, index: int, coordinator: str, settings: ServerConfig) -> ProcessSpec:
         name = f"replica{index}"
-        forbids = {option: getattr(settings, option) for option in ("control", "weights_root", "lora_root")}
-        options = {"options": asdict(self), "settings": forbids, "coordinator": coordinator, "name": name}
+        options = {"options": asdict(self), "allowed": allowed_by(settings), "coordinator": coordinator, "name": name}
         return ProcessSpec(name=name, role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
+
+
+def allowed_by(settings: ServerConfig) -> dict[str, Any]:
+    """What a server's settings allow its engines: arguments of `engine_replica`."""
+    return {"control": settings.control, "weights_root": settings.weights_root, "lora_root": settings.lora_root}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -113,10 +114,10 @@ class BlockReply(ReplyFormat):
         for change, block, text in self._reader.read(deltas, finished=finished):
             yield from self.block_events(change, block, text)
 
+    @abstractmethod
     def block_events(self, change: Change, block: Block, text: str) -> Iterator[Any]:
         """Events for a change of a block. text: what is new in it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reply(self) -> dict[str, Any]:
         """The whole reply, once all blocks are closed."""
-        raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,7 @@ def whole_delta(one: CompletionOutput) -> Delta:
     return delta
 
 
-class ReplyFormat:
+class ReplyFormat(ABC):
     """How a dialect shows the outputs of one call. Outputs are cumulative.
 
     A dialect overrides `whole`, and `chunks` where it streams.
@@ -141,9 +142,9 @@ class ReplyFormat:
         """The newest output of each request of a stream."""
         self._readers = [[DeltaReader() for _ in range(one.params.n)] for one in prepared.requests]
 
+    @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> Any:
         """The reply, of every request's last output in the order of the requests. Of a long one in a thread."""
-        raise NotImplementedError
 
     def first_events(self) -> Iterable[Any]:
         """Events of a stream before the first output."""
@@ -158,7 +159,7 @@ class ReplyFormat:
                 yield from self.chunks(index, output, one, delta)
 
     def chunks(self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta) -> Iterable[Any]:
-        """Events for what is new in one sequence."""
+        """Events for what is new in one sequence. Nobody asks a dialect without streams."""
         raise NotImplementedError
 
     def last_events(self) -> Iterable[Any]:

@@ -107,10 +107,10 @@ def tokenizer(*, model: str, folder: str, chat_template: str | None = None) -> N
     report(ready=save_tokenizer(model, folder, chat_template))
 
 
-def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: str, name: str) -> None:
+def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str, name: str) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    options: of `EngineOptions`. settings: of `ServerConfig`; what it forbids is forbidden here, too.
+    options: of `EngineOptions`. allowed: see `allowed_by`.
     """
     beat = ParentHeartbeat()
     with loading_for_good():
@@ -119,9 +119,8 @@ def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: st
         from megatron_infer.server.audio.speech_model import check_vocabulary
         from megatron_infer.server.engine_replica import engine_replica
         from megatron_infer.server.process_options import EngineOptions
-        from megatron_infer.server.server_config import ServerConfig
 
-    what, served = EngineOptions(**options), ServerConfig(**settings)
+    what = EngineOptions(**options)
     if what.config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
     if what.loader is None:
@@ -137,14 +136,7 @@ def engine(*, options: dict[str, Any], settings: dict[str, Any], coordinator: st
         module, _, function = what.loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**what.loader_options)
     check_vocabulary(what.model, own.shape.vocab_size)
-    replica = engine_replica(
-        own,
-        coordinator,
-        name=name,
-        control=served.control,
-        weights_root=served.weights_root,
-        lora_root=served.lora_root,
-    )
+    replica = engine_replica(own, coordinator, name=name, **allowed)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})

@@ -44,7 +44,7 @@ from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server.audio.speech_model import check_vocabulary
 from megatron_infer.server.engine_replica import engine_replica
 from megatron_infer.server.launch import STOP_TIMEOUT_S, TOKENIZER_TIMEOUT_S, http_options
-from megatron_infer.server.process_options import EngineOptions
+from megatron_infer.server.process_options import EngineOptions, allowed_by
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.socket_base import ServerFolder
 from megatron_infer.server.speech import speech_processes, with_voices
@@ -90,9 +90,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             coordinator["address"],
             name=f"replica{rank_group.dp_rank}",
             key=None if coordinator["key"] is None else coordinator["key"].encode(),
-            control=settings.control,
-            weights_root=settings.weights_root,
-            lora_root=settings.lora_root,
+            **allowed_by(settings),
         )
         stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
         _ignore_signals() if frontend is None else frontend.forward_signals()

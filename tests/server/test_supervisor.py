@@ -234,5 +234,5 @@ def test_an_engine_process_gets_no_key_of_the_server(tmp_path):
     settings = ServerConfig(api_key="a-key-of-clients", lora_root=str(tmp_path))
     spec = EngineOptions(model="m").process(0, "ipc://c", settings)
     assert "a-key-of-clients" not in json.dumps(spec.options)
-    assert spec.options["settings"]["lora_root"] == str(tmp_path)
+    assert spec.options["allowed"]["lora_root"] == str(tmp_path)
     assert "lora_root" not in repr(spec)
