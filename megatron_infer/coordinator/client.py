@@ -26,6 +26,7 @@ from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands
 from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
+from megatron_infer.outputs.schema import bytes_to_ids, ids_to_bytes
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
@@ -171,7 +172,7 @@ class _Session:
         self.ready()
         with self._lock:
             self._num_ids += 1
-            data = None if ids is None else protocol.ids_to_bytes(ids)
+            data = None if ids is None else ids_to_bytes(ids)
             text_sent = text if ids is None else None
             submit = protocol.Submit(self._num_ids, data, text_sent, salt, values, seed, stream, caller, call)
             self._receivers[submit.id] = RequestReceiver(submit, text, sink)
@@ -226,7 +227,7 @@ class _Session:
             return prompt, None if self._tokenizer is None else self._tokenizer.encode(prompt), salt
         ids: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         try:
-            return None, list(protocol.bytes_to_ids(protocol.ids_to_bytes(ids))), salt
+            return None, list(bytes_to_ids(ids_to_bytes(ids))), salt
         except (TypeError, OverflowError):
             raise InvalidPrompt(f"a prompt is text or token ids (int32), got {str(prompt)[:60]!r}") from None
 

@@ -28,6 +28,7 @@ from megatron_infer.coordinator.peers import (
     caller_share,
 )
 from megatron_infer.coordinator.router import Availability, Route, Router
+from megatron_infer.outputs.schema import Failure, Piece
 
 HANDED_IN_AGAIN = 8
 """Times max_queue that may wait when clients hand their requests in again after a coordinator was lost: what waited
@@ -59,23 +60,23 @@ class Dispatcher:
 
     def submit(self, client: ClientState, submit: protocol.Submit) -> None:
         num_sequences, priority = submit.params.get("n", 1), submit.params.get("priority", 0)
-        refusal: protocol.Failure | None = None
+        refusal: Failure | None = None
         if submit.id in client.requests:
-            refusal = protocol.Failure("DuplicateRequest", f"request {submit.id} is under way already")
+            refusal = Failure("DuplicateRequest", f"request {submit.id} is under way already")
         elif submit.kept and any(len(one.tokens) % 4 for one in submit.kept):
-            refusal = protocol.Failure("InvalidPrompt", "the output so far is no token ids (int32)")
+            refusal = Failure("InvalidPrompt", "the output so far is no token ids (int32)")
         elif (submit.prompt is None) == (submit.text is None) or len(submit.prompt or b"") % 4:
-            refusal = protocol.Failure("InvalidPrompt", "a request has token ids (int32) or a text, and not both")
+            refusal = Failure("InvalidPrompt", "a request has token ids (int32) or a text, and not both")
         elif not isinstance(num_sequences, int) or not 1 <= num_sequences <= MAX_N:
-            refusal = protocol.Failure("RequestError", f"n is {num_sequences!r}, it must be 1 to {MAX_N}")
+            refusal = Failure("RequestError", f"n is {num_sequences!r}, it must be 1 to {MAX_N}")
         elif submit.kept and (len(submit.kept) != num_sequences or submit.prompt is None):
             text = f"output of {len(submit.kept)} sequences so far; it takes n of them, and the prompt's token ids"
-            refusal = protocol.Failure("RequestError", text)
+            refusal = Failure("RequestError", text)
         elif not isinstance(priority, int):
-            refusal = protocol.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
+            refusal = Failure("RequestError", f"priority is {priority!r}, it must be an integer")
         elif (full := self._full_for(client.caller(submit.caller), is_new=submit.kept is None)) is not None:
             self.counts.refused += 1
-            refusal = protocol.Failure("Overloaded", f"{full}; wait and submit it again")
+            refusal = Failure("Overloaded", f"{full}; wait and submit it again")
         if refusal is not None:
             self._send(client.peer, protocol.Output(submit.id, 0, [], True, refused=refusal))
             return
@@ -175,11 +176,11 @@ class Dispatcher:
         self._send(client, msgspec.structs.replace(output, number=request_id, incarnation=0, seed=request.seed))
         return True
 
-    def _finish(self, request: PendingRequest, error: protocol.Failure | None = None) -> None:
+    def _finish(self, request: PendingRequest, error: Failure | None = None) -> None:
         """End a request that is at no replica, with the tokens that its client has."""
         reason = "abort" if error is None else "error"
         pieces = [
-            protocol.Piece(index, len(one.tokens) // 4, b"", "", finish_reason=reason)
+            Piece(index, len(one.tokens) // 4, b"", "", finish_reason=reason)
             for index, one in enumerate(request.sequences)
             if one.finish_reason is None
         ]
@@ -287,7 +288,7 @@ class Dispatcher:
                 self._finish(request)
             elif request.attempts >= self._options.max_attempts:
                 text = f"{request.attempts} replicas were lost while they served it (limit: max_attempts)"
-                self._finish(request, protocol.Failure("ReplicaLost", text))
+                self._finish(request, Failure("ReplicaLost", text))
             else:
                 self._count_waiting(request, -1)
                 self._assign(request)
@@ -332,7 +333,7 @@ def _drained(queue: FairQueue) -> list[PendingRequest]:
     return [request for _ in range(len(queue)) if (request := queue.pop()) is not None]
 
 
-def _continues(piece: protocol.Piece, request: PendingRequest) -> bool:
+def _continues(piece: Piece, request: PendingRequest) -> bool:
     """Whether a piece begins exactly where the client's tokens end."""
     if not 0 <= piece.index < len(request.sequences) or len(piece.tokens) % 4:
         return False

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.coordinator.fair_queue import FairQueue
-from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Register, Submit
+from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
 from megatron_infer.errors import ConfigError
+from megatron_infer.outputs.schema import Piece
 
 MAX_STEP_S = 600.0
 """Seconds in one step after which an engine counts as hanging."""

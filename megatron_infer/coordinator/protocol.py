@@ -26,28 +26,8 @@ import msgspec
 
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.outputs import schema
-from megatron_infer.outputs.schema import (
-    Failure,
-    Piece,
-    PromptRecord,
-    bytes_to_floats,
-    bytes_to_ids,
-    failure_of,
-    floats_to_bytes,
-    ids_to_bytes,
-)
-from megatron_infer.outputs.token_outputs import TokenValues
+from megatron_infer.outputs.schema import Failure, Piece, PromptRecord
 
-__all__ = [  # the parts of messages that are parts of files, too
-    "Failure",
-    "Piece",
-    "TokenValues",
-    "bytes_to_floats",
-    "bytes_to_ids",
-    "failure_of",
-    "floats_to_bytes",
-    "ids_to_bytes",
-]
 if find_spec("zmq") is None:
     raise ModuleNotFoundError(
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"

@@ -33,6 +33,7 @@ from megatron_infer.coordinator.served_engine import (
 )
 from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.schema import failure_of
 from megatron_infer.scheduler.context.prefix_events import PrefixReport
 
 log = logging.getLogger("megatron_infer.coordinator")
@@ -245,9 +246,7 @@ class Replica:
                     return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
-            self.connection.send(
-                protocol.Output(run.number, run.incarnation, [], True, refused=protocol.failure_of(error))
-            )
+            self.connection.send(protocol.Output(run.number, run.incarnation, [], True, refused=failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
 
@@ -296,7 +295,7 @@ class Replica:
             if not output.finished:
                 self.engine.abort(request.id)
             run = request.run
-            message = protocol.Output(run.number, run.incarnation, [], True, error=protocol.failure_of(error))
+            message = protocol.Output(run.number, run.incarnation, [], True, error=failure_of(error))
         if message is None:
             return
         if request.held is not None or not (request.run.stream or message.finished):
@@ -311,7 +310,7 @@ class Replica:
         try:
             self.connection.send(message)
         except protocol.MessageTooLarge as error:  # such as hundreds of logprobs for thousands of tokens
-            refused = protocol.failure_of(error)
+            refused = failure_of(error)
             self.connection.send(protocol.Output(message.number, message.incarnation, [], True, error=refused))
             request = self._numbers.pop(message.number, None)
             if request is not None:

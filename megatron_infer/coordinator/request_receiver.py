@@ -13,7 +13,7 @@ import msgspec
 from megatron_infer.coordinator import protocol
 from megatron_infer.outputs.embeddings import unflattened
 from megatron_infer.outputs.request_output import CompletionOutput, RequestEvent, RequestMetrics, RequestOutput
-from megatron_infer.outputs.schema import append, prompt_logprobs_of
+from megatron_infer.outputs.schema import append, bytes_to_floats, bytes_to_ids, ids_to_bytes, prompt_logprobs_of
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 
 Sink = Callable[[RequestOutput | BaseException], None]
@@ -34,7 +34,7 @@ class RequestReceiver:
         self.is_aborted = False
         self._attempt = 0
         """`StageTimes.attempt` of the replica that draws now; 0: none has drawn yet."""
-        ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
+        ids = [] if submit.prompt is None else bytes_to_ids(submit.prompt)
         self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
         self._output = RequestOutput(
             request_id=str(submit.id),
@@ -66,7 +66,7 @@ class RequestReceiver:
         if news.seed is not None:
             self._submit.seed = news.seed
         if news.prompt is not None:
-            output.prompt_token_ids = protocol.bytes_to_ids(news.prompt)
+            output.prompt_token_ids = bytes_to_ids(news.prompt)
             metrics.num_prompt_tokens = len(output.prompt_token_ids)
         for piece in news.pieces:
             if piece.index < 0:
@@ -84,7 +84,7 @@ class RequestReceiver:
             output.prompt_logprobs = prompt_logprobs_of(news.prompt_logprobs)
         if news.pooled is not None:
             pooling = self._submit.params.get("pooling")
-            output.pooled = unflattened(protocol.bytes_to_floats(news.pooled), pooling, len(output.prompt_token_ids))
+            output.pooled = unflattened(bytes_to_floats(news.pooled), pooling, len(output.prompt_token_ids))
         output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
         output.error = None if news.error is None else protocol.error_of(news.error)
         output.finished = news.finished
@@ -141,7 +141,7 @@ class RequestReceiver:
         self._attempt = 0
         kept = [
             protocol.Kept(
-                protocol.ids_to_bytes(one.token_ids),
+                ids_to_bytes(one.token_ids),
                 len(one.text),
                 one.cumulative_logprob or 0.0,
                 one.finish_reason,
@@ -151,7 +151,7 @@ class RequestReceiver:
         ]
         submit = msgspec.structs.replace(self._submit, kept=[])
         if any(one.tokens for one in kept):  # then its prompt's ids have come, too
-            submit.prompt, submit.text = protocol.ids_to_bytes(self._output.prompt_token_ids), None
+            submit.prompt, submit.text = ids_to_bytes(self._output.prompt_token_ids), None
             submit.kept = kept
         return submit
 

@@ -18,7 +18,15 @@ from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.embeddings import flattened
 from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
-from megatron_infer.outputs.schema import piece_of, prompt_record
+from megatron_infer.outputs.schema import (
+    Piece,
+    bytes_to_ids,
+    failure_of,
+    floats_to_bytes,
+    ids_to_bytes,
+    piece_of,
+    prompt_record,
+)
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
 
 
@@ -176,14 +184,14 @@ class ServedRequest:
     def begin(self, engine: ServedEngine) -> None:
         """Add it to the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
-        ids = None if run.prompt is None else protocol.bytes_to_ids(run.prompt)
+        ids = None if run.prompt is None else bytes_to_ids(run.prompt)
         if run.kept:
             assert ids is not None, "a continued request has token ids"
             drawn = [_drawn(one) for one in run.kept]
             if engine.continue_request(self.id, ids, params, drawn, salt=run.salt, caller=run.caller):
                 return
             for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
-                sequence.skip_tokens = protocol.bytes_to_ids(kept.tokens)
+                sequence.skip_tokens = bytes_to_ids(kept.tokens)
                 sequence.skip_chars = kept.num_chars
         prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
         if run.salt:
@@ -193,7 +201,7 @@ class ServedRequest:
     def aborted(self) -> protocol.Output:
         """The last message of a request that ends before it has begun."""
         sequences = enumerate(self._sequences)
-        pieces = [protocol.Piece(i, s.num_tokens, b"", "", "abort") for i, s in sequences if not s.has_ended]
+        pieces = [Piece(i, s.num_tokens, b"", "", "abort") for i, s in sequences if not s.has_ended]
         return protocol.Output(self.run.number, self.run.incarnation, pieces, True)
 
     def message(self, output: RequestOutput) -> protocol.Output | None:
@@ -206,7 +214,7 @@ class ServedRequest:
         if output.finished or not self._sent_times:
             times, self._sent_times = stage_times(output.metrics), True
         if not self._sent_prompt:
-            prompt, self._sent_prompt = protocol.ids_to_bytes(output.prompt_token_ids), True
+            prompt, self._sent_prompt = ids_to_bytes(output.prompt_token_ids), True
         if not self._sent_prompt_logprobs and output.prompt_logprobs is not None:
             prompt_logprobs, self._sent_prompt_logprobs = prompt_record(output.prompt_logprobs), True
         return protocol.Output(
@@ -215,11 +223,11 @@ class ServedRequest:
             pieces,
             output.finished,
             None,
-            None if output.error is None else protocol.failure_of(output.error),
+            None if output.error is None else failure_of(output.error),
             prompt,
             output.num_cached_tokens,
             prompt_logprobs,
-            protocol.floats_to_bytes(flattened(output.pooled)) if output.finished else None,
+            floats_to_bytes(flattened(output.pooled)) if output.finished else None,
             times=times,
         )
 
@@ -235,7 +243,7 @@ class ServedRequest:
             held.times = stage_times(self._metrics)
         return held
 
-    def _piece(self, one: CompletionOutput) -> protocol.Piece | None:
+    def _piece(self, one: CompletionOutput) -> Piece | None:
         sequence = self._sequences[one.index]
         if sequence.has_ended:
             return None
@@ -287,7 +295,7 @@ def stage_times(metrics: RequestMetrics) -> protocol.StageTimes:
 
 def _drawn(kept: protocol.Kept) -> DrawnSequence:
     return DrawnSequence(
-        token_ids=protocol.bytes_to_ids(kept.tokens),
+        token_ids=bytes_to_ids(kept.tokens),
         num_chars=kept.num_chars,
         cumulative_logprob=kept.cumulative_logprob,
         finish_reason=kept.finish_reason,

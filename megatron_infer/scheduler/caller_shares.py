@@ -61,12 +61,10 @@ class CallerShares:
         self.costs = StepCosts()
         self.num_reserved = 0
         """Free rows that are kept for callers without a request."""
-        self._context, self._queue, self._admitted_requests, self._preemption = (
-            context,
-            queue,
-            admitted_requests,
-            preemption,
-        )
+        self._context = context
+        self._queue = queue
+        self._admitted_requests = admitted_requests
+        self._preemption = preemption
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
         self._came: dict[int, int] = {}

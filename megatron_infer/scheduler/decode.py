@@ -18,7 +18,9 @@ class DecodePlanner:
     def __init__(
         self, context: DynamicInferenceContext, admitted_requests: AdmittedRequests, *, num_micro_batches: int
     ) -> None:
-        self._context, self._admitted_requests, self._num_micro_batches = context, admitted_requests, num_micro_batches
+        self._context = context
+        self._admitted_requests = admitted_requests
+        self._num_micro_batches = num_micro_batches
 
     def plan(
         self, most: int, *, num_in_flight: int, among: Collection[Request] | None = None

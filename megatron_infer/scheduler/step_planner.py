@@ -38,8 +38,13 @@ class StepPlanner:
     ) -> None:
         """phases: None: each step plans `BOTH`. drafts: None: one token a step is drawn for each request."""
         self._shares = shares
-        self._context, self._admitted_requests, self._preemption = context, admitted_requests, preemption
-        self._decodes, self._prefills, self._phases, self._drafts = decodes, prefills, phases, drafts
+        self._context = context
+        self._admitted_requests = admitted_requests
+        self._preemption = preemption
+        self._decodes = decodes
+        self._prefills = prefills
+        self._phases = phases
+        self._drafts = drafts
 
     def plan(
         self,

@@ -166,7 +166,8 @@ class ChatReply(OpenAIReply):
     def __init__(self, prepared: PreparedCall) -> None:
         super().__init__(prepared, prefix="chatcmpl", chunk_kind="chat.completion.chunk")
         self._body: ChatBody = prepared.body
-        self._splitters, self._prompt_texts = prepared.splitters, prepared.prompt_texts
+        self._splitters = prepared.splitters
+        self._prompt_texts = prepared.prompt_texts
         self._has_tokens = bool(self._body.return_token_ids or self._body.return_tokenized_data)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

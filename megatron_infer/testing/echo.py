@@ -14,7 +14,6 @@ from typing import Any
 from zlib import crc32
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.served_engine import EngineInfo
 from megatron_infer.engine.lifecycle_commands import COMMANDS
 from megatron_infer.engine.metrics.engine_meter import EngineMeter
@@ -22,6 +21,7 @@ from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.outputs.schema import ids_to_bytes
 from megatron_infer.scheduler.context.block_digest import root_of, salted
 from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.leases import Lease
@@ -35,11 +35,11 @@ MAX_TOKENS = 16
 
 def echo_tokens(prompt: Sequence[int], count: int, *, seed: int | None = None, index: int = 0) -> list[int]:
     """The `count` tokens that follow `prompt`; every one depends on all before it. seed: None where greedy."""
-    state = crc32(protocol.ids_to_bytes(prompt), _first_state(seed, index))
+    state = crc32(ids_to_bytes(prompt), _first_state(seed, index))
     drawn = []
     for _ in range(count):
         drawn.append(state % VOCAB)
-        state = crc32(protocol.ids_to_bytes(drawn[-1:]), state)
+        state = crc32(ids_to_bytes(drawn[-1:]), state)
     return drawn
 
 
@@ -223,7 +223,7 @@ class EchoEngine:
                     all_tokens,
                     len(prompt),
                     len(prompt) + count,
-                    crc32(protocol.ids_to_bytes(all_tokens), first),
+                    crc32(ids_to_bytes(all_tokens), first),
                     num_sent=len(tokens),
                 )
             )
@@ -280,7 +280,7 @@ class EchoEngine:
                 first = len(one.tokens) - 1 - one.num_prompt
                 oldest = one.spans[0].policy_version if one.spans else version
                 one.spans.append(VersionSpan(first, version, oldest, version))
-            one.state = crc32(protocol.ids_to_bytes([token]), one.state)
+            one.state = crc32(ids_to_bytes([token]), one.state)
             assert one.lease is not None
             self.context.publish_computed(one.lease, one.tokens, len(one.tokens) - 1)
             if one.finished:

@@ -16,7 +16,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.models.loading.checkpoint import save_checkpoint
 from megatron_infer.outputs.request_output import CompletionOutput
-from megatron_infer.outputs.schema import append
+from megatron_infer.outputs.schema import append, ids_to_bytes
 from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.samples import group_of
 from megatron_infer.testing.tiny import tiny_gpt
@@ -98,7 +98,7 @@ def check_wire(engine: Any, want: list[Any]) -> None:
     for held in (False, True):
         got = []
         for index, (ids, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            number, prompt = 100 * held + index, protocol.ids_to_bytes(ids)
+            number, prompt = 100 * held + index, ids_to_bytes(ids)
             run = protocol.Run(number, 1, prompt, None, "", params.to_dict(), params.seed or 0, True, [])
             request = ServedRequest(run, params_of(run))
             request.begin(engine)

@@ -12,6 +12,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
 from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.errors import ConfigError
+from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
 from megatron_infer.scheduler.context.block_digest import root_of
 from megatron_infer.testing.echo import echo_tokens
 
@@ -50,7 +51,7 @@ class World:
         return incarnation
 
     def submit(self, number, *, count=8, client=b"client", caller="", call="", kept=None, **more):
-        prompt = protocol.ids_to_bytes([number, number % 5, 7])
+        prompt = ids_to_bytes([number, number % 5, 7])
         params = {"max_tokens": count, "temperature": 0.0, **more}
         self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True, caller, call, kept))
 
@@ -59,7 +60,7 @@ class World:
         order = []
         while runs := [m for m in self.take(peer) if isinstance(m, protocol.Run)]:
             for run in runs:
-                order.append(protocol.bytes_to_ids(run.prompt)[0])
+                order.append(bytes_to_ids(run.prompt)[0])
                 self.core.check()
                 self.core.receive(peer, protocol.Output(run.number, incarnation, [], True))
         return order
@@ -86,7 +87,7 @@ class Worker:
     def read(self):
         for message in self.world.take(self.peer):
             if isinstance(message, protocol.Run):
-                drawn = protocol.bytes_to_ids(message.kept[0].tokens) if message.kept else []
+                drawn = bytes_to_ids(message.kept[0].tokens) if message.kept else []
                 self.runs[message.number] = [message, drawn]
             elif isinstance(message, protocol.Cancel) and message.number in self.runs:
                 run, drawn = self.runs.pop(message.number)
@@ -98,7 +99,7 @@ class Worker:
         for number, (run, drawn) in list(self.runs.items()):
             if rng.random() < 0.5:
                 continue
-            count, prompt = run.params["max_tokens"], protocol.bytes_to_ids(run.prompt)
+            count, prompt = run.params["max_tokens"], bytes_to_ids(run.prompt)
             new = echo_tokens(prompt, count)[len(drawn) : len(drawn) + rng.randrange(1, 4)]
             ended = len(drawn) + len(new) == count
             self.send(run, drawn, new, "length" if ended else None)
@@ -107,7 +108,7 @@ class Worker:
                 del self.runs[number]
 
     def send(self, run, drawn, new, reason):
-        piece = protocol.Piece(0, len(drawn), protocol.ids_to_bytes(new), "", reason)
+        piece = Piece(0, len(drawn), ids_to_bytes(new), "", reason)
         output = protocol.Output(run.number, self.incarnation, [piece], reason is not None)
         if self.world.core.knows(self.peer):
             self.world.core.receive(self.peer, output)
@@ -177,7 +178,7 @@ def hand_in_again(world, expected, aborted, answers, ended):
         if number in aborted:
             ended[number] = None
             continue
-        kept = [protocol.Kept(protocol.ids_to_bytes(have))] if have else []
+        kept = [protocol.Kept(ids_to_bytes(have))] if have else []
         world.submit(number, count=len(tokens), kept=kept)
 
 
@@ -189,7 +190,7 @@ def collect(messages, answers, ended):
         for piece in message.pieces:
             have = answers.setdefault(message.number, [])
             assert piece.offset == len(have), f"request {message.number}: token {piece.offset} after {len(have)}"
-            have += protocol.bytes_to_ids(piece.tokens)
+            have += bytes_to_ids(piece.tokens)
         answers.setdefault(message.number, [])
         if message.finished:
             ended[message.number] = message
@@ -230,7 +231,7 @@ def test_silent_client_keeps_its_requests_for_long_and_then_they_are_cancelled()
     world.submit(1)
     world.pass_time(29.0, beats=[(b"one", incarnation)])  # over ten times a replica's timeout
     run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
-    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    piece = Piece(0, 0, ids_to_bytes([1, 2]), "")
     world.take(b"client")
     world.core.receive(b"one", protocol.Output(run.number, incarnation, [piece], False))
     assert [m.pieces for m in world.take(b"client")] == [[piece]], "what it reads when it is back"
@@ -246,15 +247,15 @@ def test_tokens_out_of_order_remove_the_replica_and_keep_the_stream():
     incarnation = world.replica(b"one")
     world.submit(1)
     run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
-    good = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    good = Piece(0, 0, ids_to_bytes([1, 2]), "")
     world.core.receive(b"one", protocol.Output(run.number, incarnation, [good], False))
-    gap = protocol.Piece(0, 3, protocol.ids_to_bytes([4]), "")
+    gap = Piece(0, 3, ids_to_bytes([4]), "")
     world.core.receive(b"one", protocol.Output(run.number, incarnation, [gap], False))
     assert not world.core.knows(b"one")
     assert [m.pieces for m in world.take(client)] == [[good]]
     world.replica(b"two")
     moved = next(m for m in world.take(b"two") if isinstance(m, protocol.Run))
-    assert protocol.bytes_to_ids(moved.kept[0].tokens) == [1, 2]
+    assert bytes_to_ids(moved.kept[0].tokens) == [1, 2]
     world.core.check()
 
 
@@ -266,7 +267,7 @@ def test_output_of_a_cancelled_request_reaches_no_other():
     world.submit(2, client=other)
     first, second = (m for m in world.take(b"one") if isinstance(m, protocol.Run))
     world.core.unreachable(client)
-    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([5]), "")
+    piece = Piece(0, 0, ids_to_bytes([5]), "")
     world.core.receive(b"one", protocol.Output(first.number, incarnation, [piece], False))
     assert world.take(other) == [] and world.core.counts.fenced == 1 and world.core.knows(b"one")
     world.core.receive(b"one", protocol.Output(second.number, incarnation, [piece], False))
@@ -282,7 +283,7 @@ def test_message_of_an_earlier_incarnation_is_dropped():
     run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
     new = world.replica(b"one")  # it registered again on the same connection
     assert new > old
-    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1]), "", "length")
+    piece = Piece(0, 0, ids_to_bytes([1]), "", "length")
     world.core.receive(b"one", protocol.Output(run.number, old, [piece], True))
     assert world.take(client) == [] and world.core.counts.fenced == 1
     again = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
@@ -406,7 +407,7 @@ def test_requests_wait_by_priority_and_then_by_arrival():
         world.submit(number, priority=priority)
 
     def sent():
-        return [protocol.bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, protocol.Run)]
+        return [bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, protocol.Run)]
 
     assert sent() == [4, 1, 3, 2]
     for run_number in range(1, 4):
@@ -458,13 +459,13 @@ def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
     for number in range(3, 20):
         world.submit(number, caller="c")
     sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
-    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
+    assert [bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
     assert len({run.caller for run in sent}) == 3 and sent[0].caller == sent[2].caller
     for run in sent[:3]:  # two callers are below a third of three
         world.core.receive(b"one", protocol.Output(run.number, incarnation, [], True))
     world.core.check()
     sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
-    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [103]
+    assert [bytes_to_ids(run.prompt)[0] for run in sent] == [103]
 
 
 @pytest.mark.security
@@ -509,7 +510,7 @@ def test_idle_replica_takes_requests_that_wait_for_a_full_one():
     world.replica(b"two", capacity=4)
     assert len([m for m in world.take(b"two") if isinstance(m, protocol.Run)]) == 3  # until half of it is busy
     for run in runs:
-        world.core.receive(b"one", protocol.Output(run.number, one, [protocol.Piece(0, 0, b"", "", "length")], True))
+        world.core.receive(b"one", protocol.Output(run.number, one, [Piece(0, 0, b"", "", "length")], True))
     assert world.core.stats()["waiting"] == 0
     world.core.check()
 

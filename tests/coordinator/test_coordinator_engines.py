@@ -17,7 +17,7 @@ from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput
-from megatron_infer.outputs.schema import append, piece_of
+from megatron_infer.outputs.schema import Piece, append, bytes_to_ids, ids_to_bytes, piece_of
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_request_moved_after_any_token_continues_unchanged(engine, experts, name
     engine = experts if params.return_routing else engine
     whole = engine.generate([ids], [params])[0]
     assert any(len(one.token_ids) > 1 for one in whole.outputs)
-    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
-    received: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
+    run = protocol.Run(1, 1, ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    received: list[list[Piece]] = [[] for _ in range(params.n)]
     finished = drive(engine, ServedRequest(run, params_of(run)), received, steps=cut)
     if not finished:
         kept = [
@@ -158,7 +158,7 @@ def test_request_moved_after_any_token_continues_unchanged(engine, experts, name
         assert drive(served, ServedRequest(moved, params_of(moved)), received, steps=1000)
     for pieces, one in zip(received, whole.outputs, strict=True):
         assert [piece.offset for piece in pieces] == offsets(pieces)
-        assert sum((protocol.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+        assert sum((bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
         assert pieces[-1].finish_reason == one.finish_reason
         if one.logprobs is not None:
             entries = [entry for piece in pieces for entry in piece.logprobs]
@@ -220,8 +220,8 @@ class Elsewhere:
 def test_moved_request_continues_after_its_tokens_without_sampling_them_again(engine, name, moved):
     """Counted by what the engine samples; "sampled again" shows that the count tells the difference."""
     params, ids, cut = HARD[name], prompt_of(4), 7
-    received: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
-    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    received: list[list[Piece]] = [[] for _ in range(params.n)]
+    run = protocol.Run(1, 1, ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
     assert not drive(engine, ServedRequest(run, params_of(run)), received, steps=cut)
     kept = [protocol.Kept(b"".join(piece.tokens for piece in pieces)) for pieces in received]
     num_kept = sum(len(one.tokens) // 4 for one in kept)
@@ -234,27 +234,27 @@ def test_moved_request_continues_after_its_tokens_without_sampling_them_again(en
     assert num_sampled == params.n * params.max_tokens - (num_kept if moved == "continued" else 0)
     whole = engine.generate([ids], [params])[0]
     for pieces, one in zip(received, whole.outputs, strict=True):
-        assert protocol.bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
+        assert bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
 
 
 def test_request_that_asks_for_drafts_moves_to_an_engine_without_them_but_does_not_begin_there(engine):
     asked, ids = dataclasses.replace(HARD["greedy"], speculate=True), prompt_of(4)
     whole = engine.generate([ids], [HARD["greedy"]])[0].outputs[0]
-    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", asked.to_dict(), 0, True, [])
+    run = protocol.Run(1, 1, ids_to_bytes(ids), None, "", asked.to_dict(), 0, True, [])
     with pytest.raises(RequestError, match="speculate: this engine drafts no tokens"):
         ServedRequest(run, params_of(run)).begin(engine)
-    kept = [protocol.Kept(protocol.ids_to_bytes(whole.token_ids[:5]))]
+    kept = [protocol.Kept(ids_to_bytes(whole.token_ids[:5]))]
     moved = protocol.Run(2, 1, run.prompt, None, "", run.params, 0, True, kept)
-    received: list[list[protocol.Piece]] = [[]]
+    received: list[list[Piece]] = [[]]
     assert drive(engine, ServedRequest(moved, params_of(moved)), received, steps=1000)
-    assert sum((protocol.bytes_to_ids(piece.tokens) for piece in received[0]), []) == whole.token_ids[5:]
+    assert sum((bytes_to_ids(piece.tokens) for piece in received[0]), []) == whole.token_ids[5:]
 
 
 def test_moved_request_that_samples_other_tokens_is_an_error_not_a_wrong_answer(engine):
     ids = prompt_of(1)
-    kept = [protocol.Kept(protocol.ids_to_bytes([1, 2, 3]))]
+    kept = [protocol.Kept(ids_to_bytes([1, 2, 3]))]
     params = dataclasses.replace(HARD["greedy"], max_tokens=8)
-    run = protocol.Run(9, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), 0, True, kept)
+    run = protocol.Run(9, 1, ids_to_bytes(ids), None, "", params.to_dict(), 0, True, kept)
     request = ServedRequest(run, params_of(run))
     with pytest.raises(protocol.InferenceError, match="where another replica drew"):
         drive(Elsewhere(engine), request, [[]], steps=10)

@@ -20,6 +20,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.checkpoint import CheckpointSource, save_checkpoint
+from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
 
 BUSY = {"overlap": True, "enable_chunked_prefill": True, "max_tokens": 40, "max_requests": 8}
 
@@ -108,8 +109,8 @@ def test_a_request_that_moves_goes_on_within_its_language(cut):
         if params.structured is None or params.carries or params.logprobs is not None:
             continue
         whole = here.generate([prompt], [params])[0]
-        run = protocol.Run(1, 1, protocol.ids_to_bytes(prompt), None, "", params.to_dict(), params.seed, True, [])
-        told: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
+        run = protocol.Run(1, 1, ids_to_bytes(prompt), None, "", params.to_dict(), params.seed, True, [])
+        told: list[list[Piece]] = [[] for _ in range(params.n)]
         if not drive(here, ServedRequest(run, params_of(run)), told, steps=cut):
             kept = [
                 protocol.Kept(
@@ -122,11 +123,11 @@ def test_a_request_that_moves_goes_on_within_its_language(cut):
             moved = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
             assert drive(there, ServedRequest(moved, params_of(moved)), told, steps=500)
         for pieces, one in zip(told, whole.outputs, strict=True):
-            assert sum((protocol.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+            assert sum((bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
             assert pieces[-1].finish_reason == one.finish_reason == "stop"
 
 
-def drive(engine: Any, request: ServedRequest, told: list[list[protocol.Piece]], *, steps: int) -> bool:
+def drive(engine: Any, request: ServedRequest, told: list[list[Piece]], *, steps: int) -> bool:
     """Some steps that draw, noting what the client is told -> whether it has finished; if not it is aborted."""
     request.begin(engine)
     while steps:

@@ -18,13 +18,15 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.schema import Failure, Piece, ids_to_bytes
+from megatron_infer.outputs.token_outputs import TokenValues
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 __all__ = ["rounds"]
 
 pytestmark = pytest.mark.security
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-IDS = protocol.ids_to_bytes([1, 2, 3])
+IDS = ids_to_bytes([1, 2, 3])
 PARAMS = {"n": 1, "max_tokens": 8, "temperature": 0.0, "stop": ["x"], "logit_bias": {"5": 1.0}, "priority": 0}
 HELLO = protocol.Hello(protocol.SCHEMA, "client", "fuzz", b"n")
 KEPT = protocol.Kept(IDS, 3, -1.0, None, None)
@@ -188,8 +190,8 @@ def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rou
 
 def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[list[bytes]]:
     """Outputs of a request, damaged."""
-    values = protocol.TokenValues("float32", [], bytes(4))
-    piece = protocol.Piece(
+    values = TokenValues("float32", [], bytes(4))
+    piece = Piece(
         0, 0, IDS[:4], "a", None, None, -1.0, [[(1, -0.5, 1, "a")]], [(0, 1, 1, 0)], {"sampled_logprobs": values}
     )
     output = protocol.Output(
@@ -198,7 +200,7 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
     last = msgspec.structs.replace(
         output, pieces=[msgspec.structs.replace(piece, offset=1)], finished=True, pooled=bytes(8)
     )
-    failed = protocol.Output(run.number, incarnation, [], True, error=protocol.Failure("InferenceError", "why"))
+    failed = protocol.Output(run.number, incarnation, [], True, error=Failure("InferenceError", "why"))
     first = [protocol.frames_of([protocol.encode(output)])] if rng.random() < 0.5 else []
     return [*first, *(wire_of(rng.choice((output, last, failed)), rng) for _ in range(rng.randrange(4)))]
 
@@ -209,7 +211,7 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pieces": [protocol.Piece(0, 0, IDS[:4], "a", token_outputs={"support": protocol.TokenValues("x", [], b"")})]},
+        {"pieces": [Piece(0, 0, IDS[:4], "a", token_outputs={"support": TokenValues("x", [], b"")})]},
         {"times": protocol.StageTimes(float("nan"))},
         {"times": protocol.StageTimes(0.0, scheduled=1e300)},
     ],

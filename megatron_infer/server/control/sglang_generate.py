@@ -227,7 +227,8 @@ class SglangReply(ReplyFormat):
         super().__init__(prepared, prepared.id)
         self._body: SglangGenerateBody = prepared.body
         self._prompts = prompts_of(self._body)
-        self._machine, self._token_texts = machine, prepared.token_texts
+        self._machine = machine
+        self._token_texts = prepared.token_texts
         self._began = time.monotonic()
         for prompt, request in zip(self._prompts, prepared.requests, strict=True):
             start, num_tokens = prompt.logprobs_start, len(request.prompt_ids)

@@ -115,7 +115,8 @@ class VllmReply(ReplyFormat):
 
     def __init__(self, machine: ControlMachine, prepared: PreparedCall) -> None:
         super().__init__(prepared, prepared.asked.request_id or prepared.id)
-        self._machine, self._num_top = machine, prepared.requests[0].params.logprobs
+        self._machine = machine
+        self._num_top = prepared.requests[0].params.logprobs
         options = prepared.asked.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._token_texts = TokenTexts(None)
