@@ -69,13 +69,9 @@ class TokenSupport:
         vocab_size, offsets, words = self.vocab_size, self.offsets, self.ids
         counts = offsets[1:] - offsets[:-1]
         least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
-        if (
-            not 0 <= vocab_size < 1 << 31
-            or not len(offsets)
-            or offsets[0] != 0
-            or offsets[-1] != len(words)
-            or least < 0
-        ):
+        if not 0 <= vocab_size < 1 << 31:
+            return f"a vocabulary of {vocab_size} ids"
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(words) or least < 0:
             return f"offsets do not rise from 0 to its {len(words)} words"
         full = -(-vocab_size // 32)
         if most > full:
