@@ -69,8 +69,6 @@ class RequestReceiver:
             output.prompt_token_ids = bytes_to_ids(news.prompt)
             metrics.num_prompt_tokens = len(output.prompt_token_ids)
         for piece in news.pieces:
-            if piece.index < 0:
-                raise protocol.BadMessage(f"a piece of sequence {piece.index}")
             one = output.outputs[piece.index]
             if piece.offset != len(one.token_ids):
                 raise protocol.BadMessage(f"token {piece.offset} came, {len(one.token_ids)} was next")

@@ -18,9 +18,9 @@ from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_mo
 from safetensors import safe_open
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.durable import file_format as file_format
-from megatron_infer.errors import SnapshotError
-from megatron_infer.outputs.schema import ids_to_bytes
+from megatron_infer.engine.durable import file_format, request_codec
+from megatron_infer.errors import RequestError, SnapshotError
+from megatron_infer.outputs.schema import ids_to_bytes, output_record
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -119,10 +119,18 @@ def test_other_formats_and_newer_versions_are_refused_by_name(source, model, tmp
     safetensors.torch.save_file(tensors, path, metadata={**metadata, "version": "3"})
     newer = "its version is '3', this release reads '2'; it was written by a release that is newer, load it with that"
     assert newer in refused(engine, path)
+    safetensors.torch.save_file(tensors, path, metadata={**metadata, "version": "9" * 5000})
+    assert "this release reads '2'" in refused(engine, path)
     safetensors.torch.save_file(tensors, path, metadata={**metadata, "format": "else"})
     assert "its format is 'else'" in refused(engine, path)
     with pytest.raises(FileNotFoundError):
         engine.load_requests(tmp_path / "nowhere")
+
+
+def test_a_number_that_does_not_fit_is_refused_when_it_is_saved(model):
+    record = output_record(make_engine(model).generate([PROMPT[:3]], SamplingParams(max_tokens=1))[0], now=0.0)
+    with pytest.raises(RequestError, match="more than 64 bits"):
+        request_codec.to_bytes(msgspec.structs.replace(record, metadata={"label": 2**80}))
 
 
 @pytest.mark.parametrize("name", ["saved_requests.v1", "kept_requests.v1"])

@@ -17,7 +17,7 @@ from store_case import build_store
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.durable import file_format as file_format
+from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.engine.durable.request_codec import (
     RequestRecord,
