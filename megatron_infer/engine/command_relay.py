@@ -118,7 +118,7 @@ class CommandRelay:
         """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
         requests that the leader lets run, see `DynamicInferenceEngine.step`)."""
         loop = self._loop
-        if self.is_leader and loop.grammars.cache.slow:
+        if self.is_leader and loop.grammars.may_hold():
             states = loop.output_processor.requests
             requests = ((state.id, [one.request for one in state.sequences]) for state in states)
             among = loop.grammars.without_held(requests, among, waits=not loop.num_in_flight)

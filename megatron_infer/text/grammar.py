@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -66,6 +67,17 @@ def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
         raise RequestError(f"structured: the tokenizer's tokens have no bytes of their own: {error}") from None
 
 
+@dataclass(slots=True)
+class MaskCosts:
+    """What a grammar has cost so far, in seconds of a processor."""
+
+    compile_s: float = COMPILE_TIMEOUT_S
+    """The latest compilation; COMPILE_TIMEOUT_S until one has ended."""
+    longest_mask_s: float = 0.0
+    quick_masks: int = QUICK_MASKS // 2
+    """Quick masks in a row after which masks are made in the steps again; doubled each time that one is slow."""
+
+
 class GrammarCache:
     """The compiled grammars of one vocabulary; usable from any thread."""
 
@@ -83,10 +95,8 @@ class GrammarCache:
         self._vocabulary_lock = threading.Lock()
         self.slow: dict[StructuredOutput, int] = {}
         """Grammars whose masks are made next to the steps -> quick masks until that ends."""
-        self._quick_masks: dict[StructuredOutput, int] = {}
-        """Grammars that have been slow -> quick masks that ended that, or will."""
-        self._compile_s: dict[StructuredOutput, float] = {}
-        """Seconds of a processor that a grammar took to compile, of the latest."""
+        self._costs: OrderedDict[StructuredOutput, MaskCosts] = OrderedDict()
+        """The last one used latest; at most MAX_KEPT."""
         self.vocabulary: Any = None
         """See `grammar_vocabulary`; None until the first grammar is compiled."""
 
@@ -137,20 +147,25 @@ class GrammarCache:
         finally:
             self.leave(future)
 
-    def compile_s(self, wanted: StructuredOutput) -> float:
-        """Seconds of a processor that it takes to compile a grammar of a request."""
-        return self._compile_s.get(wanted, COMPILE_TIMEOUT_S)
+    def costs(self, wanted: StructuredOutput) -> MaskCosts:
+        """What a grammar has cost, as long as it is among the MAX_KEPT that were used last."""
+        with self._lock:
+            found = self._costs.setdefault(wanted, MaskCosts())
+            self._costs.move_to_end(wanted)
+            if len(self._costs) > MAX_KEPT:
+                dropped, _ = self._costs.popitem(last=False)
+                self.slow.pop(dropped, None)
+        return found
 
     def took(self, wanted: StructuredOutput, seconds: float) -> None:
         """A mask of `wanted` has taken so many seconds of a processor."""
         with self._lock:
+            costs = self.costs(wanted)
+            costs.longest_mask_s = max(costs.longest_mask_s, seconds)
             if seconds > SLOW_MASK_S:
                 if wanted not in self.slow:
-                    self._quick_masks[wanted] = 2 * self._quick_masks.get(wanted, QUICK_MASKS // 2)
-                self.slow[wanted] = self._quick_masks[wanted]
-                for known in (self.slow, self._quick_masks):
-                    if len(known) > MAX_KEPT:
-                        del known[next(iter(known))]
+                    costs.quick_masks *= 2
+                self.slow[wanted] = costs.quick_masks
             elif (left := self.slow.get(wanted)) is not None:
                 self.slow[wanted] = left - 1
                 if left <= 1:
@@ -180,10 +195,7 @@ class GrammarCache:
                 self.vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
         began = time.thread_time()
         template = self.matcher(wanted)
-        with self._lock:
-            self._compile_s[wanted] = time.thread_time() - began
-            if len(self._compile_s) > MAX_KEPT:
-                del self._compile_s[next(iter(self._compile_s))]
+        self.costs(wanted).compile_s = time.thread_time() - began
         first, began = template.deep_copy(), time.thread_time()
         first.compute_bitmask()
         self.took(wanted, time.thread_time() - began)

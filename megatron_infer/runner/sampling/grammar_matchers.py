@@ -32,7 +32,7 @@ from megatron_infer.text.grammar import GrammarCache, one_line
 from megatron_infer.utils.turn_pool import TurnPool
 
 MOMENT_S = 0.02
-MAX_APART = 32
+MAX_APART = 128
 """Most requests at once that have their grammar compiled for themselves."""
 NUM_TIMED, PARALLEL_S = 4, 0.005
 """The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
@@ -78,6 +78,11 @@ class Grammars:
 
     # ------------------------------------------------------------------ masks made next to the steps
 
+    def may_hold(self) -> bool:
+        """Whether a mask is made next to the steps, or may soon be."""
+        begun = [one.made[1] for one in self._matches.values() if one.made is not None]
+        return bool(self.cache.slow) or not all(mask.done() for mask in begun)
+
     def without_held(
         self, requests: Iterable[tuple[str, Sequence[Request]]], among: Collection[str] | None, *, waits: bool
     ) -> Collection[str] | None:
@@ -99,9 +104,16 @@ class Grammars:
         return left if all_making else among
 
     def _held(self, request: Request) -> Future[Any] | None:
-        """What a request waits for before it may be in a step; None: nothing."""
-        if request.params.structured not in self.cache.slow or request.finish_reason is not None:
+        """What a request waits for before it may be in a step; None: nothing.
+
+        A mask that was begun is waited for even after its grammar has become quick.
+        """
+        if request.params.structured is None or request.finish_reason is not None:
             return None
+        if request.params.structured not in self.cache.slow:
+            match = self._matches.get(request.id)
+            begun = match.made[1] if match is not None and match.made is not None else None
+            return None if begun is None or begun.done() else begun
         if request.in_flight:
             return Future()
         made = self._make(request)
@@ -117,7 +129,9 @@ class Grammars:
 
     def _mask_behind(self, match: _Match) -> np.ndarray:
         mask_W: np.ndarray = np.full(self._num_words, -1, dtype=np.int32)
-        if match.is_copy and match.mask_s > self.cache.compile_s(self._structured(match)):
+        costs = self.cache.costs(self._structured(match))
+        # While a copy computes, a step that matches tokens of another copy waits: for the longest mask, at worst.
+        if match.is_copy and max(match.mask_s, costs.longest_mask_s) > costs.compile_s:
             with contextlib.suppress(RequestError):  # the copy goes on
                 self._set_apart(match)
         self._compute(match, mask_W)

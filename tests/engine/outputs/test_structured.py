@@ -117,6 +117,40 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
 
 
 @pytest.mark.security
+def test_a_mask_that_was_begun_holds_no_other_request_when_its_grammar_becomes_quick(monkeypatch):
+    go, whole = threading.Event(), Grammars._mask_behind
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(Grammars, "_mask_behind", lambda self, match: go.wait(60) and whole(self, match))
+    engine = make_engine()
+    slow = engine.add_request([7], structured(regex="[ab]{20}"), stream="final")
+    other = engine.add_request([8], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), stream="final")
+    engine.step()
+    engine.input_processor.grammars.cache.slow.clear()
+    ended: dict = {}
+    while other not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    assert slow not in ended
+    go.set()
+    while slow not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    assert len(ended[slow].outputs[0].text) == 20
+
+
+@pytest.mark.security
+def test_requests_of_a_slow_grammar_share_no_lock_from_their_first_mask_on(monkeypatch):
+    """Sharing a lock, each would wait for the masks of the others."""
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    engine = make_engine()
+    grammars = engine.input_processor.grammars
+    engine.generate([[7]], [structured(regex="[ab]{20}")])
+    grammars.cache.took(StructuredOutput(regex="[ab]{20}"), 60.0)
+    compiled, whole = [], grammars.cache.matcher
+    monkeypatch.setattr(grammars.cache, "matcher", lambda wanted: compiled.append(wanted) or whole(wanted))
+    engine.generate([[7], [8]], [structured(regex="[ab]{20}", n=2, temperature=1.0)] * 2)
+    assert len(compiled) == 4
+
+
+@pytest.mark.security
 def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypatch):
     """Both requests have one ambiguous grammar: to compute a mask takes far longer than to consume a token."""
     began, whole = threading.Event(), Grammars._compute

@@ -314,6 +314,20 @@ def test_compiled_grammars_are_kept_and_the_least_used_go(monkeypatch):
     assert cache.template(first) is one and set(cache._compiled) == {first, third}
 
 
+@pytest.mark.security
+def test_what_a_grammar_costs_stays_known_while_another_caller_has_many_compiled(monkeypatch):
+    """Without it, requests of a slow grammar keep a lock in common, for which steps wait."""
+    monkeypatch.setattr("megatron_infer.text.grammar.MAX_KEPT", 2)
+    cache, used = GrammarCache(byte_level(), 0), StructuredOutput(regex="a")
+    cache.check(used)
+    known = cache.costs(used).compile_s
+    for text in "bcde":
+        cache.check(StructuredOutput(regex=text))
+        cache.took(used, 1.0)
+    assert cache.costs(used).compile_s == known < 1.0 == cache.costs(used).longest_mask_s and used in cache.slow
+    assert cache.costs(StructuredOutput(regex="b")).longest_mask_s < 1.0
+
+
 def test_without_a_tokenizer_it_is_refused():
     with pytest.raises(RequestError, match="needs a tokenizer"):
         GrammarCache(None, 100).check(StructuredOutput(json_object=True))
