@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
+for folder in (ROOT, *(ROOT / name for name in ("tools", "tools/bench", "tests/kernels", "tests/support"))):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -40,8 +40,8 @@ TIME_LIMIT_S = 460.0
 FIRST = ("graphs", "sampling", "attention", "scan", "operations", "models")
 """Groups that are begun first, in this order: whether steps are captured at all, and right."""
 ALONE = ("memory", "sync", "speed")
-"""Groups that have the device to themselves, then, in this order; the others share it, each check in a process of its
-own. Those that are in neither come last, with what the first had no time for."""
+"""Groups that have the device to themselves, then, in this order, after checks that ask for that; the others share it,
+each check in a process of its own. Those that are in neither come last, with what the first had no time for."""
 SHARE_FIRST = 0.5
 """Of the time limit; what is alone has the rest: no slow compiler keeps suspends and speed from being measured."""
 MOST_JOBS = 6
@@ -137,8 +137,8 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
                 future.result()
         return [one for one in some if one in late]
 
-    first = by_group([one for one in checks if one.group in FIRST], FIRST)
-    alone = by_group([one for one in checks if one.group in ALONE], ALONE)
+    alone = by_group([one for one in checks if one.alone or one.group in ALONE], (*FIRST, *ALONE))
+    first = by_group([one for one in checks if one.group in FIRST and one not in alone], FIRST)
     late = together(first, start + SHARE_FIRST * options.time_limit if alone else deadline)
     for group in groups_of(alone):
         run_unit(group)

@@ -38,11 +38,10 @@ PACKAGES = (
         "other tokens for a seed",
         "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope",
     ),
-    Package("flash-attn", "flash_attn", "attention (attention_backend=flash_attn), in blocks of 256"),
     Package(
         "flash-attn-3",
         "flash_attn_interface",
-        "the same on Hopper, in blocks of any size; prompts under attention_backend=auto",
+        "attention on Hopper (attention_backend=flash_attn); prompts under attention_backend=auto",
     ),
     Package(
         "transformer-engine",

@@ -98,14 +98,14 @@ class AttentionChoice(str, Enum):
     """Which backend computes attention."""
 
     AUTO = "auto"
-    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn, torch, and for prompts flash-attn 3
-    where it is known to be faster; on a CPU native, torch."""
+    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn 3, torch, and for prompts flash-attn 3
+    first where it is known to be faster; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs."""
     FLASHINFER = "flashinfer"
     """FlashInfer; of its steps those that only decode are captured in CUDA graphs."""
     FLASH_ATTN = "flash_attn"
-    """flash-attn: version 3 on Hopper where it is installed, else version 2, which needs blocks of 256 tokens."""
+    """flash-attn 3, on Hopper."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"

@@ -10,6 +10,8 @@ from importlib import metadata
 
 import torch
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def not_on_gpu(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
     """Why kernels for NVIDIA GPUs cannot run on tensors of this device; None: they can."""
@@ -21,6 +23,11 @@ def not_on_gpu(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -
     if capability < min_capability:
         return f"needs compute capability {dotted(min_capability)}, {device} has {dotted(capability)}"
     return None
+
+
+def needs_half(dtype: torch.dtype) -> str | None:
+    """Why kernels of 16-bit floats cannot compute in `dtype`; None: they can."""
+    return None if dtype in HALF else f"needs float16 or bfloat16, got {dtype}"
 
 
 @functools.cache

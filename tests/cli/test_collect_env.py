@@ -48,7 +48,7 @@ def test_each_nvidia_package_is_listed_with_its_import_and_its_use():
     rows = {fact.name: fact for fact in collect_env._gpu_packages()}
     asked = {package.name for package in gpu_packages.PACKAGES}
     assert asked | {"NCCL", "symmetric memory"} == set(rows)
-    assert asked >= {"transformer-engine", "apex", "flash-attn", "flashinfer-python"}
+    assert asked >= {"transformer-engine", "apex", "flash-attn-3", "flashinfer-python"}
     assert all(fact.note for fact in rows.values())
     for name in asked:
         assert rows[name].value == "not installed" or "import" in rows[name].value

@@ -45,7 +45,8 @@ def test_a_report_takes_what_it_tells_of_off_the_list_and_a_rehearsal_takes_noth
     monkeypatch.setattr(sys, "path", [*TOOLS, *sys.path])
     from gpu_checks import registry, report
 
-    checks = [registry.Check(name, "group", "", lambda ctx: None, 1.0) for name in ("one", "two", "three", "four")]
+    names = ("one", "two", "three", "four")
+    checks = [registry.Check(name, "", lambda ctx, compare: None, 1.0, group="group") for name in names]
     rows = [
         {"name": name, "status": status} for name, status in (("one", "ok"), ("two", "failed"), ("three", "skipped"))
     ]

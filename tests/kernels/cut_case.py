@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from step_rows import step_of
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 
 BLOCK = 16
@@ -32,34 +33,19 @@ class Sequences:
     def attend(self, backend: NativePagedAttention, *, decode: list[int], slices: list[tuple[int, int, int]]) -> Tensor:
         """One step: `decode` holds sequences' positions in order, `slices` (sequence, start, n) -> out of the step."""
         rows = [(i, start, 1) for i, start in enumerate(decode)] + slices
-        q_len = np.array([n for _, _, n in rows], np.int32)
         which = torch.tensor([row for row, _, n in rows for _ in range(n)])
-        positions = torch.tensor([start + j for _, start, n in rows for j in range(n)])
         prompt = [0 if i < len(decode) else min(max(PROMPT - s, 0), n) for i, (_, s, n) in enumerate(rows)]
-        kv_len = np.array([start + n for _, start, n in rows], np.int32)
-        cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
-        table_row = np.array([row for row, _, _ in rows], np.int32)
-        backend.plan(
-            StepMetadata(
-                num_tokens=len(positions),
-                num_rows=len(rows),
-                num_decode=len(decode),
-                q_len=q_len,
-                kv_len=kv_len,
-                cu_q=cu_q,
-                table_row=table_row,
-                num_prompt_queries=np.array(prompt, np.int32),
-                q_len_R=torch.from_numpy(q_len),
-                kv_len_R=torch.from_numpy(kv_len),
-                cu_q_R1=torch.from_numpy(cu_q),
-                table_row_R=torch.from_numpy(table_row),
-                block_table=self.table,
-                positions_T=positions,
-                kv_pos_T=self.table[which, positions // BLOCK].long() * BLOCK + positions % BLOCK,
-                cos_TR=self.cos[positions],
-                sin_TR=self.sin[positions],
-            )
+        step = step_of(
+            [(n, start + n) for _, start, n in rows],
+            num_decode=len(decode),
+            table_row=[row for row, _, _ in rows],
+            block_table=self.table,
+            block_size=BLOCK,
+            num_prompt_queries=np.array(prompt, np.int32),
         )
+        positions = step.positions_T
+        step.cos_TR, step.sin_TR = self.cos[positions], self.sin[positions]
+        backend.plan(step)
         fused = self.fused[which, positions]
         group = self.spec.group_size
         return backend.run(fused[:, :, :group], fused[:, :, -2], fused[:, :, -1], self.cache, layer=0, spec=self.spec)

@@ -1,7 +1,7 @@
 """Stand-ins for NVIDIA's packages in plain torch on a CPU: what the documentation promises, and no more.
 
 They check what the real kernels check (dtypes, shapes, strides, devices of index arrays) so that a call which a GPU
-would refuse fails here. Written from flashinfer 0.7.2 and flash-attn 2.8.3.
+would refuse fails here. Written from flashinfer 0.7.2 and flash-attn 3 of 2.8.3.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-DTYPES = (torch.float16, torch.bfloat16)
+from megatron_infer.kernels import optional_packages
 
 
 def attend(q, k, v, *, scale, window=None):
@@ -192,55 +192,6 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
 # flash-attn
 
 
-def _block_rows(q, cache, table, kv_len, spans, *, scale, window_size):
-    check_int32(kv_len)
-    assert table.dtype is torch.int32 and table.stride(-1) == 1 and len(table) == len(kv_len) == len(spans)
-    assert q.dtype in DTYPES and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
-    left, right = window_size
-    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
-    out = torch.full_like(q, torch.nan)  # what no row writes is whatever memory held
-    for row, span in enumerate(spans):
-        length = int(kv_len[row])
-        found = [gather(part, table[row], length) for part in cache]
-        if span.stop > span.start:
-            out[span] = attend(q[span], *found, scale=scale, window=None if left < 0 else left)
-    return out
-
-
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal=False, window_size=(-1, -1)
-):
-    assert causal and k_cache.shape[1] % 256 == 0 and q.ndim == 4 and q.shape[1] == 1
-    spans = [slice(row, row + 1) for row in range(len(q))]
-    cache = (k_cache, v_cache)
-    out = _block_rows(q[:, 0], cache, block_table, cache_seqlens, spans, scale=softmax_scale, window_size=window_size)
-    return out[:, None]
-
-
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    *,
-    softmax_scale,
-    causal=False,
-    window_size=(-1, -1),
-    block_table,
-):
-    check_int32(cu_seqlens_q, cu_seqlens_k)
-    q_len, kv_len = cu_seqlens_q.diff(), cu_seqlens_k.diff()
-    assert causal and k.shape[1] % 256 == 0 and cu_seqlens_q[0] == 0
-    assert (q_len <= max_seqlen_q).all() and (kv_len <= max_seqlen_k).all()
-    if max_seqlen_q == 1:
-        q = q.reshape(len(q_len), *q.shape[1:])  # it folds query heads into the query axis
-    spans = [slice(int(a), int(b)) for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:], strict=False)]
-    return _block_rows(q, (k, v), block_table, kv_len.int(), spans, scale=softmax_scale, window_size=window_size)
-
-
 def flash_attn_3_with_kvcache(
     q,
     k_cache,
@@ -256,7 +207,13 @@ def flash_attn_3_with_kvcache(
     num_splits=0,
 ):
     """Its launches follow from shapes alone, as the real one's do: reads no number from a tensor."""
-    assert causal and num_splits in (0, 1) and q.dtype in DTYPES and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
+    assert (
+        causal
+        and num_splits in (0, 1)
+        and q.dtype in optional_packages.HALF
+        and q.stride(-1) == 1
+        and q.shape[-1] % 8 == 0
+    )
     check_int32(cache_seqlens, page_table)
     left, right = window_size
     assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
@@ -292,11 +249,6 @@ MODULES = {
     "flashinfer.decode": {"BatchDecodeWithPagedKVCacheWrapper": Decode},
     "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
     "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
-    "flash_attn": {
-        "__version__": "2.8.3",
-        "flash_attn_with_kvcache": flash_attn_with_kvcache,
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-    },
     "flash_attn_interface": {"flash_attn_with_kvcache": flash_attn_3_with_kvcache},
 }
 

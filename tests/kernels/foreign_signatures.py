@@ -28,8 +28,6 @@ OURS = ROOT / "megatron_infer"
 DECODE = "flashinfer/decode.py:BatchDecodeWithPagedKVCacheWrapper"
 PREFILL = "flashinfer/prefill.py:BatchPrefillWithPagedKVCacheWrapper"
 ROPE = "flashinfer/rope.py:apply_rope_with_cos_sin_cache_inplace"
-WITH_KVCACHE = "flash_attn/flash_attn_interface.py:flash_attn_with_kvcache"
-VARLEN = "flash_attn/flash_attn_interface.py:flash_attn_varlen_func"
 WITH_KVCACHE_3 = "hopper/flash_attn_interface.py:flash_attn_with_kvcache"
 SAVER = "torch_memory_saver/entrypoint.py:TorchMemorySaver"
 TE = "transformer_engine/pytorch"
@@ -80,14 +78,7 @@ CALLS = {
         Call(INFER, "run", "self._planned(step, rows, spec).run", (f"{DECODE}.run", f"{PREFILL}.run")),
         Call("kernels/packages/flashinfer_rope.py", "run", "self._rotate", (ROPE,)),
     ],
-    "flash-attn": [
-        Call(ATTN, "decode", "self._decode", (WITH_KVCACHE,)),
-        Call(ATTN, "ragged", "self._varlen", (VARLEN,)),
-    ],
-    "flash-attn-3": [
-        Call(ATTN, "decode", "self._attend", (WITH_KVCACHE_3,)),
-        Call(ATTN, "ragged", "self._attend", (WITH_KVCACHE_3,)),
-    ],
+    "flash-attn-3": [Call(ATTN, "run", "self._attend", (WITH_KVCACHE_3,))],
     "torch-memory-saver": [
         Call(REGION, "__init__", "self._saver.region", (f"{SAVER}.region",)),
         Call(REGION, "release", "self._saver.pause", (f"{SAVER}.pause",)),

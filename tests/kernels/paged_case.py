@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from step_rows import CPU, Row, step_of
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, StepMetadata
@@ -27,15 +28,19 @@ class Case:
 
     def run(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
         """(out, cache afterwards) on private copies of the inputs."""
-        spec, fused, cache = self.spec, self.fused.clone(), self.kv_cache.clone()
-        heads = fused.view(fused.shape[0], spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
+        cache = self.kv_cache.clone()
         backend.plan(self.meta)
-        q, k, v = heads[:, :, : spec.group_size], heads[:, :, -2], heads[:, :, -1]
-        return backend.run(q, k, v, cache, layer=self.layer, spec=spec), cache
+        return backend.run(*self.parts(self.fused.clone()), cache, layer=self.layer, spec=self.spec), cache
+
+    def parts(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of such a projection."""
+        spec = self.spec
+        heads = fused.view(fused.shape[0], spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
+        return heads[:, :, : spec.group_size], heads[:, :, -2], heads[:, :, -1]
 
 
 def make_case(
-    rows: Sequence[tuple[int, int]],
+    rows: Sequence[Row],
     *,
     num_decode: int,
     dtype: torch.dtype,
@@ -47,12 +52,15 @@ def make_case(
     rotary_dim: int = 0,
     interleaved: bool = False,
     num_padding: int = 0,
+    padding_rows: tuple[int, int] = (0, 0),
     sinks: bool = False,
     seed: int = 0,
+    device: torch.device = CPU,
 ) -> Case:
-    """rows: (q_len, kv_len), decode rows first. Blocks are scattered; the last block of the cache is the dummy.
+    """rows: decode rows first. Blocks are scattered; the last block of the cache is the dummy, large and finite.
 
-    Every other slice, from the first on, is of a prompt; the last query of the others is of the output.
+    Every other slice, from the first on, is of a prompt; the last query of the others is of the output. Padding: see
+    `step_of`.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -60,48 +68,29 @@ def make_case(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     counts = [-(-kv_len // block_size) for _, kv_len in rows]
-    num_blocks = sum(counts) + 3
-    order = torch.randperm(num_blocks - 1, generator=generator).tolist()
-    max_rows, max_blocks = len(rows) + 3, max(counts) + 2
-    table = torch.full((max_rows + 1, max_blocks), num_blocks - 1, dtype=torch.int32)
-    table_row = torch.randperm(max_rows, generator=generator)[: len(rows)].numpy().astype(np.int32)
-    positions, kv_pos = [], []
-    for row, (q_len, kv_len) in enumerate(rows):
-        blocks = [order.pop() for _ in range(counts[row])]
-        table[int(table_row[row]), : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        for position in range(kv_len - q_len, kv_len):
-            positions.append(position)
-            kv_pos.append(blocks[position // block_size] * block_size + position % block_size)
-    positions += [0] * num_padding
-    kv_pos += [(num_blocks - 1) * block_size] * num_padding
-
-    q_len = np.array([q for q, _ in rows], dtype=np.int32)
-    kv_len = np.array([n for _, n in rows], dtype=np.int32)
-    cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
-    num_tokens = len(positions)
-    cos = sin = None
-    if rotary_dim:
-        angle = torch.rand(num_tokens, rotary_dim, generator=generator) * 6.28
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    meta = StepMetadata(
-        num_tokens=num_tokens,
-        num_rows=len(rows),
+    num_blocks, dummy_row = sum(counts) + 3, len(rows) + 3
+    dummy = num_blocks - 1
+    order = torch.randperm(dummy, generator=generator).to(torch.int32).split([*counts, dummy - sum(counts)])
+    table = torch.full((dummy_row + 1, max(counts) + 2), dummy, dtype=torch.int32)
+    table_row = torch.randperm(dummy_row, generator=generator)[: len(rows)].numpy()
+    for place, blocks in zip(table_row, order, strict=False):
+        table[place, : len(blocks)] = blocks
+    meta = step_of(
+        rows,
         num_decode=num_decode,
-        q_len=q_len,
-        kv_len=kv_len,
-        cu_q=cu_q,
         table_row=table_row,
-        num_prompt_queries=prompt_queries(q_len, num_decode),
-        q_len_R=torch.from_numpy(q_len),
-        kv_len_R=torch.from_numpy(kv_len),
-        cu_q_R1=torch.from_numpy(cu_q),
-        table_row_R=torch.from_numpy(table_row),
+        dummy_row=dummy_row,
         block_table=table,
-        positions_T=torch.tensor(positions, dtype=torch.int64),
-        kv_pos_T=torch.tensor(kv_pos, dtype=torch.int64),
-        cos_TR=cos,
-        sin_TR=sin,
+        block_size=block_size,
+        dummy_block=dummy,
+        num_padding=num_padding,
+        padding_rows=padding_rows,
+        device=device,
     )
+    meta.num_prompt_queries = prompt_queries(meta.q_len, meta.num_decode)
+    if rotary_dim:
+        angle = torch.rand(meta.num_tokens, rotary_dim, generator=generator) * 6.28
+        meta.cos_TR, meta.sin_TR = (part.to(device, dtype) for part in (angle.cos(), angle.sin()))
     spec = AttendSpec(
         num_kv_heads=num_kv_heads,
         group_size=group_size,
@@ -110,15 +99,17 @@ def make_case(
         window=window,
         rotary_dim=rotary_dim,
         rotary_interleaved=interleaved,
-        sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size) if sinks else None,
+        sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size, device=device) if sinks else None,
     )
-    fused = randn(num_tokens, num_kv_heads * (group_size + 2) * head_dim)
-    return Case(spec, meta, fused, randn(2, 2, num_blocks, block_size, num_kv_heads, head_dim), layer=1)
+    fused = randn(meta.num_tokens, num_kv_heads * (group_size + 2) * head_dim)
+    cache = randn(2, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    cache[:, :, dummy] = 1e3
+    return Case(spec, meta, fused.to(device), cache.to(device), layer=1)
 
 
 def prompt_queries(q_len: np.ndarray, num_decode: int) -> np.ndarray:
     rows = np.arange(len(q_len)) - num_decode
-    return np.where(rows < 0, 0, np.where(rows % 2, q_len - 1, q_len)).astype(np.int32)
+    return np.where(rows < 0, 0, np.where(rows % 2, np.maximum(q_len - 1, 0), q_len)).astype(np.int32)
 
 
 def check_case(backend: AttentionBackend, case: Case) -> None:

@@ -4,55 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
+from step_rows import CPU, Row, step_of
 from torch import Tensor
 
-from megatron_infer.kernels.base import StateCaptures, StepMetadata
+from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEC = SsmSpec(num_heads=6, head_dim=16, state_dim=32, num_groups=2, conv_width=4)
-Row = tuple[int, int]
-"""(q_len, kv_len)"""
-
-
-def scan_step(
-    rows: Sequence[Row],
-    *,
-    slots: Sequence[int],
-    captures: Sequence[tuple[int, int, int]] = (),
-    num_decode: int = 0,
-    num_padding: int = 0,
-) -> StepMetadata:
-    """captures: (row, tokens, slot). What only attention looks at is empty."""
-    q_len, kv_len = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
-    cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
-    table_row = np.array(slots, dtype=np.int32)
-    row, num_tokens, state_slot = np.array(sorted(captures), dtype=np.int32).reshape(-1, 3).T.copy()
-    return StepMetadata(
-        num_tokens=int(cu_q[-1]) + num_padding,
-        num_rows=len(rows),
-        num_decode=num_decode,
-        q_len=q_len,
-        kv_len=kv_len,
-        cu_q=cu_q,
-        table_row=table_row,
-        num_prompt_queries=np.zeros_like(q_len),
-        q_len_R=torch.from_numpy(q_len),
-        kv_len_R=torch.from_numpy(kv_len),
-        cu_q_R1=torch.from_numpy(cu_q),
-        table_row_R=torch.from_numpy(table_row),
-        block_table=torch.empty(0, 0, dtype=torch.int32),
-        positions_T=torch.empty(0, dtype=torch.int64),
-        kv_pos_T=torch.empty(0, dtype=torch.int64),
-        cos_TR=None,
-        sin_TR=None,
-        captures=StateCaptures(row=row, num_tokens=num_tokens, state_slot=state_slot),
-    )
 
 
 def make_weights(spec: SsmSpec, *, conv_bias: bool = True, channel_skip: bool = False, seed: int = 0) -> SsmWeights:
@@ -90,6 +53,8 @@ class Case:
     step: StepMetadata
     states: LayerStates
     fused: Tensor
+    dummy_slot: int | None = None
+    """Of padding rows."""
 
     def run(self, backend: ScanBackend) -> tuple[Tensor, LayerStates]:
         """(y, states afterwards) on a private copy of the states."""
@@ -112,19 +77,27 @@ def make_case(
     conv_bias: bool = True,
     channel_skip: bool = False,
     consecutive: bool = False,
+    padding_rows: tuple[int, int] = (0, 0),
     seed: int = 0,
+    device: torch.device = CPU,
 ) -> Case:
-    """captures: (row, tokens). Slots are scattered unless `consecutive`; padding and fresh rows' slots are NaN."""
+    """captures: (row, tokens). Slots are scattered unless `consecutive`; padding and fresh rows' slots are NaN.
+
+    padding_rows: see `step_of`; all are on one slot.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_slots = len(rows) + len(captures) + 3
     order = list(range(num_slots)) if consecutive else torch.randperm(num_slots, generator=generator).tolist()
     slots, rest = order[: len(rows)], order[len(rows) :]
-    step = scan_step(
+    step = step_of(
         rows,
-        slots=slots,
+        table_row=slots,
+        dummy_row=rest[-1],
         captures=[(row, n, slot) for (row, n), slot in zip(captures, rest, strict=False)],
         num_decode=num_decode,
         num_padding=num_padding,
+        padding_rows=padding_rows,
+        device=device,
     )
     states = make_states(spec, num_slots, conv_dtype=conv_dtype or dtype, ssm_dtype=ssm_dtype, seed=seed + 1)
     for (q_len, kv_len), slot in zip(rows, slots, strict=True):
@@ -133,7 +106,12 @@ def make_case(
     fused = torch.randn(step.num_tokens, 3 + spec.num_channels + spec.num_heads, generator=generator).to(dtype)
     fused[step.num_tokens - num_padding :] = math.nan
     weights = make_weights(spec, conv_bias=conv_bias, channel_skip=channel_skip, seed=seed + 2)
-    return Case(spec, weights, step, states, fused)
+    if device != CPU:
+        for one in fields(weights):
+            value = getattr(weights, one.name)
+            setattr(weights, one.name, None if value is None else value.to(device))
+        states = LayerStates(*(part._base.to(device)[:, 1] for part in states))
+    return Case(spec, weights, step, states, fused.to(device), dummy_slot=rest[-1])
 
 
 def check_case(backend: ScanBackend, case: Case, tolerance: float | None = None) -> None:

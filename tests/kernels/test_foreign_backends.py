@@ -1,27 +1,26 @@
-"""FlashInfer and flash-attn behind our seams, on stand-ins of them: indices, padding, layouts."""
+"""FlashInfer and flash-attn 3 behind our seams, on stand-ins of them: indices, padding, layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import fake_packages
-import numpy as np
 import paged_case
 import pytest
 import torch
 
 from megatron_infer.kernels import optional_packages
 from megatron_infer.kernels.attention_phases import PhasedAttention
-from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.packages import (
     flash_attn_attention,
     flash_attn_prompts,
     flashinfer_attention,
     flashinfer_rope,
 )
-from megatron_infer.kernels.packages.flash_attn_attention import FlashAttention, Version2, Version3
+from megatron_infer.kernels.packages.flash_attn_attention import FlashAttention
 from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
@@ -40,26 +39,18 @@ def make_case(*args, interleaved=False, **options):
     return case
 
 
-@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn 2", "flash_attn 3", "one each"])
+@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn", "one each"])
 def make(request, monkeypatch):
-    """(a new backend, the block size it is tried with)."""
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
-    import flash_attn
-    import flash_attn_interface
-
+    """Makes a new backend."""
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn_interface")
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
     bf16 = torch.bfloat16
+    flashinfer, flash_attn = (partial(one.make, CPU, bf16) for one in (flashinfer_attention, flash_attn_attention))
     return {
-        "flashinfer": (lambda: flashinfer_attention.make(CPU, bf16), 16),
-        "flashinfer rope": (lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention()), 16),
-        "flash_attn 2": (lambda: FlashAttention(Version2(flash_attn)), 256),
-        "flash_attn 3": (lambda: FlashAttention(Version3(flash_attn_interface)), 16),
-        "one each": (
-            lambda: PhasedAttention(
-                decode=flashinfer_attention.make(CPU, bf16), prefill=FlashAttention(Version3(flash_attn_interface))
-            ),
-            16,
-        ),
+        "flashinfer": flashinfer,
+        "flashinfer rope": lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention()),
+        "flash_attn": flash_attn,
+        "one each": lambda: PhasedAttention(decode=flashinfer(), prefill=flash_attn()),
     }[request.param]
 
 
@@ -67,11 +58,9 @@ def make(request, monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 24])
 @pytest.mark.parametrize(("num_decode", "rows"), [(4, MIXED), (2, MIXED[:2]), (0, MIXED[4:])])
 def test_ragged_steps_match_the_reference(make, window, num_decode, rows):
-    backend, block_size = make[0](), make[1]
-    case = make_case(
-        rows, num_decode=num_decode, dtype=torch.bfloat16, block_size=block_size, window=window, rotary_dim=64
-    )
-    assert backend.supports(case.spec, dtype=torch.bfloat16, block_size=block_size) is None
+    backend = make()
+    case = make_case(rows, num_decode=num_decode, dtype=torch.bfloat16, window=window, rotary_dim=64)
+    assert backend.supports(case.spec, dtype=torch.bfloat16, block_size=16) is None
     paged_case.check_case(backend, case)
 
 
@@ -80,17 +69,14 @@ def test_ragged_steps_match_the_reference(make, window, num_decode, rows):
 @pytest.mark.parametrize(("rotary_dim", "group_size"), [(0, 1), (32, 8)])
 def test_rotation_and_groups_match_the_reference(make, interleaved, rotary_dim, group_size):
     options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "group_size": group_size, "head_dim": 128}
-    case = make_case(MIXED[3:6], num_decode=1, dtype=torch.bfloat16, block_size=make[1], **options)
-    paged_case.check_case(make[0](), case)
+    paged_case.check_case(make(), make_case(MIXED[3:6], num_decode=1, dtype=torch.bfloat16, **options))
 
 
 def test_one_backend_serves_layers_and_steps_of_different_kinds(make):
-    backend, block_size = make[0](), make[1]
+    backend = make()
     for seed, (window, num_decode) in enumerate([(None, 2), (8, 1), (None, 1), (8, 2)]):
         rows = [(1, 20 + seed), (1, 7), (5, 9 + seed)]
-        case = make_case(
-            rows, num_decode=num_decode, dtype=torch.bfloat16, block_size=block_size, window=window, seed=seed
-        )
+        case = make_case(rows, num_decode=num_decode, dtype=torch.bfloat16, window=window, seed=seed)
         paged_case.check_case(backend, case)
 
 
@@ -125,53 +111,32 @@ def test_flashinfer_before_the_version_whose_source_was_read_is_refused(monkeypa
 @pytest.mark.parametrize("rows", [[(1, 40), (1, 3)], [(1, 40), (3, 3)], [(2, 5)]])
 def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
     num_decode = sum(q_len == 1 for q_len, _ in rows)
-    options = {"num_decode": num_decode, "dtype": torch.bfloat16, "block_size": make[1], "rotary_dim": 64}
-    case = make_case(rows, num_padding=5, **options)
+    options = {"num_decode": num_decode, "dtype": torch.bfloat16, "rotary_dim": 64, "num_padding": 5}
+    case = make_case(rows, padding_rows=(0, 2), **options)
     case.fused[-5:] = 1e3
     want, _ = case.run(ReferenceAttention())
-    _pad_slices(case.meta, 2)
-    out, cache = case.run(make[0]())
+    out, cache = case.run(make())
     assert not out[-5:].any()
     torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
-    dummy = case.meta.kv_pos_T[-1] // make[1]
-    touched = {int(block) for block in case.meta.kv_pos_T // make[1]} - {int(dummy)}
+    dummy = case.meta.kv_pos_T[-1] // 16
+    touched = {int(block) for block in case.meta.kv_pos_T // 16} - {int(dummy)}
     for block in set(range(cache.shape[2])) - touched - {int(dummy)}:
         assert torch.equal(cache[:, :, block], case.kv_cache[:, :, block])
 
 
-def _pad_slices(meta, count):
-    """Empty slices behind the last row: no queries, no keys."""
-    rows = meta.num_rows + count
-    for name, tensor, value in (("q_len", "q_len_R", 0), ("kv_len", "kv_len_R", 0), ("table_row", "table_row_R", 0)):
-        host = np.concatenate([getattr(meta, name), np.full(count, value, dtype=np.int32)]).astype(np.int32)
-        setattr(meta, name, host)
-        setattr(meta, tensor, torch.from_numpy(host))
-    meta.cu_q = np.concatenate([meta.cu_q, np.full(count, meta.cu_q[-1], dtype=np.int32)])
-    meta.cu_q_R1, meta.num_rows = torch.from_numpy(meta.cu_q), rows
-
-
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
-    backend, block_size = make[0](), make[1]
+    backend = make()
     spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
     sinks = dataclasses.replace(spec, sinks_N=torch.zeros(6))
-    asked = {"dtype": torch.bfloat16, "block_size": block_size}
+    asked = {"dtype": torch.bfloat16, "block_size": 16}
     if isinstance(backend, flashinfer_rope.FlashInferRope):
         assert backend.supports(dataclasses.replace(spec, head_dim=80), **asked) is None, "nothing to rotate"
         assert "rotary dims in sixteens" in backend.supports(dataclasses.replace(spec, rotary_dim=20), **asked)
         spec = dataclasses.replace(spec, rotary_dim=32)
     else:
         assert "sinks" in backend.supports(sinks, **asked)
-    assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=block_size)
+    assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=16)
     assert "head_dim" in backend.supports(dataclasses.replace(spec, head_dim=260), **asked)
-
-
-def test_version_2_of_flash_attn_needs_blocks_of_256(monkeypatch):
-    fake_packages.install(monkeypatch, "flash_attn")
-    import flash_attn
-
-    spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
-    backend = FlashAttention(Version2(flash_attn))
-    assert "block_size_tokens=64" in backend.supports(spec, dtype=torch.float16, block_size=64)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +151,7 @@ def test_version_2_of_flash_attn_needs_blocks_of_256(monkeypatch):
         (96, None, 256, "a multiple of 144 tokens"),
     ],
 )
-def test_prompts_take_version_3_where_it_loads_whole_tiles(monkeypatch, head_dim, window, block_size, word):
+def test_prompts_take_flash_attn_where_it_loads_whole_tiles(monkeypatch, head_dim, window, block_size, word):
     fake_packages.install(monkeypatch, "flash_attn_interface")
     spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, window=window)
     spec = dataclasses.replace(spec, head_dim=head_dim)
@@ -205,41 +170,44 @@ def test_prompts_take_version_3_where_it_loads_whole_tiles(monkeypatch, head_dim
         ({"FP16": True}, {}, None),
     ],
 )
-def test_what_version_3_is_built_without_is_refused(monkeypatch, flags, fields, word):
+def test_what_flash_attn_is_built_without_is_refused(monkeypatch, flags, fields, word):
     fake_packages.install(monkeypatch, "flash_attn_interface")
     config = ModuleType("flash_attn_config")
     config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{name}": value for name, value in flags.items()}}
     monkeypatch.setitem(sys.modules, "flash_attn_config", config)
     spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, **fields)
-    backend = FlashAttention(Version3(sys.modules["flash_attn_interface"]))
-    reason = backend.supports(spec, dtype=torch.bfloat16, block_size=128)
+    reason = flash_attn_attention.make(CPU, torch.bfloat16).supports(spec, dtype=torch.bfloat16, block_size=128)
     assert reason is None if word is None else word in reason
 
 
-def test_why_version_3_cannot_be_taken_at_all(monkeypatch):
+def test_why_flash_attn_cannot_be_taken_at_all(monkeypatch):
     fake_packages.install(monkeypatch, "flash_attn_interface")
-    monkeypatch.setattr(flash_attn_attention, "missing", lambda *what: None)
-    capability, device = [(9, 0)], torch.device("cuda")
+    for name in ("missing", "not_on_gpu"):
+        monkeypatch.setattr(flash_attn_attention, name, lambda *what: None)
+    capability, asked = [(9, 0)], (torch.device("cuda"), torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    assert flash_attn_attention.no_version_3(device) is None
+    assert flash_attn_attention.unavailable(*asked) is None
     config = ModuleType("flash_attn_config")
     config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_PAGEDKV": True}}
     monkeypatch.setitem(sys.modules, "flash_attn_config", config)
-    assert flash_attn_attention.no_version_3(device) == "flash-attn-3 is built without PAGEDKV"
+    assert flash_attn_attention.unavailable(*asked) == "flash-attn-3 is built without PAGEDKV"
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", lambda q, cache_seqlens: None)
-    assert "takes no page_table" in flash_attn_attention.no_version_3(device)
+    assert "takes no page_table" in flash_attn_attention.unavailable(*asked)
     capability[0] = (10, 0)
-    assert flash_attn_attention.no_version_3(device).endswith("(compute capability 9.0), cuda is of capability 10.x")
+    assert flash_attn_attention.unavailable(*asked).endswith("(compute capability 9.0), cuda is of capability 10.x")
 
 
 @pytest.mark.parametrize(("num_tokens", "wanted"), [(64, 0), (128, 0), (129, 1), (4096, 1)])
-def test_partial_sums_of_version_3_are_bounded(num_tokens, wanted):
+def test_partial_sums_of_flash_attn_are_bounded(num_tokens, wanted):
     """A step with tokens enough to occupy a GPU by tiles of queries keeps a row's keys in one piece."""
-    seen = []
-    package = SimpleNamespace(flash_attn_with_kvcache=lambda *args, **more: seen.append(more["num_splits"]))
-    spec = AttendSpec(num_kv_heads=8, group_size=4, head_dim=128, scale=1.0)
-    q_TNH = torch.empty(num_tokens, 32, 128, device="meta")
-    Version3(package).ragged(q_TNH, (None, None), None, None, None, None, spec, max_q_len=9, max_kv_len=9)
+    seen, heads = [], {"num_kv_heads": 8, "group_size": 4, "head_dim": 128}
+    case = make_case([(num_tokens, num_tokens)], num_decode=0, dtype=torch.bfloat16, **heads)
+
+    def attend(q, *cache, num_splits, **more):
+        seen.append(num_splits)
+        return q
+
+    case.run(FlashAttention(SimpleNamespace(flash_attn_with_kvcache=attend)))
     assert seen == [wanted]
 
 
@@ -261,7 +229,7 @@ def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatc
     assert [float(sinks[0]) for sinks in behind.seen] == [1.0, 2.0]
 
 
-MODULES = [flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope]
+MODULES = [flashinfer_attention, flash_attn_attention, flashinfer_rope]
 
 
 @pytest.mark.parametrize("module", MODULES)

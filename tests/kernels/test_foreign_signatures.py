@@ -24,15 +24,13 @@ from megatron_infer.memory.regions import saver
 RECORDED = foreign.recorded()
 MODULES = {
     "flashinfer": "flashinfer-python",
-    "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn-3",
     "torch_memory_saver": "torch-memory-saver",
     "transformer_engine": "transformer-engine",
 }
 OLDEST = {
     "flashinfer-python": flashinfer_attention.MIN_VERSION,
-    "flash-attn": flash_attn_attention.MIN_VERSION,
-    "flash-attn-3": flash_attn_attention.MIN_VERSION,
+    "flash-attn-3": flash_attn_attention.OLDEST_SOURCE,
     "torch-memory-saver": saver.MIN_VERSION,
     "transformer-engine": (2, 4, 0),
     "triton": (3, 6, 0),
@@ -115,50 +113,6 @@ def _is_about_modules(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and "MODULE" in ast.unparse(node.targets[0])
 
 
-@pytest.mark.parametrize(
-    ("source", "parameters", "word"),
-    [
-        ("f(a, b)", "x, y=...", None),
-        ("f(a, b, c)", "x, y=...", "too many positional"),
-        ("f(a, z=1)", "x, y=...", "unexpected keyword argument 'z'"),
-        ("f(y=1)", "x, y=...", "missing a required argument: 'x'"),
-        ("f(*pair)", "x, y", None),
-        ("f(*pair)", "x", "too many positional"),
-        ("f(*both)", "x, y", None),
-        ("f(a, **more)", "x, y=..., z=...", None),
-        ("f(a, **more)", "x, y=...", None),
-        ("f(a, **more)", "x", "unexpected keyword argument 'y'"),
-        ("self.g(a)", "self, x", None),
-        ("self.g(a)", "self", "too many positional"),
-    ],
-)
-def test_a_call_that_does_not_bind_is_noticed(source, parameters, word):
-    text = f"""
-def ours(a, b, c, pair: tuple[Tensor, Tensor], flag):
-    both = (a, b)
-    more = {{"y": 1}}
-    if flag:
-        more["z"] = 2
-    return {source}
-"""
-    (found,) = [(node, scopes) for node, scopes in foreign.nodes_with_scopes(ast.parse(text)) if scopes]
-    reason = foreign.refusal(*found, "f", parameters)
-    assert reason is None if word is None else word in reason
-
-
-def test_what_is_unpacked_and_cannot_be_read_off_the_source_is_an_error():
-    tree = ast.parse("def ours(some, more):\n    f(*some)\n    f(**more)")
-    for node, scopes in foreign.nodes_with_scopes(tree):
-        with pytest.raises(AssertionError, match="cannot be read off the source"):
-            foreign.passed(node, scopes)
-
-
-def test_parameters_are_those_of_the_last_of_several_definitions():
-    source = ast.parse("class A:\n    def f(self, x: int): ...\n    def f(self, x, *, y: int = 3, **rest): ...\n")
-    assert foreign.parameters_in(source, "A.f") == "self, x, *, y=..., **rest"
-    assert foreign.parameters_in(source, "A.g") is foreign.parameters_in(source, "B.f") is None
-
-
 FAKES = [
     ("flashinfer-python", f"{foreign.DECODE}.__init__", fakes.Decode.__init__),
     ("flashinfer-python", f"{foreign.DECODE}._plan_impl", fakes.Decode.plan),
@@ -168,8 +122,6 @@ FAKES = [
     ("flashinfer-python", f"{foreign.PREFILL}.plan", fakes.Prefill.plan),
     ("flashinfer-python", f"{foreign.PREFILL}.run", fakes.Prefill.run),
     ("flashinfer-python", foreign.ROPE, fakes.apply_rope_with_cos_sin_cache_inplace),
-    ("flash-attn", foreign.WITH_KVCACHE, fakes.flash_attn_with_kvcache),
-    ("flash-attn", foreign.VARLEN, fakes.flash_attn_varlen_func),
     ("flash-attn-3", foreign.WITH_KVCACHE_3, fakes.flash_attn_3_with_kvcache),
     ("torch-memory-saver", f"{foreign.SAVER}.region", Saver.region.__wrapped__),
     ("torch-memory-saver", f"{foreign.SAVER}.pause", Saver.pause),

@@ -52,45 +52,6 @@ def test_silu_mul_matches_reference_for_small_and_large_inputs(make_ops, dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7, 8, 13, 32, 33])
-@pytest.mark.parametrize(("inner", "rows"), [(576, 100), (50, 33), (31, 1), (1536, 16), (8192, 5)])
-def test_linear_matches_reference_in_double(make_ops, dtype, tokens, inner, rows):
-    ops = make_ops(dtype)
-    x, weight, bias = randn(tokens, inner, dtype=dtype), randn(rows, inner, dtype=dtype), randn(rows, dtype=dtype)
-    want = x.double() @ weight.double().T
-    tolerance = DTYPES[dtype]
-    scale = inner**0.5
-    for b in (None, bias):
-        got = ops.linear(x, weight, b).double() / scale
-        torch.testing.assert_close(
-            got, (want if b is None else want + b.double()) / scale, rtol=tolerance, atol=tolerance
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_native_linear_gives_a_token_the_same_bits_alone_and_among_others(native_library, dtype):
-    ops = NativeOps(native_library, dtype)
-    weight, x = randn(300, 577, dtype=dtype), randn(32, 577, dtype=dtype, seed=1)
-    alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(32)])
-    for tokens in (2, 3, 4, 5, 6, 7, 8, 19, 32):
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
-
-
-def test_linear_takes_views_and_foreign_dtypes(make_ops):
-    ops = make_ops(torch.float32)
-    wide, weight = randn(6, 128, dtype=torch.float32), randn(10, 64, dtype=torch.float32)
-    want = wide[:, ::2] @ weight.T
-    torch.testing.assert_close(ops.linear(wide[:, ::2], weight), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ops.linear(wide[:, ::2], weight.T.contiguous().T), want, rtol=1e-5, atol=1e-5)
-    double = ops.linear(wide[:, ::2].double(), weight.double())
-    torch.testing.assert_close(double, want.double(), rtol=1e-5, atol=1e-5)
-    bent = ops.linear(wide[:, ::2].reshape(2, 3, 64), weight)
-    torch.testing.assert_close(bent, want.view(2, 3, 10), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_mixed_dtypes_and_strided_inputs_are_computed_too(make_ops, dtype):
     ops = make_ops(dtype)
     x, weight = randn(5, 64, dtype=dtype), randn(64, dtype=torch.float32, seed=1)

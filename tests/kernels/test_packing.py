@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from linear_case import Linear, make_linear
 from torch import nn
 
 from megatron_infer.kernels import packing
@@ -15,8 +15,6 @@ from megatron_infer.kernels.native import native_build
 from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.torch.cpu_torch import TorchOps
-
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture
@@ -26,37 +24,8 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(params=["oneDNN", "panels"])
-def make_packed(request) -> Callable[[torch.dtype], tuple[PackedLinears, TorchOps]]:
-    """dtype -> an empty PackedLinears and the ops that compute with it."""
-
-    def make(dtype: torch.dtype = torch.float32) -> tuple[PackedLinears, TorchOps]:
-        if request.param == "oneDNN":
-            if packing.unavailable(dtype):
-                pytest.skip(packing.unavailable(dtype))
-            packed = PackedLinears()
-            return packed, TorchOps(packed)
-        library = request.getfixturevalue("native_library")
-        packed = PackedLinears(layout=panel_layout(library, dtype))
-        return packed, NativeOps(library, dtype, packed)
-
-    return make
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 12, 13, 16, 100, 300])
-@pytest.mark.parametrize(("rows", "inner"), [(80, 96), (33, 50), (1, 2), (16, 1536)])
-def test_packed_linear_equals_plain_linear(make_packed, dtype, tokens, rows, inner):
-    weight = nn.Parameter(torch.randn(rows, inner).to(dtype))
-    bias, x = torch.randn(rows).to(dtype), torch.randn(tokens, inner).to(dtype)
-    packed, ops = make_packed(dtype)
-    packed.pack([weight])
-    assert packed.get(id(weight)) is not None and packed.num_bytes >= weight.numel() * weight.element_size() * 0.7
-    tolerance = DTYPES[dtype]
-    for b in (None, bias):
-        want = x.double() @ weight.double().T + (0 if b is None else b.double())
-        got = ops.linear(x, weight, b)
-        assert got.dtype is dtype
-        torch.testing.assert_close(got.double() / inner**0.5, want / inner**0.5, rtol=tolerance, atol=tolerance)
+def linear(request, native_library) -> Linear:
+    return make_linear(request.param, torch.float32, native_library)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,33 +73,6 @@ def test_freed_weights_keep_their_copies_when_others_come_go_and_change_places(n
     assert packed.num_weights == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_panels_give_a_token_the_same_bits_whatever_else_is_in_the_step(native_library, dtype):
-    packed = PackedLinears(layout=panel_layout(native_library, dtype))
-    ops = NativeOps(native_library, dtype, packed)
-    weight, x = torch.randn(100, 578).to(dtype), torch.randn(600, 578).to(dtype)
-    packed.pack([weight])
-    alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(600)])
-    for tokens in (2, 11, 12, 13, 31, 257, 600):
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_the_first_rows_of_a_linear_are_its_first_outputs(native_library, dtype, pack, tokens):
-    packed = PackedLinears(layout=panel_layout(native_library, dtype))
-    ops = NativeOps(native_library, dtype, packed)
-    weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((200, 96), (200,), (tokens, 96)))
-    packed.pack([weight] if pack else [])
-    for added in (None, bias):
-        for rows in (16, 50, 200):
-            got, want = (ops.fp32_linear(x, weight, added, count) for count in (rows, 200))
-            torch.testing.assert_close(got, want[:, :rows], rtol=0 if pack else 1e-5, atol=0 if pack else 1e-5)
-
-
 def test_a_weight_that_does_not_fit_panels_runs_from_the_live_weight(native_library):
     layout = panel_layout(native_library, torch.float32)
     packed = PackedLinears(layout=layout)
@@ -142,38 +84,17 @@ def test_a_weight_that_does_not_fit_panels_runs_from_the_live_weight(native_libr
         torch.testing.assert_close(ops.linear(x[:tokens], odd), x[:tokens] @ odd.T, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_linear_takes_strided_and_foreign_inputs(make_packed):
-    packed, ops = make_packed(torch.float32)
-    weight, wide = torch.randn(10, 64), torch.randn(6, 128)
-    packed.pack([weight])
-    want = wide[:, ::2] @ weight.T
-    torch.testing.assert_close(ops.linear(wide[:, ::2], weight), want, rtol=1e-5, atol=1e-5)
-    bent = ops.linear(wide[:, ::2].reshape(2, 3, 64), weight)
-    torch.testing.assert_close(bent, want.view(2, 3, 10), rtol=1e-5, atol=1e-5)
-
-
-def test_only_matrices_are_packed_and_each_once(make_packed, model):
-    packed, ops = make_packed()
-    packed.pack([*model.parameters(), model[0].weight])
-    assert packed.num_weights == 2
+def test_only_matrices_are_packed_and_each_once(linear, model):
+    linear.pack(*model.parameters(), model[0].weight)
+    assert linear.copies.num_weights == 2
     other = torch.randn(8, 48)
     x = torch.randn(3, 48)
-    torch.testing.assert_close(ops.linear(x, other), F.linear(x, other))
+    torch.testing.assert_close(linear.ops.linear(x, other), F.linear(x, other))
 
 
-def test_packing_again_follows_an_update(make_packed, model):
-    packed, ops = make_packed()
-    packed.pack(model.parameters())
-    with torch.no_grad():
-        model[1].weight.mul_(2)
-    packed.pack(model.parameters())
-    x = torch.randn(4, 64)
-    torch.testing.assert_close(ops.linear(x, model[1].weight), F.linear(x, model[1].weight))
-
-
-def test_packed_copies_never_show_in_the_state_dict(make_packed, model):
+def test_packed_copies_never_show_in_the_state_dict(linear, model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    make_packed()[0].pack(model.parameters())
+    linear.pack(*model.parameters())
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
 

@@ -12,7 +12,6 @@ from megatron_infer.kernels.exact import ExactAttention
 from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
-from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 45), (1, 255), (1, 256), (1, 257), (1, 700)]
@@ -196,24 +195,3 @@ def test_random_steps_match_reference(make_attention, data):
         seed=draw(st.integers(0, 1000)),
     )
     check_case(make_attention(dtype), case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 24])
-def test_static_attention_matches_reference(dtype, window):
-    rows = [(1, 1), (1, 30), (1, 31), (1, 33), (9, 9), (20, 31), (1, 60)]
-    case = make_case(rows, num_decode=4, dtype=dtype, window=window, rotary_dim=16, head_dim=16)
-    check_case(StaticAttention(), case)
-
-
-def test_static_attention_gives_padding_zeros_and_touches_only_the_dummy_block():
-    rows = [(1, 40), (3, 3)]
-    case = make_case(rows, num_decode=1, dtype=torch.float32, num_padding=5, rotary_dim=16)
-    out, cache = case.run(StaticAttention())
-    assert torch.equal(out[-5:], torch.zeros_like(out[-5:]))
-    dummy = cache.shape[2] - 1
-    case.meta.kv_pos_T = case.meta.kv_pos_T[:-5]
-    case.meta.cos_TR, case.meta.sin_TR, case.fused = case.meta.cos_TR[:-5], case.meta.sin_TR[:-5], case.fused[:-5]
-    want, want_cache = case.run(ReferenceAttention())
-    torch.testing.assert_close(out[:-5], want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(cache[:, :, :dummy], want_cache[:, :, :dummy], rtol=1e-5, atol=1e-5)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import gguf
 import numpy as np
 import pytest
 import torch
+from linear_case import BLOCK, Linear, columns, in_blocks, make_linear, rounded_values, rounded_weight
 from torch import Tensor
 
 from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum, quantised_layout
@@ -15,82 +14,11 @@ from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 DTYPES = [torch.float32, torch.bfloat16]
-BLOCK = 32
-
-
-def fp16_up(x: Tensor) -> Tensor:
-    """To the next fp16 that is not smaller."""
-    values = x.numpy()
-    half = values.astype(np.float16)
-    up = np.nextafter(half, np.float16(np.inf))
-    return torch.from_numpy(np.where(half.astype(np.float32) < values, up, half).astype(np.float32))
-
-
-def in_blocks(values: Tensor) -> Tensor:
-    """[rows, inner] -> fp32 [rows, blocks, 32], zero behind the last entry."""
-    values = values.float()
-    return torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-
-
-def rounded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [rows, blocks, 32], scales [rows, blocks])."""
-    blocks = in_blocks(weight)
-    scale = fp16_up(blocks.abs().amax(-1) / 127)
-    factor = torch.where(scale > 0, 1 / scale, 0)
-    return (blocks.double() * factor[..., None].double()).round().float(), scale
-
-
-def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = in_blocks(x)
-    most = blocks.abs().amax(-1)
-    factor = torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0)  # 127 / most is rounded twice
-    return (blocks.double() * factor[..., None].double()).round().float(), most / 127
-
-
-def reference(x: Tensor, weight_RBI: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of the rounded inputs, in float64."""
-    a, at = rounded_inputs(x)
-    out = ((a * at[..., None]).flatten(1).double()) @ weight_RBI.flatten(1).T
-    return out if bias is None else out + bias.double()
-
-
-def columns(library, weight_dtype: str, panels: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [rows, blocks, 32], scales and minima [rows, blocks] in the order of the weight."""
-    (rows, inner), width = shape, library.mi_panel_rows()
-    blocks, count = -(-inner // BLOCK), -(-rows // width)
-    num_bytes, num_halves = (BLOCK, 1) if weight_dtype == "int8" else (BLOCK // 2, 2)
-    size = (num_bytes + 2 * num_halves) * width
-    own = panels.view(count, -1)[:, : blocks * size].reshape(count, blocks, size)
-    codes = own[..., : num_bytes * width].reshape(count, blocks, num_bytes // 4, width, 4)
-    codes = codes.permute(0, 3, 1, 2, 4).reshape(count * width, blocks, num_bytes)[:rows]
-    if weight_dtype == "int4":
-        codes = torch.cat([codes & 15, codes >> 4], -1).float()
-    else:
-        one, _ = quantised_layout(library, torch.float32, weight_dtype).pack(torch.ones(1, BLOCK), None)
-        codes = codes.float() - 128 if int(one[0]) == 255 else codes.view(torch.int8).float()
-    halves = own[..., num_bytes * width :].contiguous().view(torch.float16).view(count, blocks, num_halves, width)
-    halves = halves.permute(2, 0, 3, 1).reshape(num_halves, count * width, blocks)[:, :rows].float()
-    return codes, halves[0], halves[1] if num_halves == 2 else torch.zeros_like(halves[0])
-
-
-def rounded_values(library, weight_dtype: str, panels: Tensor, shape: tuple[int, int]) -> Tensor:
-    """float64 [rows, blocks, 32]."""
-    codes, scales, minima = (part.double() for part in columns(library, weight_dtype, panels, shape))
-    return codes * scales[..., None] + minima[..., None]
-
-
-class Packed(NamedTuple):
-    copies: PackedLinears
-    ops: NativeOps
-    weight_dtype: str
-    dtype: torch.dtype
 
 
 @pytest.fixture(params=[(name, dtype) for name in WEIGHT_DTYPE_BYTES for dtype in DTYPES], ids=str)
-def packed(request, native_library) -> Packed:
-    name, dtype = request.param
-    copies = PackedLinears(layout=quantised_layout(native_library, dtype, name))
-    return Packed(copies, NativeOps(native_library, dtype, copies), name, dtype)
+def packed(request, native_library) -> Linear:
+    return make_linear(*request.param, native_library)
 
 
 SHAPES = [(16, 32), (48, 96), (33, 70), (7, 2), (640, 1026), (9, 31)]
@@ -140,83 +68,27 @@ def test_packing_tells_the_checksum_and_uses_given_memory(native_library, packed
     assert checksum == native_checksum(native_library, weight) and len(panels) == layout.num_elements(weight)
     before = panels.clone()
     whole = torch.empty(64, 256, dtype=packed.dtype)
-    assert layout.num_elements(whole) == whole.numel() * WEIGHT_DTYPE_BYTES[packed.weight_dtype]
+    assert layout.num_elements(whole) == whole.numel() * WEIGHT_DTYPE_BYTES[packed.kind]
     again, checksum = layout.pack(weight.mul_(-1), panels)
     assert again.data_ptr() == panels.data_ptr() and not torch.equal(before, panels)
     assert checksum == native_checksum(native_library, weight)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 40, 300])
-@pytest.mark.parametrize("shape", [(80, 96), (33, 50), (1, 2), (16, 1536), (9, 31)], ids=str)
-def test_the_product_is_that_of_the_rounded_values(native_library, packed, tokens, shape):
-    copies, ops, weight_dtype, dtype = packed
-    rows, inner = shape
-    weight, bias = torch.randn(shape).to(dtype), torch.randn(rows).to(dtype)
-    x = (torch.randn(tokens, inner) * 10.0 ** torch.randint(-3, 3, (tokens, 1))).to(dtype)
-    copies.pack([weight])
-    values = rounded_values(native_library, weight_dtype, copies.get(id(weight)), shape)
-    for added in (None, bias):
-        got, want = ops.linear(x, weight, added), reference(x, values, added)
-        size = reference(x.abs(), values.abs(), None if added is None else added.abs())
-        assert got.dtype is dtype and got.shape == want.shape
-        # q4_1's codes and minimum are multiplied apart, and may cancel each other
-        assert ((got.double() - want).abs() / size).max() < (1e-5 if dtype is torch.float32 else 4e-3)
-
-
-def test_a_token_has_the_same_bits_alone_and_in_any_company(packed):
-    copies, ops, _, dtype = packed
-    weight, x = torch.randn(100, 578).to(dtype), torch.randn(600, 578).to(dtype)
-    copies.pack([weight])
-    alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(600)])
-    for tokens in (2, 11, 16, 17, 31, 257, 600):
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
-
-
 def test_the_output_layer_has_a_layout_of_its_own(native_library, packed):
-    _, ops, _, dtype = packed
+    ops, dtype = packed.ops, packed.dtype
     layer, output, x = (torch.randn(shape).to(dtype) for shape in ((40, 96), (70, 96), (5, 96)))
     packed.copies.pack([layer, output])
     layouts = {name: quantised_layout(native_library, dtype, name) for name in WEIGHT_DTYPE_BYTES}
-    both = PackedLinears(layout=layouts["int4"], output_layout=layouts[packed.weight_dtype])
+    both = PackedLinears(layout=layouts["int4"], output_layout=layouts[packed.kind])
     mixed = NativeOps(native_library, dtype, both)
     for _ in range(2):
         both.pack([layer, output], output=output)
         assert torch.equal(mixed.linear(x, output), ops.linear(x, output))
         assert torch.equal(mixed.fp32_linear(x, output, None, 33).to(dtype), ops.linear(x, output)[:, :33])
-        assert torch.equal(mixed.linear(x, layer), ops.linear(x, layer)) == (packed.weight_dtype == "int4")
+        assert torch.equal(mixed.linear(x, layer), ops.linear(x, layer)) == (packed.kind == "int4")
         assert both.differs([layer, output]) is None
     both.pack([layer, output])  # none is the output layer's
-    assert torch.equal(mixed.linear(x, output), ops.linear(x, output)) == (packed.weight_dtype == "int4")
-
-
-def test_the_first_rows_are_the_first_outputs(packed):
-    copies, ops, _, dtype = packed
-    weight, x, wide = (torch.randn(shape).to(dtype) for shape in ((100, 96), (7, 96), (7, 192)))
-    copies.pack([weight])
-    for rows in (16, 37):
-        for given in (x, wide[:, ::2]):
-            got = ops.fp32_linear(given, weight, None, rows)
-            assert torch.equal(got, ops.fp32_linear(given, weight, None, 100)[:, :rows])
-            assert torch.equal(got.to(dtype), ops.linear(given, weight)[:, :rows])
-
-
-def test_strided_and_bent_inputs_are_rounded_like_plain_ones(packed):
-    copies, ops, _, dtype = packed
-    weight, wide = torch.randn(10, 64).to(dtype), torch.randn(6, 128).to(dtype)
-    copies.pack([weight])
-    want = ops.linear(wide[:, ::2].contiguous(), weight)
-    assert torch.equal(ops.linear(wide[:, ::2], weight), want)
-    assert torch.equal(ops.linear(wide[:, ::2].reshape(2, 3, 64), weight), want.view(2, 3, 10))
-
-
-def test_weights_with_strides_are_rounded_like_plain_ones(packed):
-    copies, ops, _, dtype = packed
-    weight, x = torch.randn(40, 96).to(dtype), torch.randn(5, 96).to(dtype)
-    strided = weight.T.contiguous().T
-    copies.pack([weight, strided])
-    assert torch.equal(ops.linear(x, strided), ops.linear(x, weight))
+    assert torch.equal(mixed.linear(x, output), ops.linear(x, output)) == (packed.kind == "int4")
 
 
 def test_the_weights_of_a_q8_0_file_keep_their_codes(native_library):
@@ -285,7 +157,7 @@ def test_blocks_that_4_bits_hardly_tell_apart(native_library):
 
 
 def test_zeros_and_tiny_values_are_rounded_and_what_is_not_finite_shows(packed):
-    copies, ops, _, dtype = packed
+    copies, ops, dtype = packed.copies, packed.ops, packed.dtype
     weight, x = torch.randn(40, 96).to(dtype), torch.randn(7, 96).to(dtype)
     weight[3], weight[4, :BLOCK] = 0, 1e-12
     x[0], x[1], x[2, 5], x[3, 70] = 0, 1e-33, float("nan"), float("inf")
@@ -301,7 +173,7 @@ def test_zeros_and_tiny_values_are_rounded_and_what_is_not_finite_shows(packed):
 
 def test_flushed_denormals_leave_small_weights_alone(packed):
     """Weights below 0.0078 have scales that are denormals in fp16."""
-    copies, ops, _, dtype = packed
+    copies, ops, dtype = packed.copies, packed.ops, packed.dtype
     weight, x = (torch.randn(40, 96) * 1e-3).to(dtype), torch.randn(3, 96).to(dtype)
     copies.pack([weight])
     panels, out = copies.get(id(weight)).clone(), ops.linear(x, weight)
@@ -313,19 +185,3 @@ def test_flushed_denormals_leave_small_weights_alone(packed):
     finally:
         torch.set_flush_denormal(False)
     assert out.count_nonzero() > 100
-
-
-def test_packing_again_follows_an_update_in_the_same_memory(packed):
-    copies, ops, _, dtype = packed
-    weights = [torch.randn(48, 64).to(dtype), torch.randn(9, 31).to(dtype)]
-    copies.pack(weights)
-    at = [copies.get(id(weight)).data_ptr() for weight in weights]
-    assert copies.differs(weights) is None and copies.num_weights == 2
-    x, before = torch.randn(4, 64).to(dtype), copies.num_bytes
-    weights[0].mul_(2)
-    assert "weight 0 of 2" in copies.differs(weights)
-    copies.pack(weights)
-    assert [copies.get(id(weight)).data_ptr() for weight in weights] == at and copies.num_bytes == before
-    got, want = ops.linear(x, weights[0]).float(), x.float() @ weights[0].float().T
-    assert (got - want).norm() < 0.15 * want.norm()
-    assert copies.differs(weights) is None

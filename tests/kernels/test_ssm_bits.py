@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from scan_case import SPEC, Row, make_states, make_weights, scan_step
+from scan_case import SPEC, make_states, make_weights
+from step_rows import Row, step_of
 from torch import Tensor
 
 from megatron_infer.kernels.native.native_scan import NativeScan
@@ -42,9 +43,9 @@ class Sequence:
     def step(self, start: int, stop: int, *, beside: int = 0, captures: tuple[int, ...] = ()) -> Tensor:
         """Tokens start .. stop in one slice, behind the first `beside` of OTHER_ROWS -> their y."""
         rows: list[Row] = [*OTHER_ROWS[:beside], (stop - start, stop)]
-        step = scan_step(
+        step = step_of(
             rows,
-            slots=[*range(3, 3 + beside), SLOT],
+            table_row=[*range(3, 3 + beside), SLOT],
             captures=[(beside, n - start, CAPTURED + i) for i, n in enumerate(captures)],
         )
         before = step.num_tokens - (stop - start)

@@ -10,7 +10,6 @@ from scan_case import SPEC, check_case, make_case
 
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch import ssm_torch
-from megatron_infer.testing.static_kernels import StaticScan
 
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = [(1, 5), (1, 1), (1, 9), (100, 100), (70, 200), (2, 2), (3, 10), (1, 1), (1, 30), (64, 64), (130, 140)]
@@ -217,16 +216,3 @@ def test_prompt_then_decode_equals_transformers_mixer(make_scan, groups):
     torch.testing.assert_close(got, want[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(states.ssm_SHPN[slot], cache.layers[0].recurrent_states[0][0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(states.conv_SCW[slot], cache.layers[0].conv_states[0][0], rtol=1e-5, atol=1e-5)
-
-
-def test_static_scan_matches_reference_with_captures_and_padding():
-    rows = [(1, 5), (1, 1), (1, 9), (20, 20), (7, 12), (2, 2), (1, 1), (1, 30)]
-    case = make_case(rows, captures=[(3, 1), (3, 19), (4, 3)], num_decode=3, num_padding=4)
-    check_case(StaticScan(), case)
-    y, _ = case.run(StaticScan())
-    assert (y[-4:] == 0).all(), "padding tokens give zeros"
-
-
-def test_static_scan_refuses_states_that_would_be_rounded_between_tokens():
-    refusal = StaticScan().supports(SPEC, dtype=torch.float32, conv_dtype=torch.float32, ssm_dtype=torch.bfloat16)
-    assert refusal is not None and "float32" in refusal

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from step_rows import step_of
 from torch import Tensor
 
-from megatron_infer.kernels.base import StateCaptures
 from megatron_infer.kernels.ssm import LayerStates
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
@@ -124,16 +123,8 @@ class Step:
         self.num_tokens, self.ops = len(ids), PlainOps()
         self.last = torch.tensor([end - 1 for _, end, _, _ in pieces])
         self.scan = ReferenceScan()
-        self.scan.plan(
-            types.SimpleNamespace(
-                num_rows=len(pieces),
-                cu_q=[first for first, _, _, _ in pieces],
-                q_len=[end - first for first, end, _, _ in pieces],
-                kv_len=[start + end - first for first, end, start, _ in pieces],
-                table_row=slots,
-                captures=StateCaptures(),
-            )
-        )
+        rows = [(end - first, start + end - first) for first, end, start, _ in pieces]
+        self.scan.plan(step_of(rows, table_row=slots))
 
     def run_program(self, program, x, residual):
         return None

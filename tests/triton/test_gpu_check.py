@@ -21,42 +21,44 @@ TOOL = ROOT / "tools" / "gpu_check.py"
 
 PLANTED = """
 import os, time
-from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+from gpu_checks.registry import Target, Unavailable, check
 
 
-@check("fine", group="planted", promise="works", budget_s=5)
-def fine(ctx):
-    compare = Comparison("error")
+@check(budget_s=5, what="error")
+def fine(ctx, compare):
+    '''Works.'''
     compare.add("one", 0.5, 1.0)
-    result = compare.result(note=1)
-    result.targets = [Target("speed", 0.5, 0.8)]
-    return result
+    compare.targets = [Target("speed", 0.5, 0.8)]
+    return {"note": 1}
 
 
-@check("raises", group="planted", promise="raises", budget_s=5)
-def raises(ctx):
+@check(budget_s=5)
+def raises(ctx, compare):
+    '''Raises.'''
     raise ValueError("planted trouble")
 
 
-@check("wrong", group="planted", promise="is not equal", budget_s=5)
-def wrong(ctx):
-    compare = Comparison("error")
+@check(budget_s=5)
+def wrong(ctx, compare):
+    '''Is not equal.'''
     compare.add("a case", float("nan"), 1.0)
-    return compare.result()
 
 
-@check("dies", group="planted", promise="takes its process with it", budget_s=5)
-def dies(ctx):
+@check(budget_s=5)
+def dies(ctx, compare):
+    '''Takes its process with it.'''
     os.abort()
 
 
-@check("hangs", group="planted", promise="never ends", budget_s=0.25)
-def hangs(ctx):
+@check(budget_s=0.25)
+def hangs(ctx, compare):
+    '''Never ends.'''
     time.sleep(600)
 
 
-@check("poisons", group="planted", promise="leaves a device that answers no more", budget_s=5)
-def poisons(ctx):
+@check(budget_s=5)
+def poisons(ctx, compare):
+    '''Leaves a device that answers no more.'''
     def broken():
         raise RuntimeError("sticky")
 
@@ -64,19 +66,22 @@ def poisons(ctx):
     raise RuntimeError("illegal memory access")
 
 
-@check("absent", group="planted", promise="needs what a GPU machine may lack", budget_s=5)
-def absent(ctx):
+@check(budget_s=5)
+def absent(ctx, compare):
+    '''Needs what a gpu machine may lack.'''
     import pydantic
 
 
-@check("elsewhere", group="planted", promise="cannot be made here", budget_s=5)
-def elsewhere(ctx):
+@check(budget_s=5)
+def elsewhere(ctx, compare):
+    '''Cannot be made here.'''
     raise Unavailable("there is none")
 
 
-@check("last", group="planted", promise="still runs", budget_s=5, long=True)
-def last(ctx):
-    return Result(OK, "reached")
+@check(budget_s=5, long=True)
+def last(ctx, compare):
+    '''Still runs.'''
+    compare.require("reached", True)
 """
 
 
@@ -113,8 +118,7 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     by_status: dict[str, list[str]] = {}
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
-    packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn")} | {"flash_attn_graphs"}
-    packages |= {"flashinfer_rope", "speed_peer", "fp8_training_model"}
+    packages = {"flashinfer_engine", "flash_attn_engine", "flashinfer_rope", "speed_peer", "fp8_training_model"}
     packages |= {"no_sync_flashinfer", "flashinfer_graphs", "flashinfer_workspace", "flash_attn_3_prompts"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
@@ -182,7 +186,7 @@ def test_the_tests_for_a_gpu_are_found_where_what_other_tests_import_is_missing(
     (tmp_path / "absent_plugin.py").write_text("from gpu_checks import worker\nworker.refuse_absent()\n")
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(TOOL.parent), str(ROOT)))
-    for mark, known in (("gpu", "test_cuda_regions.py"), ("triton", "test_attention.py")):
+    for mark, known in (("gpu", "test_device.py"), ("triton", "test_attention.py")):
         command = [*suite.command_for(mark, ROOT, 1), "--collect-only", "-p", "absent_plugin"]
         found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert found.returncode == 0 and known in found.stdout, found.stdout + found.stderr
@@ -265,7 +269,7 @@ def test_a_last_stage_that_reads_a_step_before_it_launches_the_next_fails_its_ch
     monkeypatch.setattr(LocalStep, "read", late)
     if reads_first:
         monkeypatch.setattr(sync, "StageRunner", ReadsFirst)
-    result = sync.last_stage(Context(torch.device("cpu"), device))
+    result = sync.last_stage_launches(Context(torch.device("cpu"), device))
     assert result.status == wanted and (result.details["share"] >= 0.8) is not reads_first, result
 
 
@@ -285,24 +289,30 @@ def test_the_check_of_flashinfers_workspace_compares_its_results_with_tritons(mo
     monkeypatch.setattr(
         backends.flashinfer_attention.FlashInferAttention, "run", lambda *args, **more: run(*args, **more) * factor
     )
-    result = backends.workspace(make_context(rehearse=True, quick=False))
+    result = backends.flashinfer_workspace(make_context(rehearse=True, quick=False))
     assert result.status == wanted and result.figure.startswith("3 cases"), result
 
 
-FOREIGN = ("flashinfer", "flash_attn", "flash_attn_graphs", "flashinfer_graphs", "prompts", "rope", "sync.flashinfer")
-"""Functions of gpu_checks.backends, and one of gpu_checks.sync."""
+FOREIGN = (
+    "flashinfer_engine",
+    "flash_attn_engine",
+    "flashinfer_graphs",
+    "flash_attn_3_prompts",
+    "flashinfer_rope",
+    "no_sync_flashinfer",
+)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("check", FOREIGN)
-def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypatch, check):
+@pytest.mark.parametrize("name", FOREIGN)
+def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypatch, name):
     for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
         monkeypatch.syspath_prepend(str(folder))
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
-    from gpu_checks import backends, sync
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn_interface")
     from gpu_checks.context import make_context
+    from gpu_checks.registry import GROUPS, load
 
-    from megatron_infer.kernels import backend_candidates, select
+    from megatron_infer.kernels import backend_candidates, optional_packages, select
     from megatron_infer.kernels.packages import (
         flash_attn_attention,
         flash_attn_prompts,
@@ -313,19 +323,15 @@ def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypat
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(select, "_library_if", lambda *args: (None, "not here"))  # as on a GPU
     monkeypatch.setattr(select.packing, "unavailable", lambda dtype: "not here")
-    if check == "prompts":  # attention alone is chosen as on Hopper
+    if name == "flash_attn_3_prompts":  # attention alone is chosen as on Hopper
         monkeypatch.setattr(backend_candidates, "_to_try", lambda candidates, device, forced: candidates)
-        for name in ("OPS", "STEP", "SAMPLING"):
-            monkeypatch.setattr(backend_candidates, name, ())
-    if check == "flash_attn_graphs":  # version 2's stand-in reads numbers
-        monkeypatch.setattr(flash_attn_attention, "no_version_3", lambda device: None)
-    modules = (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope)
-    for module in modules:
+        for operation in ("OPS", "STEP", "SAMPLING"):
+            monkeypatch.setattr(backend_candidates, operation, ())
+    for module in (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope):
         monkeypatch.setattr(module, "unavailable", lambda device, dtype: None)
-    for module in (fake_packages, flashinfer_attention, flash_attn_attention, flashinfer_rope):
-        monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float16, torch.bfloat16))
-    module, _, name = check.rpartition(".")
-    result = getattr(sync if module else backends, name)(make_context(rehearse=True, quick=False))
+    monkeypatch.setattr(optional_packages, "HALF", (torch.float32, torch.float16, torch.bfloat16))
+    (check,) = (one for one in load({one: GROUPS[one] for one in ("backends", "sync")}) if one.name == name)
+    result = check(make_context(rehearse=True, quick=False))
     assert result.status == "ok", result
 
 
@@ -389,9 +395,9 @@ def wait_for(condition, seconds: float) -> None:
 def test_what_runs_when_the_time_is_up_is_stopped_and_reported_as_skipped(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOL.parent))
     from gpu_checks import worker
-    from gpu_checks.registry import Check, Result
+    from gpu_checks.registry import Check
 
-    checks = [Check(name, "planted", "", lambda ctx: Result("ok"), 100.0) for name in ("slow", "next")]
+    checks = [Check(name, "", lambda ctx, compare: None, 100.0) for name in ("slow", "next")]
     code = 'import time; print(\'{"start": "slow"}\', flush=True); time.sleep(600)'
     reported = []
     started = time.monotonic()
@@ -427,8 +433,10 @@ def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspend
     monkeypatch.setattr(worker, "run_group", run_group)
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
     groups = ("backends", "speed", "memory", "attention", "graphs")
-    checks = [Check(f"{group}{i}", group, "", lambda ctx: Result(OK), 1.0) for group in groups for i in range(2)]
+    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
+    checks = [Check(f"{group}{i}", group=group, **asked) for group in groups for i in range(2)]
+    checks.append(Check("graphs2", group="graphs", alone=True, **asked))
     rows = gpu_check.run(checks, gpu_check.parse(["--jobs", "1", "--time-limit", "200"]))
-    assert begun == ["graphs0", "graphs1", "attention0", "attention1", "memory0", "memory1", "speed0"]
+    assert begun == ["graphs0", "graphs1", "attention0", "attention1", "graphs2", "memory0", "memory1"]
     reported = {check.name: result.status for check, result in rows}
-    assert list(reported) == [check.name for check in checks] and list(reported.values()).count("skipped") == 3
+    assert list(reported) == [check.name for check in checks] and list(reported.values()).count("skipped") == 4

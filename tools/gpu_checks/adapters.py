@@ -6,67 +6,39 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lora_products import case, reference_product
 
-from gpu_checks.context import Context
+from gpu_checks.context import Context, error_of
 from gpu_checks.engines import answers, make_model, tokens_of, workload
 from gpu_checks.graphs import graphed, same
-from gpu_checks.registry import Comparison, Result, check
-from gpu_checks.steps import error_of
+from gpu_checks.registry import Comparison, check
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.kernels import backend_candidates
-from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+SHAPES = ((4096, 6144, 48), (14336, 4096, 16), (576, 192, 64), (4096, 28672, 32))
+"""(inputs, outputs, largest rank)"""
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 
 
-def _weights(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> LoRAWeights:
-    """Slots of the largest rank, rank 1, half of it, and one without a pair."""
-    width_in, width_out, max_rank = sizes
-    generator = torch.Generator().manual_seed(max_rank)
-    weights = LoRAWeights.empty(4, max_rank, width_in, width_out, dtype=dtype, device=device)
-    for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
-        a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
-        b = torch.randn(width_out, rank, generator=generator) / rank**0.5
-        packed = weights.pack([(a, b, None)])
-        assert packed is not None
-        weights.put(slot, packed, 2.0 / (slot + 1))
-    return weights
-
-
-@check(
-    "adapters_product",
-    group="adapters",
-    promise="y + scale B (A x) of each token's own adapter, and the same bits for a token alone and among others",
-    budget_s=30,
-)
-def product(ctx: Context) -> Result:
-    compare = Comparison("error over the largest entry")
-    sizes = ctx.pick(((4096, 6144, 48), (14336, 4096, 16), (576, 192, 64), (4096, 28672, 32)), ((576, 70, 20),))
+@check(budget_s=30, what="error over the largest entry")
+def adapters_product(ctx: Context, compare: Comparison) -> None:
+    """Y + scale B (A x) of each token's own adapter, and the same bits for a token alone and among others."""
     for dtype in ctx.dtypes():
         for backend in ctx.backends(backend_candidates.LORA, dtype):
-            for one in sizes:
-                weights = _weights(one, dtype, ctx.device)
+            for shape in ctx.pick(SHAPES, ((576, 70, 20),)):
                 for num_tokens in ctx.pick((1, 19, 256, 3000), (5,)):
-                    generator = torch.Generator().manual_seed(num_tokens)
-                    x, y = (torch.randn(num_tokens, width, generator=generator).to(dtype) for width in one[:2])
-                    slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator)
-                    wanted = y.double()
-                    for slot in range(3):
-                        a, b = (part[slot].double().cpu() for part in (weights.a_SRX, weights.b_SRW))
-                        added = float(weights.scale_S[slot]) * (x.double() @ a.T @ b)
-                        wanted += torch.where((slots == slot)[:, None], added, 0.0)
-                    x, y, slots = x.to(ctx.device), y.to(ctx.device), slots.to(ctx.device)
+                    weights, x, y, slots = case(*shape, dtype, num_tokens, seed=num_tokens, device=ctx.device)
+                    wanted = reference_product(y, x, slots, weights)
                     backend.plan(slots)
                     got = backend.run(y.clone(), x, weights)
-                    label = f"{backend.name} {dtype} {one} {num_tokens} tokens"
+                    label = f"{backend.name} {dtype} {shape} {num_tokens} tokens"
                     compare.add(label, error_of(got, wanted), TOLERANCE[dtype])
                     backend.plan(slots[-1:])
                     alone = backend.run(y[-1:].clone(), x[-1:], weights)
                     compare.require(f"{label}: other bits alone", torch.equal(alone, got[-1:]))
-    return compare.result()
 
 
 def _adapter(model: Any, name: str, rank: int) -> Adapter:
@@ -80,15 +52,11 @@ def _adapter(model: Any, name: str, rank: int) -> Adapter:
     return Adapter(name, pairs)
 
 
-@check(
-    "adapters_captured",
-    group="adapters",
-    promise="tokens and log probabilities of requests of several adapters and none have the same bits with graphs and "
-    "without (padded), also of adapters that are loaded or replaced after the capture",
-    budget_s=60,
-)
-def captured(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=60)
+def adapters_captured(ctx: Context, compare: Comparison) -> None:
+    """Tokens and log probabilities of requests of several adapters and none have the same bits with graphs and without
+    (padded), also of adapters that are loaded or replaced after the capture.
+    """
     for kind in ctx.pick(("attention", "hybrid"), ("attention",)):
         for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
             model = make_model(kind, dtype, ctx.device)
@@ -110,4 +78,3 @@ def captured(ctx: Context) -> Result:
             compare.require(f"{kind} {dtype}: refused {pool.refused}", not pool.refused)
             with_adapters = any(shape.has_adapters for shape in pool.captured)
             compare.require(f"{kind} {dtype}: steps with adapters were not replayed", with_adapters)
-    return compare.result()

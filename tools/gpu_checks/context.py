@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from light.machine import seconds
 
 from gpu_checks.registry import Unavailable
 
@@ -29,9 +30,6 @@ class StandIn:
 
         def record(self) -> None:
             self._at = time.perf_counter()
-
-        def synchronize(self) -> None:
-            assert self._at, "the event was never recorded"
 
         def query(self) -> bool:
             return bool(self._at)
@@ -88,17 +86,7 @@ class Context:
 
     def milliseconds(self, function: Callable[[], Any], *, rounds: int, warm: int = 2) -> float:
         """Median of the device's time for one call."""
-        for _ in range(warm):
-            function()
-        times = []
-        for _ in range(rounds):
-            start, stop = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
-            start.record()
-            function()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return sorted(times)[len(times) // 2]
+        return 1e3 * seconds(function, self.device, rounds=rounds, warm=warm)
 
     def free_bytes(self) -> int:
         """Of the device's memory, by the driver's account, after torch has given back what it only keeps."""
@@ -130,6 +118,14 @@ class Context:
                 raise Unavailable(f"Triton: {why}")
             raise AssertionError(f"Triton's kernels cannot run here: {why}")
         return found
+
+
+def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the largest entry that is wanted; NaN where `got` is not finite."""
+    difference = (got.detach().cpu().double() - wanted.cpu().double()).abs()
+    if not difference.numel():
+        return 0.0
+    return float(difference.max() / wanted.double().abs().max().clamp_min(1e-6))
 
 
 def make_context(*, rehearse: bool, quick: bool) -> Context:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from gpu_checks.context import Context
+from gpu_checks.registry import Unavailable
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -18,6 +23,16 @@ KINDS = ("attention", "windows", "experts", "hybrid", "mamba")
 """GQA with RoPE; sliding windows; MoE; Mamba, attention, MLP and experts in one stack; Mamba alone."""
 CPU = torch.device("cpu")
 Work = list[tuple[list[int], SamplingParams]]
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """The variable is `value` inside; None: absent."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+        yield
 
 
 def make_model(kind: str, dtype: torch.dtype, device: torch.device, **sizes: Any) -> Any:
@@ -75,6 +90,13 @@ def workload(ctx: Context, *, count: int | None = None, **params: Any) -> Work:
         tokens = rng.randint(answer // 2, answer)
         work.append((prompt[:longest], SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **chosen)))
     return work
+
+
+def require_package(module: Any, ctx: Context, dtype: torch.dtype | None = None) -> None:
+    """Raise Unavailable where this backend cannot run in `dtype`; None: bf16, in a rehearsal fp32."""
+    dtype = ctx.pick(torch.bfloat16, torch.float32) if dtype is None else dtype
+    if (reason := module.unavailable(ctx.device, dtype)) is not None:
+        raise Unavailable(reason)
 
 
 def answers(engine: DynamicInferenceEngine, work: Work) -> list[Any]:

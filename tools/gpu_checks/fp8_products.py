@@ -10,7 +10,7 @@ import torch
 
 from gpu_checks.context import Context
 from gpu_checks.engines import VOCABULARY, answers, make_engine
-from gpu_checks.registry import Comparison, Result, Unavailable, check
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models.adopt import adopt
@@ -110,19 +110,15 @@ def _after_one_step(recipe: str, device: torch.device, *, kept: bool) -> Any:
     return model
 
 
-@check(
-    "fp8_training_model",
-    group="fp8 products",
-    promise="a model that trains in FP8 answers as its own forward but for rounding; its next training step is that of "
-    "a model that nobody has asked, bit for bit",
-    budget_s=120,
-    needs=("transformer_engine",),
-)
-def training_model(ctx: Context) -> Result:
+@check(budget_s=120, needs=("transformer_engine",), what="mean difference over spread")
+def fp8_training_model(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A model that trains in FP8 answers as its own forward but for rounding; its next training step is that of a model
+    that nobody has asked, bit for bit.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         raise Unavailable("transformer-engine is not installed")
     warnings.simplefilter("ignore", DeprecationWarning)  # of transformer_engine.pytorch.fp8
-    compare, left_out, device = Comparison("mean difference over spread"), {}, ctx.device
+    left_out, device = {}, ctx.device
     for recipe in RECIPES:
         for kept in (False, True):
             label = f"{recipe}{', weights in FP8' if kept else ''}"
@@ -144,4 +140,4 @@ def training_model(ctx: Context) -> Result:
                 compare.add(label, _difference(model, ids, got, device), SHARES.get(recipe, 0.2))
     if len(left_out) == 2 * len(RECIPES):
         raise Unavailable("; ".join(sorted(set(left_out.values()))))
-    return compare.result(left_out=left_out)
+    return {"left_out": left_out}

@@ -5,18 +5,17 @@ In a rehearsal the engine's stand-in repeats recorded launches, as a graph would
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
-from gpu_checks.registry import Comparison, Result, Unavailable, check
+from gpu_checks.engines import Work, answers, environment, make_engine, make_model, tokens_of, workload
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.kernels.native.native_build import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE, SPARE_BYTES, Recorded, Recorder, make_recorder
@@ -25,32 +24,24 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
-BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 SLACK = 48 << 20
 """Bytes that the allocator rounds up to, and that workspaces and kernels loaded meanwhile take."""
 
 
-LEFT_TO_THE_DEVICE = {"num_cuda_graphs": None, "cuda_graph_capture": "auto", "overlap": None}
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str | None) -> Iterator[None]:
-    """The variable is `value` inside; None: absent."""
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+LEFT_TO_THE_DEVICE = {
+    "num_cuda_graphs": None,
+    "cuda_graph_capture": "auto",
+    "overlap": None,
+    "use_cuda_graphs_for_non_decode_steps": False,
+}
 
 
 def graphed(ctx: Context, model: Any, *, captures: bool = True, kernels: str | None = STATIC, **options: Any) -> Any:
-    """An engine whose steps are captured; captures=False: only padded. kernels: the backend in a rehearsal."""
+    """An engine whose steps are captured, those that prefill too; captures=False: only padded. kernels: the backend in
+    a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
-    settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
+    settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal)
+    settings |= {"use_cuda_graphs_for_non_decode_steps": True} | options
     with (
         environment(GRAPHS_VARIABLE, ctx.pick(None, REPLAY) if captures else EAGER),
         environment(BACKEND_VARIABLE, ctx.pick(None, kernels)),
@@ -77,44 +68,45 @@ def same(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> 
             compare.require(f"{label}: other log probabilities", one.cumulative_logprob == other.cumulative_logprob)
 
 
-@check(
-    "graphs_on_off",
-    group="graphs",
-    promise="greedy and seeded tokens and their log probabilities have the same bits with graphs and without (padded)",
-    budget_s=60,
-)
-def on_off(ctx: Context) -> Result:
-    compare, counts = Comparison("difference"), {}
+def hold_replayed(ctx: Context, compare: Comparison, label: str, model: Any, work: Work, **options: Any) -> Any:
+    """Bits of replayed steps against those of the same padded steps run as they are -> the engine that replayed.
+
+    options: of `graphed`.
+    """
+    engine = graphed(ctx, model, **options)
+    padded = graphed(ctx, model, captures=False, **options)
+    same(compare, label, answers(engine, work), answers(padded, work))
+    pool = inspect(engine).runner.graphs.pool
+    compare.require(f"{label}: no step was replayed", pool.counts.replays > 0)
+    compare.require(f"{label}: refused {pool.refused}", not pool.refused)
+    return engine
+
+
+@check(budget_s=60)
+def graphs_on_off(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Greedy and seeded tokens and their log probabilities have the same bits with graphs and without (padded)."""
+    counts = {}
     drawing = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 40}, {"temperature": 0.0, "logprobs": 1})
     for kind in _kinds(ctx):
         kernels = "triton" if kind == "attention" else STATIC
         for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
             model = make_model(kind, dtype, ctx.device)
             for params in ctx.pick(drawing, drawing[:1]):
-                work = workload(ctx, **params)
-                engine = graphed(ctx, model, kernels=kernels)
-                got = answers(engine, work)
-                with_padding = answers(graphed(ctx, model, captures=False, kernels=kernels), work)
-                same(compare, f"{kind} {dtype} {params}", got, with_padding)
+                label = f"{kind} {dtype} {params}"
+                engine = hold_replayed(ctx, compare, label, model, workload(ctx, **params), kernels=kernels)
                 pool = inspect(engine).runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
                 counts[kind]["eager"] = dict(pool.counts.eager)
-                compare.require(f"{kind} {dtype}: no step was replayed", pool.counts.replays > 0)
-                compare.require(f"{kind} {dtype}: refused {pool.refused}", not pool.refused)
-    return compare.result(counts=counts)
+    return {"counts": counts}
 
 
-@check(
-    "pdl_on_off",
-    group="graphs",
-    promise="launches that begin while the one before ends (MEGATRON_INFER_PDL=1) change no bit; both times are told",
-    budget_s=30,
-)
-def overlapping_launches(ctx: Context) -> Result:
+@check(budget_s=30)
+def pdl_on_off(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Launches that begin while the one before ends (MEGATRON_INFER_PDL=1) change no bit; both times are told."""
     capability = ctx.cuda.get_device_capability()
     if not ctx.rehearse and capability < PDL_CAPABILITY:
         raise Unavailable(f"needs compute capability {PDL_CAPABILITY}, this is {capability}")
-    compare, times = Comparison("difference"), {}
+    times = {}
     dtype = ctx.pick(torch.bfloat16, torch.float32)
     model, work = make_model("attention", dtype, ctx.device), workload(ctx)
     for captures in ctx.pick((True, False), (False,)):
@@ -132,17 +124,12 @@ def overlapping_launches(ctx: Context) -> Result:
                 launches = "plain" if variable is None else "overlapping"
                 times[f"{how}, {launches}"] = round((time.perf_counter() - started) * 1e3, 3)
         same(compare, how, found[1], found[0])
-    return compare.result(milliseconds=times)
+    return {"milliseconds": times}
 
 
-@check(
-    "graphs_new_weights",
-    group="graphs",
-    promise="a replay after weights changed in place computes with the new ones, without another capture",
-    budget_s=20,
-)
-def new_weights(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=20)
+def graphs_new_weights(ctx: Context, compare: Comparison) -> None:
+    """A replay after weights changed in place computes with the new ones, without another capture."""
     model, work = make_model("attention", torch.float32, ctx.device), workload(ctx)
     engine = graphed(ctx, model)
     before = tokens_of(answers(engine, work))
@@ -158,37 +145,26 @@ def new_weights(ctx: Context) -> Result:
     # A CPU's packed copies of the weights are made anew, elsewhere.
     moved = bool(engine.kernels.packed.num_bytes)
     compare.require(f"{again} graphs captured again", again == 0 or moved)
-    return compare.result()
 
 
-@check(
-    "graphs_cost",
-    group="graphs",
-    promise="shapes that steps come to are captured on first use and none is refused; bytes and seconds are told",
-    budget_s=40,
-)
-def cost(ctx: Context) -> Result:
+@check(budget_s=40)
+def graphs_cost(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Shapes that steps come to are captured on first use and none is refused; bytes and seconds are told."""
     engine = graphed(ctx, make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device))
     answers(engine, workload(ctx))
     pool = inspect(engine).runner.graphs.pool
     captured, seconds = len(pool.captured), pool.counts.capture_s
-    compare = Comparison("difference")
     compare.require("nothing was captured", captured > 0)
     compare.require(f"refused {pool.refused}", not pool.refused)
-    result = compare.result(captured=captured, seconds=seconds, bytes=pool.num_bytes)
-    result.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
-    return result
+    compare.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
+    return {"captured": captured, "seconds": seconds, "bytes": pool.num_bytes}
 
 
-@check(
-    "graphs_at_start",
-    group="graphs",
-    promise="an engine that is told nothing overlaps, has a graph of each decode shape before its first request within "
-    "the estimate, answers as one without either, and captures no decode step in traffic",
-    budget_s=60,
-)
-def at_start(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=60, alone=True)
+def graphs_at_start(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """An engine that is told nothing overlaps, has a graph of each decode shape before its first request within the
+    estimate, answers as one without either, and captures no decode step in traffic.
+    """
     model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
     rehearsal = {"num_cuda_graphs": 6, "cuda_graph_capture": "start", "overlap": True}
     free = ctx.free_bytes()
@@ -200,20 +176,15 @@ def at_start(ctx: Context) -> Result:
     most = engine.sizes.kv_bytes + engine.sizes.graph_bytes + 8 * SLACK
     compare.require(f"{taken:,} bytes taken, {most:,} expected", ctx.rehearse or taken <= most)
     work = workload(ctx)
-    got = answers(engine, work)
-    same(compare, "at start", got, answers(graphed(ctx, model, captures=False), work))
+    same(compare, "at start", answers(engine, work), answers(graphed(ctx, model, captures=False), work))
     compare.require("a decode step was captured in traffic", set(decode) <= set(pool.captured))
-    return compare.result(captured=len(decode), seconds=pool.counts.capture_s, taken_bytes=taken)
+    return {"captured": len(decode), "seconds": pool.counts.capture_s, "taken_bytes": taken}
 
 
-@check(
-    "graphs_suspend",
-    group="graphs",
-    promise="graphs outlive suspend exactly when the cache keeps its addresses, and tokens are the same either way",
-    budget_s=40,
-)
-def suspend(ctx: Context) -> Result:
-    compare, drops = Comparison("difference"), {}
+@check(budget_s=40)
+def graphs_suspend(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Graphs outlive suspend exactly when the cache keeps its addresses, and tokens are the same either way."""
+    drops = {}
     model = make_model("attention", torch.float32, ctx.device)
     ways: dict[str, dict[str, Any]] = {
         "persist": {},
@@ -239,35 +210,22 @@ def suspend(ctx: Context) -> Result:
         drops[name] = dict(inspect(engine).runner.graphs.pool.counts.invalidated)
         if name == "persist" or "static" in name:
             compare.require(f"{name}: graphs were dropped ({drops[name]})", not drops[name])
-    return compare.result(dropped=drops)
+    return {"dropped": drops}
 
 
-@check(
-    "graphs_many_requests",
-    group="graphs",
-    promise="requests that come and go over shapes of every size keep their tokens under replay",
-    budget_s=40,
-    long=True,
-)
-def many(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=40, long=True)
+def graphs_many_requests(ctx: Context, compare: Comparison) -> None:
+    """Requests that come and go over shapes of every size keep their tokens under replay."""
     model = make_model("hybrid" if not ctx.rehearse else "attention", torch.float32, ctx.device)
     options = {"max_requests": ctx.pick(64, 4), "buffer_size_gb": ctx.pick(0.3, 0.06)}
     work = workload(ctx, count=ctx.pick(96, 3), temperature=0.8, top_p=0.95)
     work += [([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, detokenize=False))]
-    got = answers(graphed(ctx, model, **options), work)
-    same(compare, "many", got, answers(graphed(ctx, model, captures=False, **options), work))
-    return compare.result()
+    hold_replayed(ctx, compare, "many", model, work, **options)
 
 
-@check(
-    "graphs_failed_capture",
-    group="graphs",
-    promise="a capture that fails leaves random generators, allocator and free memory as they were; the next succeeds",
-    budget_s=15,
-)
-def failed_capture(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=15, alone=True)
+def graphs_failed_capture(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A capture that fails leaves random generators, allocator and free memory as they were; the next succeeds."""
     with environment(GRAPHS_VARIABLE, ctx.pick(None, REPLAY)):
         recorder = make_recorder(Device(str(ctx.device)))
     assert not isinstance(recorder, str), recorder
@@ -304,7 +262,7 @@ def failed_capture(ctx: Context) -> Result:
             graph.replay()
         ctx.wait()
         compare.require("the next capture does not compute", cells.tolist() == [1.0] * 4)
-    return compare.result(left_over_bytes=left)
+    return {"left_over_bytes": left}
 
 
 def _attempt(recorder: Recorder, run: Callable[[], None]) -> Recorded | None:
@@ -316,14 +274,9 @@ def _attempt(recorder: Recorder, run: Callable[[], None]) -> Recorded | None:
         return None
 
 
-@check(
-    "graphs_reserve",
-    group="graphs",
-    promise="a shape whose memory is just there is captured: what was reserved for it is not taken by what outlives it",
-    budget_s=20,
-)
-def reserve(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=20, alone=True)
+def graphs_reserve(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A shape whose memory is just there is captured: what was reserved for it is not taken by what outlives it."""
     model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
     options = {"max_sequence_length": 4096, "max_tokens": 4096, "buffer_size_gb": 0.3}
     pool = inspect(graphed(ctx, model, **ctx.pick(options, {}))).runner.graphs.pool
@@ -337,4 +290,4 @@ def reserve(ctx: Context) -> Result:
     taken = free - ctx.free_bytes()
     most = needed - SPARE_BYTES + SLACK
     compare.require(f"{taken:,} bytes were taken, {most:,} estimated", ctx.rehearse or taken <= most)
-    return compare.result(needed_bytes=needed, taken_bytes=taken)
+    return {"needed_bytes": needed, "taken_bytes": taken}

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import CPU, KINDS, answers, make_engine, make_model, tokens_of, workload
-from gpu_checks.registry import Comparison, Result, check
+from gpu_checks.engines import CPU, KINDS, answers, environment, make_engine, make_model, tokens_of, workload
+from gpu_checks.registry import Comparison, check
+from megatron_infer.kernels.native.native_build import BACKEND_VARIABLE
 
 NEAR_TIE = 2e-5
 """Two fp32 log probabilities closer than this may change places between devices."""
@@ -34,33 +35,40 @@ def compare_tokens(compare: Comparison, label: str, got: list[Any], wanted: list
     return ties
 
 
-@check(
-    "greedy_tokens",
-    group="models",
-    promise="greedy tokens of attention, windowed, MoE, hybrid and Mamba models in fp32 equal those of a CPU",
-    budget_s=60,
-)
-def greedy(ctx: Context) -> Result:
-    compare, ties, tables = Comparison("difference"), 0, {}
-    for kind in ctx.pick(KINDS, ("attention", "hybrid")):
-        work = workload(ctx, logprobs=CHOICES)
-        wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU), work)
-        engine = make_engine(make_model(kind, torch.float32, ctx.device), ctx.device)
+def greedy(
+    ctx: Context,
+    compare: Comparison,
+    *,
+    kinds: tuple[str, ...],
+    backend: str | None = None,
+    count: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Greedy tokens in fp32 are those of a CPU. backend: the only one; count: of requests; options: of both engines."""
+    ties, tables = 0, {}
+    work = workload(ctx, logprobs=CHOICES, count=count)
+    for kind in kinds:
+        wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU, **options), work)
+        with environment(BACKEND_VARIABLE, backend):
+            engine = make_engine(make_model(kind, torch.float32, ctx.device), ctx.device, **options)
         ties += compare_tokens(compare, kind, answers(engine, work), wanted)
         tables[kind] = {row.operation: row.chosen for row in engine.kernels.rows}
         if not ctx.rehearse and "attention" in tables[kind]:
             compare.require(f"{kind}: attention is {tables[kind]}", tables[kind]["attention"] != "reference")
-    return compare.result(near_ties=ties, backends=tables)
+        kept = engine.config.kv_dtype_of(engine.shape)
+        compare.require(f"{kind}: the cache is {kept}", ("kv_cache_dtype" in options) == (kept == "float8_e4m3fn"))
+    return {"near_ties": ties, "backends": tables}
 
 
-@check(
-    "seeded_tokens",
-    group="models",
-    promise="seeded draws with temperature, top_k, top_p and min_p give the tokens that a CPU draws in fp32",
-    budget_s=30,
-)
-def seeded(ctx: Context) -> Result:
-    compare = Comparison("share of samples that differ")
+@check(budget_s=60)
+def greedy_tokens(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Greedy tokens of attention, windowed, MoE, hybrid and Mamba models in fp32 equal those of a CPU."""
+    return greedy(ctx, compare, kinds=ctx.pick(KINDS, ("attention", "hybrid")))
+
+
+@check(budget_s=30, what="share of samples that differ")
+def seeded_tokens(ctx: Context, compare: Comparison) -> None:
+    """Seeded draws with temperature, top_k, top_p and min_p give the tokens that a CPU draws in fp32."""
     ways: dict[str, dict[str, Any]] = {
         "temperature": {"temperature": 0.9},
         "filters": {"temperature": 1.1, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
@@ -73,7 +81,6 @@ def seeded(ctx: Context) -> Result:
         differ = sum(a != b for a, b in zip(got, wanted, strict=True)) / len(wanted)
         # Rounding of fp32 logits moves the border between two tokens now and then.
         compare.add(name, differ, 0.1)
-    return compare.result()
 
 
 def _prompt_logprobs(engine: Any, ctx: Context) -> list[torch.Tensor]:
@@ -86,14 +93,10 @@ def _prompt_logprobs(engine: Any, ctx: Context) -> list[torch.Tensor]:
     ]
 
 
-@check(
-    "bf16_logprobs",
-    group="models",
-    promise="log probabilities of given tokens in bf16 are near those of fp32 on a CPU",
-    budget_s=60,
-)
-def bf16(ctx: Context) -> Result:
-    compare, means = Comparison("mean difference in nats"), {}
+@check(budget_s=60, what="mean difference in nats")
+def bf16_logprobs(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Log probabilities of given tokens in bf16 are near those of fp32 on a CPU."""
+    means = {}
     for kind in ctx.pick(KINDS, ("attention", "hybrid")):
         wanted = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.float32, CPU), CPU), ctx))
         got = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.bfloat16, ctx.device), ctx.device), ctx))
@@ -101,17 +104,12 @@ def bf16(ctx: Context) -> Result:
         means[kind] = {"mean": float(difference.mean()), "largest": float(difference.max())}
         # Routers choose other experts near a tie: single tokens of such models may differ by much.
         compare.add(kind, means[kind]["mean"], 0.15 if kind in ("experts", "hybrid") else 0.06)
-    return compare.result(differences=means)
+    return {"differences": means}
 
 
-@check(
-    "trainers_forward",
-    group="models",
-    promise="log probabilities equal those of megatron-core's own forward on the same device, in fp32",
-    budget_s=60,
-)
-def trainers(ctx: Context) -> Result:
-    compare = Comparison("difference in nats")
+@check(budget_s=60, what="difference in nats")
+def trainers_forward(ctx: Context, compare: Comparison) -> None:
+    """Log probabilities equal those of megatron-core's own forward on the same device, in fp32."""
     for kind in ctx.pick(KINDS, ("attention", "hybrid")):
         model = make_model(kind, torch.float32, ctx.device)
         scored = _prompt_logprobs(make_engine(model, ctx.device), ctx)
@@ -124,17 +122,12 @@ def trainers(ctx: Context) -> Result:
             wanted = logprobs.gather(1, ids[0, 1:, None].cpu())[:, 0]
             if len(wanted):
                 compare.add(kind, float((got - wanted).abs().max()), 2e-4)
-    return compare.result()
 
 
-@check(
-    "scheduling",
-    group="models",
-    promise="chunks, overlap, prefix cache, pauses and evictions change no greedy token on the device",
-    budget_s=60,
-)
-def scheduling(ctx: Context) -> Result:
-    compare, ties = Comparison("difference"), 0
+@check(budget_s=60)
+def scheduling(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """Chunks, overlap, prefix cache, pauses and evictions change no greedy token on the device."""
+    ties = 0
     ways: dict[str, dict[str, Any]] = {
         "overlap": {"overlap": True},
         "small chunks": {"max_tokens": 48},
@@ -149,4 +142,4 @@ def scheduling(ctx: Context) -> Result:
             cached = {"prefix_caching_mamba_gb": 0.004} if name == "prefix cache" and kind == "hybrid" else {}
             got = answers(make_engine(model, ctx.device, **options, **cached), work)
             ties += compare_tokens(compare, f"{kind}, {name}", got, wanted)
-    return compare.result(near_ties=ties)
+    return {"near_ties": ties}

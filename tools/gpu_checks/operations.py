@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_checks.context import Context
-from gpu_checks.registry import Comparison, Result, Unavailable, check
-from gpu_checks.steps import error_of
+from gpu_checks.context import Context, error_of
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.activations import KINDS, GatedActivation
+from megatron_infer.kernels.experts import ExpertWeights, RoutingRules
 from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -20,6 +20,8 @@ ROUTING_TOLERANCE = TOLERANCE | {torch.float64: 5e-6}
 """A router in fp64 has its softmax or sigmoid in fp32."""
 WIDTHS = (64, 576, 4096, 8192, 5120, 1000)
 Calls = dict[str, Callable[[Any], Any]]
+REFERENCE = ReferenceOps()
+ERROR = "error over the largest entry"
 
 
 def _calls(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Calls:
@@ -44,14 +46,9 @@ def _calls(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
     }
 
 
-@check(
-    "elementwise",
-    group="operations",
-    promise="norms, gated norms and SwiGLU equal their definition at widths that are powers of two and at others",
-    budget_s=15,
-)
-def elementwise(ctx: Context) -> Result:
-    compare = Comparison("error over the largest entry")
+@check(budget_s=15, what=ERROR)
+def elementwise(ctx: Context, compare: Comparison) -> None:
+    """Norms, gated norms and SwiGLU equal their definition at widths that are powers of two and at others."""
     cpu = torch.device("cpu")
     for dtype in ctx.dtypes():
         for backend in ctx.backends(backend_candidates.OPS, dtype):
@@ -59,23 +56,18 @@ def elementwise(ctx: Context) -> Result:
                 for num_tokens in ctx.pick((1, 7, 300), (2,)):
                     there, here = (_calls(num_tokens, width, dtype, where) for where in (ctx.device, cpu))
                     for name, call in there.items():
-                        got, wanted = call(backend), here[name](ReferenceOps())
+                        got, wanted = call(backend), here[name](REFERENCE)
                         pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]
                         for part, reference in pairs:
                             label = f"{backend.name} {name} {dtype} [{num_tokens}, {width}]"
                             compare.require(f"{label}: gives {part.dtype}", part.dtype == reference.dtype)
                             compare.add(label, error_of(part, reference), TOLERANCE[dtype])
-    return compare.result()
 
 
-@check(
-    "norms_activations",
-    group="operations",
-    promise="layer, zero-centered and head norms (where the projection left the heads) and all activations likewise",
-    budget_s=20,
-)
-def norms_activations(ctx: Context) -> Result:
-    compare, generator = Comparison("error over the largest entry"), torch.Generator().manual_seed(5)
+@check(budget_s=20, what=ERROR)
+def norms_activations(ctx: Context, compare: Comparison) -> None:
+    """Layer, zero-centered and head norms (where the projection left the heads) and all activations likewise."""
+    generator = torch.Generator().manual_seed(5)
 
     def randn(*shape: int, kind: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(kind).to(ctx.device)
@@ -105,21 +97,17 @@ def norms_activations(ctx: Context) -> Result:
                         compare.add(
                             label, error_of(backend.rowwise(act, rows), act(rows.double()).cpu()), TOLERANCE[dtype]
                         )
-    return compare.result()
 
 
 def _normed(x: Tensor, weight: Tensor, *, centered: bool, zero_centered: bool) -> Tensor:
-    x = x.double()
-    x = x - x.mean(-1, keepdim=True) if centered else x
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (weight.double() + zero_centered)).cpu()
+    norm = REFERENCE.layer_norm if centered else REFERENCE.rms_norm
+    return norm(x.double().cpu(), weight.double().cpu() + zero_centered, *(None,) * centered, 1e-5)
 
 
 def _experts_case(
     num_tokens: int, experts: int, top_k: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, tuple[Tensor, ...], Tensor]:
     """(the layer's weights, (x, chosen, probs, out), what the experts must give in float64)."""
-    from megatron_infer.kernels.experts import ExpertWeights
-
     width, inner = sizes
     generator = torch.Generator().manual_seed(num_tokens)
 
@@ -147,14 +135,9 @@ def _experts_case(
     return weights, tuple(part.to(device) for part in (x, chosen, probs, before)), wanted
 
 
-@check(
-    "experts",
-    group="operations",
-    promise="grouped products of mixture-of-experts layers equal each expert's own, however uneven the choice",
-    budget_s=20,
-)
-def experts(ctx: Context) -> Result:
-    compare = Comparison("error over the largest entry")
+@check(budget_s=20, what=ERROR)
+def experts(ctx: Context, compare: Comparison) -> None:
+    """Grouped products of mixture-of-experts layers equal each expert's own, however uneven the choice."""
     for dtype in ctx.dtypes():
         for backend in ctx.backends(backend_candidates.OPS, dtype):
             grouped = getattr(backend, "experts", None)
@@ -171,37 +154,25 @@ def experts(ctx: Context) -> Result:
                     compare.add(label, error_of(out, wanted), 2 * TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here has grouped products of experts")
-    return compare.result()
 
 
 def _routers(ctx: Context) -> list[tuple[Any, int, bool]]:
     """(rules, number of experts, whether they have a bias) of routers as models have them."""
-    from megatron_infer.kernels.experts import RoutingRules
-
     grouped = {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5}
-    small = [(RoutingRules(top_k=2, score_function="softmax"), 6, False)]
-    return ctx.pick(
-        [
-            (RoutingRules(top_k=8, score_function="softmax"), 128, False),
-            (RoutingRules(top_k=4, score_function="softmax", pre_softmax=True), 60, False),
-            (RoutingRules(top_k=8, **grouped), 256, True),
-            (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
-        ],
-        small,
-    )
+    real = [
+        (RoutingRules(top_k=8, score_function="softmax"), 128, False),
+        (RoutingRules(top_k=4, score_function="softmax", pre_softmax=True), 60, False),
+        (RoutingRules(top_k=8, **grouped), 256, True),
+        (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
+    ]
+    return ctx.pick(real, [(RoutingRules(top_k=2, score_function="softmax"), 6, False)])
 
 
-@check(
-    "routing",
-    group="operations",
-    promise="the choice of experts in one launch is that of megatron-core's router, in each of its dtypes",
-    budget_s=20,
-    needs=("megatron.core",),
-)
-def routing(ctx: Context) -> Result:
+@check(budget_s=20, needs=("megatron.core",), what="error over the largest weight")
+def routing(ctx: Context, compare: Comparison) -> None:
+    """The choice of experts in one launch is that of megatron-core's router, in each of its dtypes."""
     from megatron_infer.models.mcore_compat import topk_routing
 
-    compare = Comparison("error over the largest weight")
     for backend in ctx.backends(backend_candidates.OPS, torch.float32):
         if (grouped := getattr(backend, "experts", None)) is None:
             continue
@@ -229,4 +200,3 @@ def routing(ctx: Context) -> Result:
                 compare.add(label, error_of(choice.weight_TK, probs.gather(1, ids).cpu()), ROUTING_TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here chooses experts")
-    return compare.result()

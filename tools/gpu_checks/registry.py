@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 GROUPS: dict[str, str] = {
@@ -22,7 +22,7 @@ GROUPS: dict[str, str] = {
     "backends": "gpu_checks.backends",
     "speed": "gpu_checks.speed",
 }
-"""Group -> module that registers its checks, in the order they are told of."""
+"""Group -> module that registers its checks, in the order of reports."""
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 
 
@@ -74,68 +74,6 @@ class Result:
         return cls(**{**values, "targets": targets})
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One promise and the function that holds the device to it."""
-
-    name: str
-    group: str
-    promise: str
-    function: Callable[[Any], Result]
-    budget_s: float
-    """What it should take at most on one GPU; it is stopped after several times that."""
-    long: bool = False
-    """Left out by --quick."""
-    needs: tuple[str, ...] = ()
-    """Packages of others that it is about; without them it is skipped."""
-
-
-_CHECKS: dict[str, Check] = {}
-
-
-def check(
-    name: str, *, group: str, promise: str, budget_s: float, long: bool = False, needs: tuple[str, ...] = ()
-) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
-    """Register function(ctx) -> Result. It raises `Unavailable` where it cannot be made; anything else is a failure."""
-
-    def register(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
-        if name in _CHECKS:
-            raise ValueError(f"two checks are called {name}")
-        _CHECKS[name] = Check(name, group, promise, function, budget_s, long, needs)
-        return function
-
-    return register
-
-
-def load(groups: Mapping[str, str]) -> list[Check]:
-    """All checks of these groups, in order."""
-    for group, module in groups.items():
-        importlib.import_module(module)
-        if not any(one.group == group for one in _CHECKS.values()):
-            raise ValueError(f"{module} registers no check of the group {group}")
-    return [one for group in groups for one in _CHECKS.values() if one.group == group]
-
-
-def never_run(checks: Sequence[Check], reports: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """The checks that no report of a GPU tells the outcome of, good or bad."""
-    outcomes = {
-        row["name"]
-        for report in reports
-        if not report["rehearsal"]
-        for row in report["checks"]
-        if row["status"] != SKIPPED
-    }
-    return [one for one in checks if one.name not in outcomes]
-
-
-def not_yet(checks: Sequence[Check]) -> str:
-    """The checks as docs/cuda.md lists them: one line a group."""
-    names: dict[str, list[str]] = {}
-    for one in checks:
-        names.setdefault(one.group, []).append(one.name)
-    return "\n".join(f"{group}: {', '.join(members)}" for group, members in names.items())
-
-
 class Comparison:
     """Collects differences of many cases, each against its tolerance, and makes one result of them."""
 
@@ -144,6 +82,9 @@ class Comparison:
         self._worst: tuple[float, str, float, float] = (-1.0, "nothing was compared", 0.0, 0.0)
         self._wrong: list[str] = []
         self.num_cases = 0
+        self.figure = ""
+        """What was found, where that is not the largest difference."""
+        self.targets: list[Target] = []
 
     def add(self, label: str, error: float, tolerance: float) -> None:
         """One case; an error that is NaN is wrong."""
@@ -160,16 +101,96 @@ class Comparison:
         if not holds:
             self._wrong.append(label)
 
-    def result(self, **details: Any) -> Result:
+    def result(self, details: Mapping[str, Any]) -> Result:
         _, label, error, tolerance = self._worst
         figure = f"{self.num_cases} cases"
         if tolerance or error:
             figure += f", {self._what} at most {error:.2e} ({label})"
-        shown = f"{tolerance:.0e}" if tolerance else "exact"
-        if not self.num_cases:
+        shown = f"{tolerance:.0e}" if tolerance else "exact" if self.num_cases else ""
+        if not self.num_cases and not self.figure:
             return Result(FAILED, reason="nothing was compared")
         if self._wrong:
             more = f" and {len(self._wrong) - 4} more" if len(self._wrong) > 4 else ""
             reason = "; ".join(self._wrong[:4]) + more
-            return Result(FAILED, figure, shown, reason, details=details | {"wrong": self._wrong})
-        return Result(OK, figure, shown, details=details)
+            return Result(FAILED, figure, shown, reason, details={**details, "wrong": self._wrong})
+        return Result(OK, self.figure or figure, shown, targets=self.targets, details=dict(details))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One promise and the function that holds the device to it."""
+
+    name: str
+    promise: str
+    function: Callable[[Any, Comparison], Mapping[str, Any] | None]
+    budget_s: float
+    """What it should take at most on one GPU; it is stopped after several times that."""
+    what: str = "difference"
+    """What its cases are compared by."""
+    long: bool = False
+    """Left out by --quick."""
+    needs: tuple[str, ...] = ()
+    """Packages of others that it is about; without them it is skipped."""
+    alone: bool = False
+    """It fills the device's memory or measures it: nothing else may run there meanwhile."""
+    group: str = ""
+
+    def __call__(self, ctx: Any) -> Result:
+        """The function adds cases to a `Comparison` -> the result, with what the function returns as details.
+
+        Raises Unavailable where it cannot be made; anything else that it raises is a failure.
+        """
+        compare = Comparison(self.what)
+        details = self.function(ctx, compare)
+        return compare.result(details or {})
+
+
+_CHECKS: dict[str, dict[str, Check]] = {}
+"""Module -> its checks by name."""
+
+
+def check(**more: Any) -> Callable[[Callable[[Any, Comparison], Mapping[str, Any] | None]], Check]:
+    """Register a function as a check. more: fields of `Check`.
+
+    Its name is the check's, the first paragraph of its docstring the promise.
+    """
+
+    def register(function: Callable[[Any, Comparison], Mapping[str, Any] | None]) -> Check:
+        name, promise = function.__name__, " ".join((function.__doc__ or "").split("\n\n")[0].split())
+        if any(name in registered for registered in _CHECKS.values()):
+            raise ValueError(f"two checks are called {name}")
+        made = _CHECKS.setdefault(function.__module__, {})[name] = Check(name, promise, function, **more)
+        return made
+
+    return register
+
+
+def load(groups: Mapping[str, str]) -> list[Check]:
+    """All checks of these groups, in order."""
+    checks = []
+    for group, module in groups.items():
+        importlib.import_module(module)
+        if module not in _CHECKS:
+            raise ValueError(f"{module} registers no check")
+        checks += [replace(one, group=group) for one in _CHECKS[module].values()]
+    return checks
+
+
+def never_run(checks: Sequence[Check], reports: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """The checks whose outcome, good or bad, is in no report of a GPU."""
+    outcomes = {
+        row["name"]
+        for report in reports
+        if not report["rehearsal"]
+        for row in report["checks"]
+        if row["status"] != SKIPPED
+    }
+    return [one for one in checks if one.name not in outcomes]
+
+
+def not_yet(checks: Sequence[Check]) -> str:
+    """The checks as docs/cuda.md lists them: one line a group."""
+    names: dict[str, list[str]] = {}
+    for one in checks:
+        names.setdefault(one.group, []).append(one.name)
+    return "\n".join(f"{group}: {', '.join(members)}" for group, members in names.items())

@@ -22,7 +22,7 @@ PACKAGES = (
     "megatron-core",
     "transformers",
     "flashinfer-python",
-    "flash-attn",
+    "flash-attn-3",
     "transformer-engine",
     "torch-memory-saver",
 )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.registry import Comparison, Result, check
+from gpu_checks.registry import Comparison, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.draw_columns import DrawRoom
@@ -123,8 +123,9 @@ class Rows:
         return draw
 
 
-def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, rounds: int) -> Result:
-    compare = Comparison("share of draws that differ")
+def _compare(ctx: Context, compare: Comparison, *, ways: tuple[dict[str, Any], ...], real: tuple[int, int]) -> None:
+    """real: how often each way is asked for at once, and rounds."""
+    repeats, rounds = ctx.pick(real, (1, 1))
     for vocabulary in ctx.pick(VOCABULARIES, (120,)):
         wishes = [way for way in ways for _ in range(repeats)]
         there, here = (Rows(wishes, vocabulary, where, with_kernels=where != CPU) for where in (ctx.device, CPU))
@@ -135,37 +136,23 @@ def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, ro
             wrong += int((got.tokens_S.cpu() != wanted.tokens_S).sum())
             compare.require(f"vocabulary {vocabulary}: rows called bad", not bool(got.bad_S.any()))
         compare.add(f"vocabulary {vocabulary}", wrong / (rounds * len(wishes)), 0.0)
-    return compare.result()
 
 
-@check(
-    "draws",
-    group="sampling",
-    promise="the same logits and seed give the same token as on a CPU: greedy, temperature, top_k, top_p, min_p",
-    budget_s=40,
-)
-def draws(ctx: Context) -> Result:
-    return _compare(ctx, PLAIN, repeats=ctx.pick(8, 1), rounds=ctx.pick(6, 1))
+@check(budget_s=40, what="share of draws that differ")
+def draws(ctx: Context, compare: Comparison) -> None:
+    """The same logits and seed give the same token as on a CPU: greedy, temperature, top_k, top_p, min_p."""
+    _compare(ctx, compare, ways=PLAIN, real=(8, 6))
 
 
-@check(
-    "edited_draws",
-    group="sampling",
-    promise="penalties, bias, allowed and bad tokens change a draw as on a CPU",
-    budget_s=30,
-)
-def edited(ctx: Context) -> Result:
-    return _compare(ctx, EDITED, repeats=ctx.pick(4, 1), rounds=ctx.pick(3, 1))
+@check(budget_s=30, what="share of draws that differ")
+def edited_draws(ctx: Context, compare: Comparison) -> None:
+    """Penalties, bias, allowed and bad tokens change a draw as on a CPU."""
+    _compare(ctx, compare, ways=EDITED, real=(4, 3))
 
 
-@check(
-    "captured_draws",
-    group="sampling",
-    promise="a captured draw gives what one outside of a graph does: tokens of edited logits, log probabilities, ranks",
-    budget_s=40,
-)
-def captured(ctx: Context) -> Result:
-    compare = Comparison("share of rows that differ")
+@check(budget_s=40, what="share of rows that differ")
+def captured_draws(ctx: Context, compare: Comparison) -> None:
+    """A captured draw gives what one outside of a graph does: tokens of edited logits, log probabilities, ranks."""
     asked = ({}, {"logprobs": 0}, {"return_sampled_logprobs": True})
     for vocabulary in ctx.pick((1000, 50257, 262144), (120,)):
         wishes = [{**way, **more} for way in (*PLAIN, *EDITED) for more in asked]
@@ -181,7 +168,6 @@ def captured(ctx: Context) -> Result:
                 for name, one, other in _pairs(got, wanted):
                     differ = (one != other).float().mean().item()
                     compare.add(f"vocabulary {vocabulary}, {name}, turn {turn}", differ, 0.0)
-    return compare.result()
 
 
 def _pairs(got: SamplerOutput, wanted: SamplerOutput) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -196,14 +182,9 @@ def _pairs(got: SamplerOutput, wanted: SamplerOutput) -> list[tuple[str, torch.T
     ]
 
 
-@check(
-    "logprobs",
-    group="sampling",
-    promise="log probabilities of drawn and likeliest tokens equal float64; rows of NaN are called bad and no others",
-    budget_s=15,
-)
-def logprobs(ctx: Context) -> Result:
-    compare = Comparison("difference in nats")
+@check(budget_s=15, what="difference in nats")
+def logprobs(ctx: Context, compare: Comparison) -> None:
+    """Log probabilities of drawn and likeliest tokens equal float64; rows of NaN are called bad and no others."""
     for vocabulary in ctx.pick((1000, 128256), (120,)):
         wishes = [{"temperature": 1.0, "logprobs": 5}] * ctx.pick(16, 3)
         rows = Rows(wishes, vocabulary, ctx.device, with_kernels=True)
@@ -211,13 +192,8 @@ def logprobs(ctx: Context) -> Result:
         out = rows.sample(logits)
         assert out.logprobs is not None
         wanted = logits.double().log_softmax(-1).gather(1, out.tokens_S.cpu()[:, None])[:, 0]
-        compare.add(f"vocabulary {vocabulary}", float((_drawn(out.logprobs) - wanted).abs().max()), 2e-5)
+        drawn = out.logprobs.token_logprob.cpu().double()
+        compare.add(f"vocabulary {vocabulary}", float((drawn - wanted).abs().max()), 2e-5)
         logits[1, 7] = float("nan")
         bad = rows.sample(logits).bad_S.cpu().tolist()
         compare.require(f"vocabulary {vocabulary}: bad rows {bad}", bad == [i == 1 for i in range(len(wishes))])
-    return compare.result()
-
-
-def _drawn(batch: Any) -> torch.Tensor:
-    """Of the drawn tokens."""
-    return batch.token_logprob.cpu().double()

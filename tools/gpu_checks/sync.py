@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import answers, make_engine, make_model, workload
+from gpu_checks.engines import answers, make_engine, make_model, require_package, workload
 from gpu_checks.graphs import graphed, same
-from gpu_checks.registry import Comparison, Result, Unavailable, check
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.packages import flashinfer_attention
 from megatron_infer.runner.parallel.stage_runner import StageRunner
@@ -29,79 +31,59 @@ def _decoding(engine: Any, count: int, steps: int) -> None:
         engine.step()
 
 
-def _hold(ctx: Context, engine: Any, steps: int) -> dict[str, float]:
-    """Raise if a step makes the host wait other than for its tokens -> waits a step, by what for."""
-    _decoding(engine, ctx.pick(8, 2), steps)
-    before = dict(engine.device.syncs)
-    with ctx.no_sync():
-        for _ in range(steps):
-            engine.step()
-    after = dict(engine.device.syncs)
-    return {
-        name: (count - before.get(name, 0)) / steps for name, count in after.items() if count != before.get(name, 0)
-    }
-
-
-@check(
-    "no_sync_eager",
-    group="sync",
-    promise="a decode step that is not captured never waits for the device but for its tokens",
-    budget_s=25,
-)
-def eager(ctx: Context) -> Result:
-    compare, waits = Comparison("difference"), {}
-    for kind in ctx.pick(("attention", "experts", "hybrid", "mamba"), ("attention",)):
-        engine = make_engine(
-            make_model(kind, ctx.pick(torch.bfloat16, torch.float32), ctx.device), ctx.device, overlap=True
-        )
-        waits[kind] = _hold(ctx, engine, ctx.pick(20, 2))
+def _hold(
+    ctx: Context,
+    compare: Comparison,
+    *,
+    make: Callable[..., Any],
+    kinds: tuple[str, ...] = ("attention",),
+) -> dict[str, Any]:
+    """No step makes the host wait other than for its tokens. make(model): an engine -> waits a step, by what for."""
+    waits, steps, dtype = {}, ctx.pick(20, 2), ctx.pick(torch.bfloat16, torch.float32)
+    for kind in ctx.pick(kinds, kinds[:1]):
+        engine = make(ctx, make_model(kind, dtype, ctx.device), overlap=True)
+        _decoding(engine, ctx.pick(8, 2), steps)
+        before = dict(engine.device.syncs)
+        with ctx.no_sync():
+            for _ in range(steps):
+                engine.step()
+        after = dict(engine.device.syncs)
+        waits[kind] = {
+            name: (count - before.get(name, 0)) / steps for name, count in after.items() if count != before.get(name, 0)
+        }
         compare.require(f"{kind}: waits {waits[kind]}", sum(waits[kind].values()) <= 1.0)
-    return compare.result(waits_per_step=waits)
+    return {"waits_per_step": waits}
 
 
-@check(
-    "no_sync_graphs",
-    group="sync",
-    promise="a replayed decode step never waits for the device but for its tokens, of the step before",
-    budget_s=25,
-)
-def replayed(ctx: Context) -> Result:
-    compare, waits = Comparison("difference"), {}
-    for kind in ctx.pick(("attention", "hybrid"), ("attention",)):
-        engine = graphed(ctx, make_model(kind, ctx.pick(torch.bfloat16, torch.float32), ctx.device), overlap=True)
-        waits[kind] = _hold(ctx, engine, ctx.pick(20, 2))
-        compare.require(f"{kind}: waits {waits[kind]}", sum(waits[kind].values()) <= 1.0)
-    return compare.result(waits_per_step=waits)
+def _eager(ctx: Context, model: Any, **options: Any) -> Any:
+    return make_engine(model, ctx.device, **options)
 
 
-@check(
-    "no_sync_flashinfer",
-    group="sync",
-    promise="a decode step on FlashInfer's attention, where it is installed, never waits but for its tokens",
-    budget_s=60,
-)
-def flashinfer(ctx: Context) -> Result:
-    dtype = ctx.pick(torch.bfloat16, torch.float32)
-    if (reason := flashinfer_attention.unavailable(ctx.device, dtype)) is not None:
-        raise Unavailable(reason)
-    model = make_model("attention", dtype, ctx.device)
-    engine = make_engine(model, ctx.device, overlap=True, attention_backend="flashinfer")
-    waits = _hold(ctx, engine, ctx.pick(20, 2))
-    compare = Comparison("difference")
-    compare.require(f"waits {waits}", sum(waits.values()) <= 1.0)
-    return compare.result(waits_per_step=waits)
+@check(budget_s=25)
+def no_sync_eager(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A decode step that is not captured never waits for the device but for its tokens."""
+    return _hold(ctx, compare, make=_eager, kinds=("attention", "experts", "hybrid", "mamba"))
 
 
-@check(
-    "sync_is_noticed",
-    group="sync",
-    promise="the check of waiting would have noticed one",
-    budget_s=5,
-)
-def noticed(ctx: Context) -> Result:
+@check(budget_s=25)
+def no_sync_graphs(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A replayed decode step never waits for the device but for its tokens, of the step before."""
+    return _hold(ctx, compare, make=graphed, kinds=("attention", "hybrid"))
+
+
+@check(budget_s=60)
+def no_sync_flashinfer(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A decode step on FlashInfer's attention, where it is installed, never waits but for its tokens."""
+    require_package(flashinfer_attention, ctx)
+    return _hold(ctx, compare, make=partial(_eager, attention_backend="flashinfer"))
+
+
+@check(budget_s=5)
+def sync_is_noticed(ctx: Context, compare: Comparison) -> None:
+    """The check of waiting would have noticed one."""
     if ctx.rehearse:
         raise Unavailable("nothing on a CPU notices a wait")
-    compare, tensor = Comparison("difference"), torch.ones(4, device=ctx.device)
+    tensor = torch.ones(4, device=ctx.device)
     raised = False
     try:
         with ctx.no_sync():
@@ -109,7 +91,6 @@ def noticed(ctx: Context) -> Result:
     except RuntimeError:
         raised = True
     compare.require("item() passed unnoticed", raised)
-    return compare.result()
 
 
 class LastStage:
@@ -146,14 +127,9 @@ class LastStage:
         pass
 
 
-@check(
-    "last_stage_launches",
-    group="sync",
-    promise="the last pipeline stage launches a step while its device is busy with the one before, and draws the same",
-    budget_s=25,
-)
-def last_stage(ctx: Context) -> Result:
-    compare = Comparison("difference")
+@check(budget_s=25)
+def last_stage_launches(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """The last pipeline stage launches a step while its device is busy with the one before, and draws the same."""
     model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
     work = workload(ctx, count=ctx.pick(4, 2), logprobs=1)
     wanted = answers(make_engine(model, ctx.device, overlap=True), work)
@@ -164,4 +140,4 @@ def last_stage(ctx: Context) -> Result:
     share = sum(link.was_busy) / max(1, len(link.was_busy))
     compare.require(f"{share:.0%} of {len(link.was_busy)} steps were launched in time", ctx.rehearse or share >= 0.8)
     compare.require("nothing was launched", bool(link.was_busy))
-    return compare.result(share=share)
+    return {"share": share}

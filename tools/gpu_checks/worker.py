@@ -74,7 +74,7 @@ def run_one(check: Check, ctx: Any) -> Result:
     """The check's result; whatever it raises is its own failure."""
     start = time.perf_counter()
     try:
-        result = check.function(ctx)
+        result = check(ctx)
         ctx.wait()
     except Unavailable as reason:
         result = Result(SKIPPED, reason=str(reason))

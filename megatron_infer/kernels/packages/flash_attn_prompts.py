@@ -1,8 +1,8 @@
-"""flash-attn 3 for prompts on Hopper: the cases in which it is known to be faster than Triton's kernels.
+"""flash-attn 3 for prompts: the cases in which it is known to be faster than Triton's kernels.
 
 Known are its authors' figures for contiguous keys (arXiv:2407.08608): 650 to 700 TFLOP/s of bf16 on an H100, where
-kernels of version 2's kind, as Triton's are, reach 350 to 420. Pages of whole tiles are loaded as contiguous keys are,
-by TMA; smaller pages are gathered, at a speed that is not known. Not yet run on a GPU.
+kernels of flash-attn 2's kind, as Triton's are, reach 350 to 420. Pages of whole tiles are loaded as contiguous keys
+are, by TMA; smaller pages are gathered, at a speed that is not known. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +12,14 @@ import importlib
 import torch
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.optional_packages import not_on_gpu
-from megatron_infer.kernels.packages.flash_attn_attention import (
-    DTYPES,
-    HOPPER,
-    MODULE_3,
-    FlashAttention,
-    Version3,
-    no_version_3,
-)
+from megatron_infer.kernels.packages.flash_attn_attention import MODULE, FlashAttention, unavailable
 
+__all__ = ["RANK", "PromptAttention", "keys_per_tile", "make", "unavailable"]
 RANK = "ranks behind flash_attn_3 for prompts: about half its published rate on Hopper"
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why flash-attn 3 cannot run here; None: it can."""
-    reason = not_on_gpu(device, (HOPPER, 0))
-    if reason is None and dtype not in DTYPES:
-        reason = f"needs float16 or bfloat16, got {dtype}"
-    return reason or no_version_3(device)
-
-
 def make(device: torch.device, dtype: torch.dtype) -> PromptAttention:
-    return PromptAttention(Version3(importlib.import_module(MODULE_3)))
+    return PromptAttention(importlib.import_module(MODULE))
 
 
 class PromptAttention(FlashAttention):

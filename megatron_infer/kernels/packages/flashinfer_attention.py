@@ -30,13 +30,12 @@ from torch import Tensor
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.host_uploads import upload
 from megatron_infer.kernels.kv_rounding import only_own_dtype
-from megatron_infer.kernels.optional_packages import missing, not_on_gpu
-from megatron_infer.kernels.torch.cpu_torch import apply_rotary
+from megatron_infer.kernels.optional_packages import missing, needs_half, not_on_gpu
+from megatron_infer.kernels.torch.cpu_torch import rotate_and_append
 
 PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7, 2)
 MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.rope")
 HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.float16, torch.bfloat16)
 BACKEND = "fa2"
 """FlashInfer's backend for every page size, window and GPU from Ampere on."""
 WORKSPACE_BYTES = 384 << 20
@@ -53,10 +52,7 @@ NUM_TURNS = 2
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot run here; None: it can."""
-    reason = not_on_gpu(device)
-    if reason is None and dtype not in DTYPES:
-        reason = f"needs float16 or bfloat16, got {dtype}"
-    return reason or missing(MODULES, PACKAGE, MIN_VERSION) or no_compiler()
+    return not_on_gpu(device) or needs_half(dtype) or missing(MODULES, PACKAGE, MIN_VERSION) or no_compiler()
 
 
 def no_compiler() -> str | None:
@@ -155,9 +151,7 @@ class FlashInferAttention:
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        if dtype not in DTYPES:
-            return f"needs float16 or bfloat16, got {dtype}"
-        if (reason := only_own_dtype(dtype, kv_dtype)) is not None:
+        if (reason := needs_half(dtype) or only_own_dtype(dtype, kv_dtype)) is not None:
             return reason
         if spec.head_dim not in HEAD_DIMS:
             return f"needs head_dim {', '.join(map(str, HEAD_DIMS))}, got {spec.head_dim}"
@@ -185,13 +179,8 @@ class FlashInferAttention:
     ) -> Tensor:
         meta = self._meta
         assert meta is not None, "run() before plan()"
-        if spec.rotary_dim and meta.cos_TR is not None and meta.sin_TR is not None:
-            dim, interleaved = spec.rotary_dim, spec.rotary_interleaved
-            q_TKGH = apply_rotary(q_TKGH, meta.cos_TR, meta.sin_TR, dim=dim, interleaved=interleaved)
-            k_TKH = apply_rotary(k_TKH, meta.cos_TR, meta.sin_TR, dim=dim, interleaved=interleaved)
+        q_TKGH, _, _ = rotate_and_append(q_TKGH, k_TKH, v_TKH, kv_cache[layer], meta, spec)
         cache = kv_cache[layer, 0], kv_cache[layer, 1]
-        for part, new_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
-            part.view(-1, *part.shape[2:]).index_copy_(0, meta.kv_pos_T, new_TKH)
         self._block_size = kv_cache.shape[3]
         q_TNH = q_TKGH.reshape(q_TKGH.shape[0], -1, spec.head_dim)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)

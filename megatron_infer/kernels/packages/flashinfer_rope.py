@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, StepMetadata
-from megatron_infer.kernels.packages.flashinfer_attention import DTYPES, unavailable
+from megatron_infer.kernels.optional_packages import needs_half
+from megatron_infer.kernels.packages.flashinfer_attention import HEAD_DIMS, unavailable
 
 __all__ = ["FlashInferRope", "refusal", "unavailable"]
 
 
 def refusal(spec: AttendSpec, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot rotate this layer's heads; None: it can, or there is nothing to rotate."""
-    if dtype not in DTYPES:
-        return f"needs float16 or bfloat16, got {dtype}"
-    if not spec.rotary_dim:
-        return None
-    if spec.rotary_dim % 16 or spec.head_dim not in (64, 128, 256):
+    if (reason := needs_half(dtype)) is not None or not spec.rotary_dim:
+        return reason
+    if spec.rotary_dim % 16 or spec.head_dim not in HEAD_DIMS:
         return f"needs head_dim 64, 128 or 256 and rotary dims in sixteens, got {spec.head_dim} and {spec.rotary_dim}"
     return None
 

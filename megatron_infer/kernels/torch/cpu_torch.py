@@ -98,6 +98,16 @@ def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, int
     return out
 
 
+def rotate_and_append(
+    q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: Tensor, step: StepMetadata, spec: AttendSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate q and k, write k and v to a layer's cache [2, blocks, B, K, H] -> (q, k, v), k and v as it keeps them."""
+    if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
+        turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
+        q_TKGH, k_TKH = (apply_rotary(x, step.cos_TR, step.sin_TR, **turn) for x in (q_TKGH, k_TKH))
+    return q_TKGH, append(cache[0], step.kv_pos_T, k_TKH), append(cache[1], step.kv_pos_T, v_TKH)
+
+
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, *, scale: float
 ) -> Tensor:
@@ -162,13 +172,8 @@ class TorchPagedAttention:
     ) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
-        if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
-            dim, interleaved = spec.rotary_dim, spec.rotary_interleaved
-            q_TKGH = apply_rotary(q_TKGH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
-            k_TKH = apply_rotary(k_TKH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
+        q_TKGH, k_TKH, v_TKH = rotate_and_append(q_TKGH, k_TKH, v_TKH, kv_cache[layer], step, spec)
         keys, values = kv_cache[layer, 0], kv_cache[layer, 1]
-        k_TKH = append(keys, step.kv_pos_T, k_TKH)
-        v_TKH = append(values, step.kv_pos_T, v_TKH)
         out_TNH = torch.empty(
             q_TKGH.shape[0],
             spec.num_kv_heads * spec.group_size,

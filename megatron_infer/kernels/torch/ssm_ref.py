@@ -8,10 +8,14 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.torch.torch_ref import rows_of_tokens
 
 
 class ReferenceScan:
-    """The recurrence by definition. Legend: `kernels/ssm.py`."""
+    """The recurrence by definition: all decode rows at once, then one token after the other. Legend: `kernels/ssm.py`.
+
+    Shapes and launches of a step without captures follow from the step's shape, so that a graph could hold them.
+    """
 
     name = "reference"
     graph_safe = False
@@ -30,40 +34,61 @@ class ReferenceScan:
     def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
-        y_TM = xBC_TC.new_zeros(xBC_TC.shape[0], spec.inner_width)
-        captures = step.captures
-        kept: dict[tuple[int, int], int] = {
-            (int(row), int(n)): int(slot)
-            for row, n, slot in zip(captures.row, captures.num_tokens, captures.state_slot, strict=True)
-        }
-        for row in range(step.num_rows):
-            first, q_len, slot = int(step.cu_q[row]), int(step.q_len[row]), int(step.table_row[row])
-            conv, ssm = states.conv_SCW[slot].double(), states.ssm_SHPN[slot].double()
-            if int(step.kv_len[row]) == q_len:
-                conv, ssm = torch.zeros_like(conv), torch.zeros_like(ssm)
-            for i in range(q_len):
-                conv = torch.cat((conv[:, 1:], xBC_TC[first + i].double()[:, None]), dim=1)
-                y, ssm = advance(conv, ssm, dt_TH[first + i].double(), weights, spec)
-                y_TM[first + i] = y.to(y_TM.dtype)
-                for target in (kept.get((row, i + 1)), slot if i + 1 == q_len else None):
-                    if target is not None:
-                        states.conv_SCW[target] = conv.to(states.conv_SCW.dtype)
-                        states.ssm_SHPN[target] = ssm.to(states.ssm_SHPN.dtype)
-        return y_TM
+        row_T, has_row_T = rows_of_tokens(step)
+        q_len_R, slot_R = step.q_len_R[: step.num_rows], step.table_row_R[: step.num_rows].long()
+        is_fresh_R = step.kv_len_R[: step.num_rows] == q_len_R
+        before = [part.index_select(0, slot_R) for part in states]
+        now = [_where(is_fresh_R, torch.zeros_like(part), part).double() for part in before]
+        kept = _captured(step)
+        runs = [slice(0, step.num_decode)] if step.num_decode else []
+        runs += [slice(token, token + 1) for token in range(step.num_decode, step.num_tokens)]
+        parts = []
+        for run in runs:
+            row_M, is_real_M = row_T[run], has_row_T[run]
+            old_MCW, old_MHPN = (part.index_select(0, row_M) for part in now)
+            conv_MCW = torch.cat((old_MCW[:, :, 1:], xBC_TC[run].double()[:, :, None]), dim=-1)
+            y_MM, ssm_MHPN = advance(conv_MCW, old_MHPN, dt_TH[run].double(), weights, spec)
+            now[0].index_copy_(0, row_M, _where(is_real_M, conv_MCW, old_MCW))
+            now[1].index_copy_(0, row_M, _where(is_real_M, ssm_MHPN, old_MHPN))
+            parts.append(y_MM)
+            for row, slot in kept.get(run.stop - 1, ()):
+                for part, content in zip(states, now, strict=True):
+                    part[slot] = content[row].to(part.dtype)
+        for part, content, old in zip(states, now, before, strict=True):
+            part.index_copy_(0, slot_R, _where(q_len_R > 0, content.to(part.dtype), old))
+        return torch.cat(parts).masked_fill(~has_row_T[:, None], 0.0).to(xBC_TC.dtype)
+
+
+def _where(is_first: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """By the first axis."""
+    return torch.where(is_first.view(-1, *[1] * (first.ndim - 1)), first, second)
+
+
+def _captured(step: StepMetadata) -> dict[int, list[tuple[int, int]]]:
+    """Token -> (row, slot) in which the state after it is kept. Host work: a captured step has none."""
+    kept: dict[int, list[tuple[int, int]]] = {}
+    captures = step.captures
+    for row, count, slot in zip(captures.row, captures.num_tokens, captures.state_slot, strict=True):
+        kept.setdefault(int(step.cu_q[row] + count - 1), []).append((int(row), int(slot)))
+    return kept
 
 
 def advance(
-    conv_CW: Tensor, ssm_HPN: Tensor, dt_H: Tensor, weights: SsmWeights, spec: SsmSpec
+    conv_MCW: Tensor, ssm_MHPN: Tensor, dt_MH: Tensor, weights: SsmWeights, spec: SsmSpec
 ) -> tuple[Tensor, Tensor]:
-    """One token, whose input is the last column of conv_CW -> (y_M, the SSM state behind it)."""
-    mixed = (conv_CW * weights.conv_CW).sum(-1)
-    mixed = F.silu(mixed if weights.conv_bias_C is None else mixed + weights.conv_bias_C)
+    """One token of each of M sequences, the last column of its conv_CW -> (y [M, inner width], SSM states after it).
+
+    Source: Mamba-2, arXiv:2405.21060.
+    """
     heads, groups, width = spec.num_heads, spec.num_groups, spec.num_groups * spec.state_dim
-    x, b, c = mixed.split((spec.inner_width, width, width))
-    x_HP = x.view(heads, spec.head_dim)
-    b_HN, c_HN = (part.view(groups, -1).repeat_interleave(heads // groups, dim=0) for part in (b, c))
-    dt = F.softplus(dt_H + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
-    ssm_HPN = ssm_HPN * torch.exp(dt * weights.decay_H)[:, None, None]
-    ssm_HPN = ssm_HPN + (dt[:, None] * x_HP)[..., None] * b_HN[:, None, :]
-    skip_HP = weights.skip_H.view(heads, -1)
-    return ((ssm_HPN * c_HN[:, None, :]).sum(-1) + skip_HP * x_HP).flatten(), ssm_HPN
+    mixed_MC = (conv_MCW * weights.conv_CW).sum(-1)
+    mixed_MC = F.silu(mixed_MC if weights.conv_bias_C is None else mixed_MC + weights.conv_bias_C)
+    x, b, c = mixed_MC.split((spec.inner_width, width, width), dim=-1)
+    x_MHP = x.unflatten(-1, (heads, spec.head_dim))
+    shared = (-1, -1, heads // groups, -1)
+    b_MHN, c_MHN = (part.unflatten(-1, (groups, 1, -1)).expand(shared).flatten(1, 2) for part in (b, c))
+    dt_MH = F.softplus(dt_MH + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
+    ssm_MHPN = ssm_MHPN * torch.exp(dt_MH * weights.decay_H)[:, :, None, None]
+    ssm_MHPN = ssm_MHPN + (dt_MH[:, :, None] * x_MHP)[..., None] * b_MHN[:, :, None, :]
+    y_MHP = (ssm_MHPN * c_MHN[:, :, None, :]).sum(-1) + weights.skip_H.view(heads, -1) * x_MHP
+    return y_MHP.flatten(1), ssm_MHPN

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
-from megatron_infer.kernels.kv_rounding import as_kept
+from megatron_infer.kernels.kv_rounding import append, select
+
+MOST_ENTRIES = 1 << 24
+"""Numbers of gathered keys that attention has in memory at once."""
 
 
 class ReferenceOps:
@@ -81,16 +84,19 @@ def rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleav
     return torch.cat((turn * cos + other * sin, x[..., dim:]), dim=-1).to(x_TXH.dtype)
 
 
-def weights(scores_KGP: Tensor, sinks_N: Tensor | None) -> Tensor:
-    """Softmax over P; a sink takes part in the sum and gets no weight."""
-    if sinks_N is None:
-        return scores_KGP.softmax(-1)
-    sinks_KG1 = sinks_N.to(scores_KGP).view(*scores_KGP.shape[:2], 1)
-    return torch.cat((scores_KGP, sinks_KG1), -1).softmax(-1)[..., :-1]
+def rows_of_tokens(step: StepMetadata) -> tuple[Tensor, Tensor]:
+    """(the row of each token, whether it has one), both [T], by device tensors alone; padding tokens get some row."""
+    token_T = torch.arange(step.num_tokens, device=step.cu_q_R1.device, dtype=step.cu_q_R1.dtype)
+    # A row without tokens ends where the one before it does: the count of ends at or before a token is its row.
+    row_T = torch.bucketize(token_T, step.cu_q_R1[1 : step.num_rows + 1], right=True)
+    return row_T.clamp(max=step.num_rows - 1), row_T < step.num_rows
 
 
 class ReferenceAttention:
-    """One query at a time over keys gathered one block at a time."""
+    """Every token against every key its row could have; a mask hides those that it may not see.
+
+    Shapes and launches follow from the step's shape, so that a graph could hold them.
+    """
 
     name = "reference"
     graphs = GraphSupport.NONE
@@ -110,32 +116,41 @@ class ReferenceAttention:
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
-        step = self._step
+        step, cache = self._step, kv_cache[layer]
         assert step is not None, "run() before plan()"
-        if spec.rotary_dim and step.cos_TR is not None:
+        if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
-            q_TKGH = rotate(q_TKGH, step.cos_TR, step.sin_TR, **turn)
-            k_TKH = rotate(k_TKH, step.cos_TR, step.sin_TR, **turn)
-        block_size = kv_cache.shape[3]
-        k_TKH, v_TKH = as_kept(k_TKH, kv_cache.dtype), as_kept(v_TKH, kv_cache.dtype)
-        for token, position in enumerate(step.kv_pos_T.tolist()):
-            kv_cache[layer, 0, position // block_size, position % block_size] = k_TKH[token]
-            kv_cache[layer, 1, position // block_size, position % block_size] = v_TKH[token]
+            q_TKGH, k_TKH = (rotate(x, step.cos_TR, step.sin_TR, **turn) for x in (q_TKGH, k_TKH))
+        append(cache[0], step.kv_pos_T, k_TKH)
+        append(cache[1], step.kv_pos_T, v_TKH)
+        row_T, has_row_T = rows_of_tokens(step)
+        block_TW = step.block_table.index_select(0, step.table_row_R.index_select(0, row_T))
+        at_once = max(1, MOST_ENTRIES // (block_TW.shape[1] * cache[0, 0].numel()))
+        parts = [
+            attend(*part, cache, spec)
+            for part in zip(*(x.split(at_once) for x in (q_TKGH, block_TW, step.positions_T)), strict=True)
+        ]
+        out_TKGH = torch.cat(parts).masked_fill(~has_row_T[:, None, None, None], 0.0)
+        return out_TKGH.to(q_TKGH.dtype).flatten(1)
 
-        out_TKGH = torch.zeros(q_TKGH.shape, dtype=q_TKGH.dtype, device=q_TKGH.device)
-        for row in range(step.num_rows):
-            kv_len, q_len, first = int(step.kv_len[row]), int(step.q_len[row]), int(step.cu_q[row])
-            if not q_len:
-                continue  # pads the step
-            blocks = step.block_table[int(step.table_row[row]), : -(-kv_len // block_size)].tolist()
-            keys_PKH = torch.cat([kv_cache[layer, 0, block].double() for block in blocks])[:kv_len]
-            values_PKH = torch.cat([kv_cache[layer, 1, block].double() for block in blocks])[:kv_len]
-            for i in range(q_len):
-                stop = kv_len - q_len + i + 1
-                start = 0 if spec.window is None else max(0, stop - spec.window)
-                query_KGH = q_TKGH[first + i].double()
-                scores = torch.einsum("kgh,pkh->kgp", query_KGH, keys_PKH[start:stop]) * spec.scale
-                weights_KGP = weights(scores, spec.sinks_N)
-                mixed = torch.einsum("kgp,pkh->kgh", weights_KGP, values_PKH[start:stop])
-                out_TKGH[first + i] = mixed.to(q_TKGH.dtype)
-        return out_TKGH.flatten(1)
+
+def attend(q_TKGH: Tensor, block_TW: Tensor, position_T: Tensor, cache: Tensor, spec: AttendSpec) -> Tensor:
+    """Each token against the keys in its row's blocks of a layer's cache [2, blocks, B, K, H] -> float64 [T, K, G, H].
+
+    A sink takes part in the softmax and has no value. Source: PagedAttention, arXiv:2309.06180.
+    """
+    shape = (len(block_TW), -1, spec.num_kv_heads, spec.head_dim)
+    key_TPKH, value_TPKH = (select(part, block_TW.flatten()).double().view(shape) for part in cache)
+    position_P = torch.arange(key_TPKH.shape[1], device=cache.device)
+    seen_TP = position_P <= position_T[:, None]
+    if spec.window is not None:
+        seen_TP &= position_P > position_T[:, None] - spec.window
+    scores_TKGP = torch.einsum("tkgh,tpkh->tkgp", q_TKGH.double(), key_TPKH) * spec.scale
+    scores_TKGP = scores_TKGP.masked_fill(~seen_TP[:, None, None, :], -torch.inf)
+    if spec.sinks_N is not None:
+        sink_KG1 = spec.sinks_N.double().view(spec.num_kv_heads, spec.group_size, 1)
+        scores_TKGP = torch.cat((scores_TKGP, sink_KG1.expand(*scores_TKGP.shape[:-1], 1)), -1)
+    weight_TKGP = scores_TKGP.softmax(-1)[..., : key_TPKH.shape[1]]
+    # Blocks that the row does not reach may hold anything, and 0 x NaN is NaN.
+    value_TPKH = value_TPKH.masked_fill(~seen_TP[:, :, None, None], 0.0)
+    return torch.einsum("tkgp,tpkh->tkgh", weight_TKGP, value_TPKH)

@@ -1,4 +1,4 @@
-"""An engine on FlashInfer's or flash-attn's kernels (stand-ins of them) answers as one on torch's."""
+"""An engine on FlashInfer's or flash-attn 3's kernels (stand-ins of them) answers as one on torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.config.inference import ConfigWarning
-from megatron_infer.kernels import backend_candidates, select
+from megatron_infer.kernels import backend_candidates, optional_packages, select
 from megatron_infer.kernels.packages import (
     flash_attn_attention,
     flash_attn_prompts,
@@ -28,13 +28,12 @@ BASE |= {"enable_chunked_prefill": True, "check_invariants": True, "block_size_t
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn_interface")
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
     for module in (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope):
         monkeypatch.setattr(module, "unavailable", lambda device, dtype: None)
     # In 16 bits a near tie turns now and then; what is held here are indices, and fp32 shows them.
-    for module in (fake_packages, flashinfer_attention, flash_attn_attention, flashinfer_rope):
-        monkeypatch.setattr(module, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(optional_packages, "HALF", (torch.float32,))
 
 
 def answers(model, **settings):
@@ -58,7 +57,7 @@ def run(model, **settings):
     ("settings", "chosen"),
     [
         ({"attention_backend": "flashinfer"}, {"attention": "flashinfer"}),
-        ({"attention_backend": "flash_attn", "block_size_tokens": 256}, {"attention": "flash_attn"}),
+        ({"attention_backend": "flash_attn"}, {"attention": "flash_attn"}),
         (
             {"attention_backend": "flashinfer", "use_flashinfer_fused_rope": None, "overlap": True},
             {"attention": "flashinfer", "rotation": "flashinfer"},
@@ -110,7 +109,7 @@ def test_prompts_that_no_graph_can_hold_are_told_of_where_all_must_be_captured(r
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """`auto` chooses as where FlashInfer is the best for decode rows and version 3 of flash-attn is installed."""
+    """`auto` chooses as where FlashInfer is the best for decode rows and flash-attn 3 is installed."""
     flashinfer = next(one for one in backend_candidates.ATTENTION if one.name == "flashinfer")
     monkeypatch.setattr(backend_candidates, "ATTENTION", (flashinfer,))
     monkeypatch.setattr(backend_candidates, "_to_try", lambda candidates, device, forced: candidates)

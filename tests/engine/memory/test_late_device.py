@@ -19,7 +19,6 @@ from megatron_infer.memory.block_pools import BlockPools
 from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.device import HostRead
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
-from megatron_infer.memory.regions.pinned import PinnedPool
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw, RowMirror
@@ -176,95 +175,6 @@ def test_a_device_far_behind_draws_the_same_tokens(name, models, expected, monke
     assert found == expected[kind]
     if "preemption_mode" in settings:
         assert engine.stats().counters["swapped_in"]
-
-
-# ---------------------------------------------------------------------- what protects it: without, it goes wrong
-
-
-def uploads_from_where_it_is(patch) -> None:
-    patch.setattr(
-        LateDevice, "upload", lambda self, host, target: self.copy(flat(torch.from_numpy(host)), flat(target))
-    )
-
-
-def lends_buffers_at_once(patch) -> None:
-    patch.setattr(PinnedPool, "retire", PinnedPool.give_back)
-
-
-def reads_without_waiting(patch) -> None:
-    patch.setattr("late_device.LateEvent.synchronize", lambda self: None)
-
-
-def outputs_within_the_graph(patch) -> None:
-    run = PaddedStep.run
-
-    def run_with_outputs_of_its_own(self, shape) -> None:
-        self.out = None
-        self.make_outputs()
-        run(self, shape)
-
-    patch.setattr(PaddedStep, "run", run_with_outputs_of_its_own)
-
-
-def parameters_of_the_start(patch) -> None:
-    patch.setattr(RowMirror, "refresh", lambda self: None)
-
-
-def staging_taken_again_at_once(patch) -> None:
-    patch.setattr("late_device.LateStreams.wait_event", lambda self, event, on: None)
-
-
-def layers_without_waits(patch) -> None:
-    patch.setattr(LayerwiseRestore, "wait_for_layer", lambda self, layer: self._events.pop(layer, None))
-
-
-def states_without_waits(patch) -> None:
-    """Attention waits, which is not enough: a Mamba layer comes before it."""
-    wait_for_layer = LayerwiseRestore.wait_for_layer
-    patch.setattr(
-        LayerwiseRestore, "wait_for_layer", lambda self, layer: layer[0] == "blocks" and wait_for_layer(self, layer)
-    )
-
-
-def cache_without_waits(patch) -> None:
-    patch.setattr(LayerwiseRestore, "wait_for_all", lambda self: self._events.clear())
-
-
-def graphs_of_a_cache_elsewhere(patch) -> None:
-    patch.setattr(GraphPool, "drop", lambda self, reason: 0)
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
-SABOTAGES = {
-    uploads_from_where_it_is: "graphs",
-    lends_buffers_at_once: "graphs",
-    reads_without_waiting: "graphs",
-    outputs_within_the_graph: "graphs",
-    parameters_of_the_start: "graphs",
-    staging_taken_again_at_once: "swap",
-    graphs_of_a_cache_elsewhere: "suspends",
-    layers_without_waits: "layers",
-    states_without_waits: "layers of a hybrid",
-    cache_without_waits: "static pointers",
-}
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.__name__)
-def test_without_what_protects_it_tokens_are_wrong(sabotage, models, expected, monkeypatch):
-    kind, settings, between = RUNS[SABOTAGES[sabotage]]
-    gpu = LateGpu(monkeypatch)
-    engine = make_engine(models[kind], **settings)
-    sabotage(monkeypatch)
-    try:
-        with gpu.on():
-            found = answers(engine, between=between)
-    except (IndexError, RuntimeError, AssertionError):
-        return  # garbage is no index
-    assert found != expected[kind]
 
 
 # ---------------------------------------------------------------------- what stops in the middle

@@ -32,13 +32,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ATTENTION_LAYERS = [3, 0]
 
 
-def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6, order=None):
+def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6, **more):
+    """more: other fields of the layout."""
     if device == "cuda" and static:
         pytest.importorskip("torch_memory_saver")
     slots = {"num_state_slots": SLOTS, "dummy_state_slot": DUMMY} if state else {}
-    layout = StoreLayout(
-        kv_shape=(num_layers, 2, 8, 4, 2, 8), dtype=torch.float32, state=state, layer_order=order, **slots
-    )
+    layout = StoreLayout(kv_shape=(num_layers, 2, 8, 4, 2, 8), state=state, **{"dtype": torch.float32} | slots | more)
     return build_store(layout, device=device, static=static, host_slots=(host_slots, host_states if state else 0))
 
 
@@ -46,7 +45,7 @@ def fill(store, seed=0):
     """Random content everywhere but in the dummies -> copies of (KV cache, states as bytes)."""
     generator = torch.Generator().manual_seed(seed)
     cache, states = store.kv_cache, store.states
-    cache.copy_(torch.randn(cache.shape, generator=generator))
+    cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
     cache[:, :, store.layout.dummy_block] = 0
     for view in (states.conv_SLCW, states.ssm_SLHPN):
         view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
@@ -141,10 +140,11 @@ def test_blocks_without_attention_layers_have_no_memory():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("num_layers", ATTENTION_LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slots", [[0, 8, 3, 6, 1], list(range(5)), []], ids=str)
-def test_offloaded_states_come_back_bit_equal_with_their_blocks(num_layers, static, slots, device, small_pieces):
-    store = make_store(num_layers, static=static, device=device)
-    (cache, states), blocks = fill(store), [6, 0, 4]
+def test_offloaded_states_and_blocks_come_back_bit_equal(num_layers, static, slots, dtype, device, small_pieces):
+    store = make_store(num_layers, static=static, device=device, dtype=dtype)
+    (cache, states), blocks = fill(store), [6, 0, 4, 5, 2, 1] if slots else []
     copied = (len(blocks) if num_layers else 0) * store.layout.block_bytes + len(slots) * 1024
     away = store.offload(blocks, quiet, state_slots=slots)
     assert (away.bytes_copied, away.num_states) == (copied, len(slots))
@@ -152,10 +152,11 @@ def test_offloaded_states_come_back_bit_equal_with_their_blocks(num_layers, stat
     assert (back.bytes_copied, back.num_blocks, back.num_states) == (copied, away.num_blocks, len(slots))
     assert torch.equal(store.read_states([*slots, DUMMY]), states[[*slots, DUMMY]])
     assert torch.equal(store.kv_cache[:, :, [*blocks, 7]], cache[:, :, [*blocks, 7]])
-    assert store.host_bytes() == 0
+    assert store.host_bytes() == 0 and not store.is_released
     if device == "cpu":
         others = [slot for slot in range(SLOTS) if slot not in slots]
         assert not store.read_states(others).any(), "more than the given slots was copied"
+        assert not store.kv_cache[:, :, [block for block in range(7) if block not in blocks]].any()
 
 
 def test_memory_of_requests_aborted_meanwhile_stays_behind():
@@ -207,7 +208,7 @@ def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_p
 
 def test_layers_go_and_come_back_in_the_order_in_which_a_step_uses_them():
     order = ["states", "blocks", "blocks", "states", "states", "blocks"]
-    store, out, back = make_store(order=order), Recorder(), Recorder()
+    store, out, back = make_store(layer_order=order), Recorder(), Recorder()
     store.offload([1, 2], out, state_slots=[0, 3])
     store.restore({1, 2}, back, keep_states={0, 3})
     expected = [
@@ -346,13 +347,6 @@ def test_a_slot_written_by_one_copy_is_read_by_the_next(copies, expected):
     _, states = fill(store)
     store.run_copies(copies)
     assert torch.equal(store.read_states(range(4)), states[expected])
-
-
-def test_copies_after_a_forward_go_to_slots_that_are_no_sources():
-    store = make_store()
-    _, states = fill(store)
-    store.run_copies([copy_state(0, 3), copy_state(0, 8), copy_state(1, 4)])
-    assert torch.equal(store.read_states([0, 1, 3, 4, 8]), states[[0, 1, 0, 1, 0]])
 
 
 def test_states_written_are_the_states_read(small_pieces):

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import make_engine, run, tokens_of
-from model_kinds import make_model
 from store_case import Recorder, block_in, block_out, build_store, cut_pieces, quiet
 
-from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.host_arena import HostArena, slots_per_chunk
 from megatron_infer.memory.regions import choose
 from megatron_infer.memory.store_layout import StoreLayout
-from megatron_infer.testing.inspect import inspect
 
 MIB = 1 << 20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RSS is read from /proc")
@@ -49,44 +45,6 @@ def rss():
 def small_pieces(monkeypatch):
     """Chunks and pieces of three of `make_store`'s fp32 blocks, so that small tests cross their borders."""
     cut_pieces(monkeypatch, 3 * 3 * 2 * 4 * 2 * 8 * 4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocks", [[0, 1, 2], [9, 0, 4, 5, 7, 2, 1], list(range(11)), []], ids=str)
-def test_offloaded_blocks_come_back_bit_equal(dtype, static, blocks, device, small_pieces):
-    store = make_store(dtype=dtype, static=static, device=device)
-    before = fill(store)
-    away = store.offload(blocks, quiet)
-    assert (away.bytes_copied, away.num_blocks) == (len(blocks) * store.layout.block_bytes, len(blocks))
-    back = store.restore(set(blocks), quiet)
-    assert (back.bytes_copied, back.num_blocks) == (len(blocks) * store.layout.block_bytes, len(blocks))
-    kept = [*blocks, store.layout.dummy_block]
-    assert torch.equal(store.kv_cache[:, :, kept].view(torch.uint8), before[:, :, kept].view(torch.uint8))
-    assert store.host_bytes() == 0
-    assert not store.is_released
-
-
-def test_only_the_given_blocks_are_copied():
-    store = make_store()
-    fill(store)
-    store.offload([3, 5], quiet)
-    store.restore({3, 5}, quiet)
-    others = [block for block in range(12) if block not in (3, 5)]
-    assert store.kv_cache[:, :, [3, 5]].all()
-    assert not store.kv_cache[:, :, others].any()
-
-
-def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
-    store = make_store()
-    fill(store)
-    store.kv_cache[:, :, store.layout.dummy_block] = 7
-    report = store.release(quiet)
-    assert (report.bytes_copied, report.num_blocks, report.bytes_resident, store.host_bytes()) == (0, 0, 0, 0)
-    assert report.bytes_freed >= store.layout.num_bytes
-    store.restore(set(), quiet)
-    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
 
 
 @LINUX
@@ -198,15 +156,6 @@ def _no_memory(*args, **kwargs):
     raise OSError(12, "Cannot allocate memory")
 
 
-def test_block_and_slot_reused_within_one_call():
-    store = make_store(4, slots=2)
-    before = fill(store)
-    # 1 leaves, 2's content takes its place through the same slots, 0 comes back where 2 was
-    out, back = block_out, block_in
-    store.run_copies([out(1, 0), out(2, 1), back(1, 1), out(0, 1), back(1, 2), back(0, 0)])
-    assert torch.equal(store.kv_cache[:, :, :3], before[:, :, [1, 2, 0]])
-
-
 @LINUX
 def test_chunks_go_back_when_their_last_slot_is_freed():
     store = make_store(100, slots=96, head_dim=2048 * 4)  # 1.5 MiB a block, 42 slots a chunk
@@ -254,25 +203,3 @@ def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch
     store.restore({1, 2}, quiet)
     assert torch.equal(store.kv_cache[:, :, [1, 2]], before[:, :, [1, 2]])
     assert not store.kv_cache[:, :, 0].any()
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static, dtype):
-    model = make_model("attention").to(getattr(torch, dtype))
-    settings = {"max_requests": 4, "static_kv_memory_pointers": static}
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    work = [([3 + i + j for j in range(21)], params) for i in range(4)]
-    expected = tokens_of(run(make_engine(model, **settings), work))
-    engine, moved, holders = make_engine(model, **settings), set(), []
-
-    def move(engine):
-        store = inspect(engine).store
-        used = {block for request in inspect(engine).scheduler.running for block in request.lease.blocks}
-        holders.append(store.kv_cache)  # the address of memory still mapped cannot come again
-        store.offload(sorted(used), quiet)
-        store.restore(used, quiet)
-        moved.add(store.kv_cache.data_ptr())
-
-    assert tokens_of(run(engine, work, move)) == expected
-    assert len(moved) == (1 if static else len(holders)) and len(holders) > 20
