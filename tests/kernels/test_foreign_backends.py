@@ -88,10 +88,10 @@ def test_flashinfer_gets_what_the_host_makes_by_uploads_that_do_not_wait(monkeyp
     monkeypatch.setattr(
         flashinfer_attention, "upload", lambda array, device: uploads.append(len(array)) or upload(array, device)
     )
+    case = make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16)
     moved = []
     to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda one, *args, **more: moved.append(args) or to(one, *args, **more))
-    case = make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16)
     backend = flashinfer_attention.make(CPU, torch.bfloat16)
     backend.plan(case.meta)
     flashinfer_attention._lay_out(case.meta, 16)

@@ -10,6 +10,8 @@ region has a tag of its own, which is paused and resumed in turn. Read against t
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import os
 import uuid
@@ -103,4 +105,11 @@ def _load_saver() -> Any:
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
         with contextlib.suppress(AttributeError, AssertionError):  # it was used before: its mode is fixed
             saver.hook_mode = "torch"
+    _keep_for_ever(saver)
     return saver
+
+
+@functools.cache
+def _keep_for_ever(saver: Any) -> None:
+    """Collected when the interpreter ends, its pools would free memory in a way that ends the process with an error."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))

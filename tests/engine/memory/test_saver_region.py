@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import fake_saver
@@ -120,6 +122,30 @@ def test_what_lacks_is_named_with_its_remedy(fake, monkeypatch):
     assert choose.table(CUDA)[1] == ("static pointers", "not available", reason)
     with pytest.raises(ConfigError, match=f"{reason}, or set static_kv_memory_pointers=False"):
         choose.make_region((2, 2), torch.float32, CUDA, static_pointers=True, unified_memory=False)
+
+
+ENDS = """
+import os, sys, types, torch
+sys.path.insert(0, {folder!r})
+import fake_saver
+from megatron_infer.memory.regions import saver
+
+class Saver(fake_saver.Saver):
+    def __del__(self):
+        os._exit(3)
+
+module = sys.modules["torch_memory_saver"] = types.ModuleType("torch_memory_saver")
+module.torch_memory_saver, module.__version__ = Saver(limit=1 << 28), "0.0.10"
+saver.free_bytes = lambda device: 1 << 28
+region = saver.SaverRegion((100,), torch.uint8, torch.device("cpu"))
+del module, sys.modules["torch_memory_saver"]
+"""
+
+
+def test_the_saver_outlives_the_interpreter():
+    """Where it is collected the package ends the process with an error."""
+    command = [sys.executable, "-c", ENDS.format(folder=str(Path(__file__).parent))]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 # ------------------------------------------------------------------ the engine on it
