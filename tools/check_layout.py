@@ -1,11 +1,11 @@
 """Holds the tree to its own rules: the order of folders, homes of foreign imports, a pure core. Stdlib only.
 
-    python tools/check_layout.py [ROOT]              prints file:line: rule: what is wrong; exits 1 if anything is
-    python tools/check_layout.py [ROOT] --picture    prints the doors and their imports as Mermaid
-    python tools/check_layout.py [ROOT] --write      writes both, folders and picture, into docs/architecture.md
+    python tools/check_layout.py [ROOT]            prints file:line: rule: what is wrong; exits 1 if anything is
+    python tools/check_layout.py [ROOT] --write    writes folders and the picture of the doors into docs/architecture.md
 
 The rules are documentation and test at once: `FOLDERS` says who may import whom, `HOMES` where a foreign package may
-appear, `PATH` what a reader of one afternoon reads.
+appear, `PATH` what a reader of one afternoon reads. Imports go down only, those for annotations too, so that no folders
+and no doors import each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,39 +366,16 @@ def _check_front(module: Module) -> Iterator[Violation]:
             yield Violation(module.path, found.line, "front", message)
 
 
-def arrows(modules: Iterable[Module], level: Callable[[str], str] = folder_of) -> dict[str, dict[str, int]]:
-    """Folder -> folder it imports -> number of imports, those for annotations included; the package's own front left
-    out. level: `door_of` takes the rooms of a door together."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+def arrows(modules: Iterable[Module]) -> dict[str, set[str]]:
+    """Door -> doors it imports, those for annotations included; the package's own front left out."""
+    found: dict[str, set[str]] = defaultdict(set)
     for module in modules:
-        own = level(module.name)
+        own = door_of(module.name)
         for target in map(inside, module.imports):
-            folder = None if target is None else level(target)
-            if folder in _FOLDER_NAMES | _DOORS and folder != own and "__init__" not in (folder, own):
-                found[own][folder] += 1
+            door = None if target is None else door_of(target)
+            if door in _DOORS - {own} and "__init__" not in (door, own):
+                found[own].add(door)
     return found
-
-
-def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of folders that reach each other, each sorted."""
-
-    def reach(start: str) -> set[str]:
-        seen: set[str] = set()
-        queue = list(graph.get(start, ()))
-        while queue:
-            one = queue.pop()
-            if one not in seen:
-                seen.add(one)
-                queue += graph.get(one, ())
-        return seen
-
-    reached = {folder: reach(folder) for folder in graph}
-    groups = {
-        tuple(sorted(other for other in reached if other in reached[folder] and folder in reached[other]))
-        for folder in graph
-        if folder in reached[folder]
-    }
-    return [list(group) for group in sorted(groups)]
 
 
 # ---------------------------------------------------------------------- the tree
@@ -421,23 +398,16 @@ def path_lines(modules: Iterable[Module]) -> int:
 
 
 def check_tree(own: list[Module]) -> list[Violation]:
-    violations = []
-    for module in own:
-        violations += check_imports(module)
-    for what, level in ("folders", folder_of), ("doors", door_of):
-        for group in cycles(arrows(own, level)):
-            violations.append(Violation(Path(PACKAGE), 1, "cycle", f"{what} import each other: {', '.join(group)}"))
-    return violations
+    return [violation for module in own for violation in check_imports(module)]
 
 
 def summary(own: list[Module]) -> Iterator[str]:
     """What the tree is like, for the reader of a CI log."""
-    graph = arrows(own)
     doors: dict[str, int] = defaultdict(int)
     for module in own:
         doors[door_of(module.name)] += module.num_lines
     folders = {module.folder for module in own}
-    yield f"doors: {len(doors)}, folders: {len(folders)}, cycles: {len(cycles(graph))}"
+    yield f"doors: {len(doors)}, folders: {len(folders)}"
     yield f"lines: {sum(doors.values()):,}, afternoon path: {path_lines(own):,}"
     yield from (f"    {count:,} {door}" for door, count in sorted(doors.items(), key=lambda one: -one[1]))
     classes, long, wide = Classes(own), [], []
@@ -458,7 +428,7 @@ def summary(own: list[Module]) -> Iterator[str]:
 
 def picture(own: list[Module]) -> str:
     """The doors, top to bottom, and for each the doors right below it: arrows that others imply are left out."""
-    graph = {door: set(targets) for door, targets in arrows(own, door_of).items()}
+    graph = arrows(own)
     places = list(dict.fromkeys(door_of(name) for name, _ in FOLDERS))
     order = [name for name in places if name in graph or any(name in targets for targets in graph.values())]
 
@@ -512,9 +482,6 @@ def main() -> int:
     root = Path(arguments[0] if arguments else Path(__file__).parents[1]).resolve()
     gc.disable()  # trees of the whole package stay until the end
     own = read_modules(root)
-    if "--picture" in sys.argv:
-        print(picture(own))
-        return 0
     if "--write" in sys.argv:
         page = root / PAGE
         page.write_text(with_layout(page.read_text(encoding="utf-8"), own), encoding="utf-8")
