@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from megatron_infer.errors import ModelError
 from megatron_infer.text.end_ids import gguf_end_ids
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tokenizer_classes import QWEN2_WORDS
+from megatron_infer.text.tokenizer_classes import LLAMA3_WORDS, QWEN2_WORDS, pieces_decoder, words_in_bytes
 
 log = logging.getLogger("megatron_infer")
 
@@ -29,12 +29,7 @@ class _Kind(IntEnum):
     BYTE = 6
 
 
-# How text is split before BPE, per `tokenizer.ggml.pre`: the patterns of the models' own tokenizer.json files.
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-
+# How text is split before BPE, per `tokenizer.ggml.pre`.
 _GPT2_LIKE = ("gpt-2", "gpt2", "default", "mpt", "olmo", "phi-2", "jais")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _LLAMA3_LIKE = (
@@ -152,17 +147,16 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -
     backend = Backend(
         _model(tokens, merges, name, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _LLAMA3_LIKE)
     )
-    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)
     if pre in _GPT2_LIKE:
         backend.pre_tokenizer = gpt2
     elif pre in _SINGLE_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     elif pre in (*_LLAMA3_LIKE, *_LLAMA3_WORDS):
-        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(_LLAMA3), whole_bytes])
+        backend.pre_tokenizer = words_in_bytes(LLAMA3_WORDS, add_prefix_space=prefix_space)
     elif pre in _QWEN2_LIKE:
         backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(QWEN2_WORDS), whole_bytes])
+        backend.pre_tokenizer = words_in_bytes(QWEN2_WORDS, add_prefix_space=prefix_space)
     else:
         known = sorted({*_GPT2_LIKE, *_SINGLE_DIGITS, *_LLAMA3_LIKE, *_LLAMA3_WORDS, *_QWEN2_LIKE})
         raise ModelError(f"{name}: GGUF pre-tokenizer {pre!r} is not supported (supported: {', '.join(known)})")
@@ -182,10 +176,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], name: str
     spaces = normalizers.Replace(" ", "\u2581")
     steps = [normalizers.Prepend("\u2581"), spaces] if prefix_space else [spaces]
     backend.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(" ", 1, 0)] if prefix_space else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = pieces_decoder(strips=prefix_space)
     return backend
 
 
@@ -202,7 +193,3 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float] | None, n
             if left in id_of and right in id_of:
                 found.append((-scores[id], id_of[left], id_of[right], (left, right)))
     return [merge for *_, merge in sorted(found)]
-
-
-def _isolate(pattern: str) -> pre_tokenizers.Split:
-    return pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)

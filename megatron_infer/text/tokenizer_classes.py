@@ -19,9 +19,11 @@ from megatron_infer.errors import ModelError
 
 log = logging.getLogger("megatron_infer")
 
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_WORDS = rf"{_WORDS}|\p{{N}}|{_REST}"
+LLAMA3_WORDS = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+"""How text is split before BPE: the patterns of the models' own tokenizer.json files."""
 
 _PROBE = " Two  words,\n\t'll été 1234 日本 <s>"
 
@@ -58,9 +60,22 @@ def _gpt_neox(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _qwen2(backend: Backend, config: Mapping[str, Any]) -> None:
-    words = pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated", invert=False)
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False)
-    _byte_level(backend, normalizers.NFC(), pre_tokenizers.Sequence([words, whole]))
+    prefix_space = bool(config.get("add_prefix_space"))
+    _byte_level(backend, normalizers.NFC(), words_in_bytes(QWEN2_WORDS, add_prefix_space=prefix_space))
+
+
+def words_in_bytes(pattern: str, *, add_prefix_space: bool) -> pre_tokenizers.Sequence:
+    """Splits text by a pattern, and spells the parts in the byte alphabet."""
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)]
+    )
+
+
+def pieces_decoder(*, strips: bool) -> decoders.Sequence:
+    """Joins SentencePiece's pieces. strips: a text loses the space that it begins with."""
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strips else steps)
 
 
 def _llama(backend: Backend, config: Mapping[str, Any], *, always_strips: bool = False) -> None:
@@ -69,9 +84,7 @@ def _llama(backend: Backend, config: Mapping[str, Any], *, always_strips: bool =
     _options(backend, unk_token=None, fuse_unk=True, byte_fallback=True)
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    strips = always_strips or prefix is not False
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strips else steps)
+    backend.decoder = pieces_decoder(strips=always_strips or prefix is not False)
 
 
 def _code_llama(backend: Backend, config: Mapping[str, Any]) -> None:
@@ -83,7 +96,7 @@ def _gemma(backend: Backend, config: Mapping[str, Any]) -> None:
     _options(backend, unk_token=config.get("unk_token") or "<unk>", fuse_unk=True, byte_fallback=True)
     backend.normalizer = normalizers.Replace(" ", "\u2581")
     backend.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = pieces_decoder(strips=False)
 
 
 def _options(backend: Backend, *, unk_token: Any, fuse_unk: bool, byte_fallback: bool) -> None:
