@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.utils.child_process import run
+from megatron_infer.utils.host import cpu_flags, cpu_has_bf16, cpu_name, memory_info
 
 PACKAGES = {
     "torch": "required",
@@ -135,34 +136,21 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> Iterator[Fact]:
-    info = _cpuinfo()
-    yield Fact("cpu", "model", info.get("model name") or platform.processor() or platform.machine())
+    yield Fact("cpu", "model", cpu_name())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = os.cpu_count() or 0
     yield Fact("cpu", "cores", str(cores), "" if usable in (None, cores) else f"{usable} usable by this process")
-    flags = set((info.get("flags") or info.get("Features") or "").split())
+    flags = cpu_flags()
     present = [name for name in CPU_FEATURES if name in flags]
     yield Fact("cpu", "features", ", ".join(present) or "none known", "of those that kernels here can use")
-    has_bf16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    yield Fact("cpu", "bfloat16", "computed in hardware" if has_bf16 else "multiplied as float32")
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries; empty where there is no /proc."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return {}
-    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    yield Fact("cpu", "bfloat16", "computed in hardware" if cpu_has_bf16() else "multiplied as float32")
 
 
 def _memory() -> Iterator[Fact]:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        sizes = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines() if ":" in line)
+    sizes = memory_info()
+    if sizes:
         for name, key in (("total", "MemTotal"), ("available", "MemAvailable")):
-            yield Fact("memory", name, f"{int(sizes[key].split()[0]) / (1 << 20):.1f} GiB")
+            yield Fact("memory", name, f"{sizes[key] / (1 << 30):.1f} GiB")
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         yield Fact("memory", "total", f"{total / (1 << 30):.1f} GiB")

@@ -14,16 +14,34 @@ LEAST_WATCHED_S = 0.25
 """Shortest span of a `CpuClock` that tells of other processes (seconds)."""
 
 
+def memory_info() -> dict[str, int]:
+    """Bytes by name as /proc/meminfo has them; {} where there is no such file."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+
+
 def free_host_bytes() -> int:
     """Free memory of the host, as the system reports it."""
+    free = memory_info().get("MemAvailable")
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if free is None else free
+
+
+def cpu_info() -> dict[str, str]:
+    """The first processor's entries of /proc/cpuinfo; {} where there is no such file."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")
     except OSError:
-        pass  # not Linux: the portable figure below
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def cpu_flags() -> set[str]:
+    """Names of the processor's features, as x86 or Arm names them."""
+    info = cpu_info()
+    return set((info.get("flags") or info.get("Features") or "").split())
 
 
 def cpu_has_bf16() -> bool:
@@ -31,22 +49,12 @@ def cpu_has_bf16() -> bool:
 
     Elsewhere the native kernels are faster in it than in float32, and torch is much slower.
     """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return False
-    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+    return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_name() -> str:
     """The processor's model name, or the machine's type where the system has no name."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        name = ""
-    return name or platform.processor() or platform.machine()
+    return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
 def resident_mib(pid: int) -> float:

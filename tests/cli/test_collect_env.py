@@ -19,29 +19,26 @@ SECTIONS = [
 ]
 
 
-def test_report_covers_every_section_and_none_failed():
+def test_report_covers_every_section_and_every_kernel_and_none_failed():
     facts = collect_env.collect()
     assert list(collect_env.as_dict(facts)) == SECTIONS
     assert [fact for fact in facts if fact.name == "failed"] == []
     assert {fact.name for fact in facts} >= {"python", "torch", "megatron-core", "features", "threads"}
-
-
-def test_exact_mode_names_the_choice_or_why_there_is_none(monkeypatch):
-    def rows():
-        return {fact.name: fact for fact in collect_env._kernels()}
-
-    found = [name for name in rows() if name.startswith("exact mode")]
-    assert all(any(dtype in name for name in found) for dtype in ("float32", "bfloat16"))
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "torch")
-    assert rows()["exact mode, cpu float32"].value == "not available"
-    assert select.BACKEND_VARIABLE in rows()["exact mode, cpu float32"].note
-
-
-def test_kernels_say_what_was_chosen_for_each_dtype():
-    rows = {fact.name: fact.value for fact in collect_env.collect() if fact.section == "kernels"}
+    kernels = {fact.name: fact for fact in facts if fact.section == "kernels"}
     for dtype in ("bfloat16", "float32"):
+        assert any(name.startswith("exact mode") and dtype in name for name in kernels)
         for operation in ("attention", "selective scan"):
-            assert rows[f"{operation}, cpu {dtype}"] in {"native", "torch", "reference"}
+            assert kernels[f"{operation}, cpu {dtype}"].value in {"native", "torch", "reference"}
+    if torch.cuda.is_available():
+        assert "attention, cuda bfloat16" in kernels
+    else:
+        assert kernels["cuda"].value == "no GPU" and "flashinfer" in kernels["cuda"].note
+
+
+def test_exact_mode_that_no_kernels_have_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "torch")
+    row = {fact.name: fact for fact in collect_env._kernels()}["exact mode, cpu float32"]
+    assert row.value == "not available" and select.BACKEND_VARIABLE in row.note
 
 
 def test_each_nvidia_package_is_listed_with_its_import_and_its_use():
@@ -77,14 +74,6 @@ def test_a_broken_package_is_reported_even_where_it_ends_its_process(tmp_path, m
     assert gpu_packages._state(package) == value
     assert gpu_packages._state(gpu_packages.Package("no-such", "no_such_module", "tests")) == "not installed"
     gpu_packages.run_in_subprocess.cache_clear()
-
-
-def test_kernels_are_listed_or_the_missing_gpu_is_reported():
-    rows = {fact.name: fact for fact in collect_env._kernels()}
-    if torch.cuda.is_available():
-        assert "attention, cuda bfloat16" in rows
-    else:
-        assert rows["cuda"].value == "no GPU" and "flashinfer" in rows["cuda"].note
 
 
 def test_text_and_json_hold_every_fact():
