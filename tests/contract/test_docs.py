@@ -132,19 +132,6 @@ def test_what_a_page_names_is_there(page):
     assert not any(wrong.values()), wrong
 
 
-def test_what_is_not_there_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# One head\n")
-    assert missing_files("see `engine/nothing.py` and `step_loop.py`") == ["engine/nothing.py"]
-    spans = "`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing` `engine.gone`"
-    assert missing_names(spans) == [
-        "StepLoop.nothing",
-        "engine.gone",
-        "megatron_infer.engine.nothing",
-    ]
-    assert broken_links("# One head\n[a](#one-head) [b](#other) [c](gone.md)", page) == ["#other", "gone.md"]
-
-
 def test_nouns_of_the_glossary_are_names_of_the_package():
     paths = (ROOT / "megatron_infer").rglob("*.py")
     words = {word for path in paths for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import operator
 import os
 import subprocess
 import sys
@@ -29,114 +30,41 @@ from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
 
-SIGNATURES = {
-    # what we override: ours must be callable as theirs is
-    "SelfAttention.forward": (
-        mcore.SelfAttention.forward,
-        ["self", "hidden_states", "attention_mask", "key_value_states", "inference_context", "rotary_pos_emb"],
-    ),
-    "TopKRouter.gating": (mcore.TopKRouter.gating, ["self", "input"]),
-    "RotaryEmbedding.get_emb": (mcore.RotaryEmbedding.get_emb, ["self", "max_seq_len", "offset"]),
-    # what we call
-    "RotaryEmbedding.get_freqs_non_repeated": (
-        mcore.RotaryEmbedding.get_freqs_non_repeated,
-        ["self", "max_seq_len", "offset"],
-    ),
-    "TransformerBlock.forward": (
-        mcore.TransformerBlock.forward,
-        ["self", "hidden_states", "attention_mask", "inference_context"],
-    ),
-    "LanguageModelEmbedding.forward": (mcore.LanguageModelEmbedding.forward, ["self", "input_ids", "position_ids"]),
-    "GPTModel.forward": (
-        mcore.GPTModel.forward,
-        ["self", "input_ids", "position_ids", "attention_mask", "inference_context", "runtime_gather_output"],
-    ),
-    "GPTModel._preprocess": (mcore.GPTModel._preprocess, ["self"]),
-    "GPTModel._postprocess": (mcore.GPTModel._postprocess, ["self", "hidden_states"]),
-    "GPTModel.shared_embedding_or_output_weight": (mcore.GPTModel.shared_embedding_or_output_weight, ["self"]),
-    "TopKRouter.sinkhorn_load_balancing": (mcore.TopKRouter.sinkhorn_load_balancing, ["self", "logits"]),
-    "topk_routing_with_score_function": (
-        mcore.topk_routing(),
-        [
-            "logits",
-            "topk",
-            "use_pre_softmax",
-            "num_groups",
-            "group_topk",
-            "scaling_factor",
-            "score_function",
-            "expert_bias",
-            "fused",
-        ],
-    ),
-    "is_layer_window_attention": (
-        mcore.is_layer_window_attention,
-        ["window_size", "window_attn_skip_freq", "layer_number"],
-    ),
-    "get_gpt_layer_local_spec": (
-        mcore.get_gpt_layer_local_spec,
-        ["num_experts", "qk_layernorm", "normalization", "qk_l2_norm"],
-    ),
-    "get_num_layers_to_build": (mcore.get_num_layers_to_build, ["config"]),
-    "get_bias_dropout_add": (mcore.get_bias_dropout_add, ["training", "fused"]),
-    # hybrid models
-    "HybridModel.forward": (
-        mcore.HybridModel.forward,
-        ["self", "input_ids", "position_ids", "attention_mask", "inference_context", "runtime_gather_output"],
-    ),
-    "HybridModel.shared_embedding_or_output_weight": (mcore.HybridModel.shared_embedding_or_output_weight, ["self"]),
-    "HybridModel.__init__": (
-        mcore.HybridModel.__init__,
-        ["config", "vocab_size", "max_sequence_length", "position_embedding_type", "pg_collection"],
-    ),
-    "HybridStack.__init__": (
-        mcore.HybridStack.__init__,
-        ["self", "config", "submodules", "post_layer_norm", "post_process", "pg_collection"],
-    ),
-    "HybridStack.forward": (
-        mcore.HybridStack.forward,
-        ["self", "hidden_states", "attention_mask", "inference_context", "rotary_pos_emb", "packed_seq_params"],
-    ),
-    "MambaLayer.__init__": (
-        mcore.MambaLayer.__init__,
-        ["self", "config", "submodules", "layer_number", "pg_collection", "pp_layer_offset"],
-    ),
-    "MambaLayer.forward": (
-        mcore.MambaLayer.forward,
-        ["self", "hidden_states", "attention_mask", "inference_context", "packed_seq_params"],
-    ),
-    "MLPLayer.__init__": (mcore.MLPLayer.__init__, ["self", "config", "submodules", "layer_number"]),
-    "build_module": (mcore.build_module, ["args", "kwargs"]),
-    "sharded_state_dict_default": (
-        mcore.sharded_state_dict_default,
-        ["module", "prefix", "sharded_offsets", "metadata", "tp_group"],
-    ),
-    "make_sharded_tensors_for_checkpoint": (
-        mcore.make_sharded_tensors_for_checkpoint,
-        ["state_dict", "prefix", "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"],
-    ),
-    "ShardedTensorFactory.__init__": (
-        mcore.ShardedTensorFactory.__init__,
-        ["self", "key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range"],
-    ),
-    # what specs fill
-    "GPTModel.__init__": (
-        mcore.GPTModel.__init__,
-        ["config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "position_embedding_type"],
-    ),
-    "DotProductAttention.__init__": (
-        mcore.DotProductAttention.__init__,
-        [
-            "config",
-            "layer_number",
-            "attn_mask_type",
-            "attention_type",
-            "softmax_scale",
-            "cp_comm_type",
-            "pg_collection",
-        ],
-    ),
-}
+_SIGNATURES = """
+SelfAttention.forward self hidden_states attention_mask key_value_states inference_context rotary_pos_emb
+TopKRouter.gating self input
+RotaryEmbedding.get_emb self max_seq_len offset
+RotaryEmbedding.get_freqs_non_repeated self max_seq_len offset
+TransformerBlock.forward self hidden_states attention_mask inference_context
+LanguageModelEmbedding.forward self input_ids position_ids
+GPTModel.__init__ config transformer_layer_spec vocab_size max_sequence_length position_embedding_type
+GPTModel.forward self input_ids position_ids attention_mask inference_context runtime_gather_output
+GPTModel._preprocess self
+GPTModel._postprocess self hidden_states
+GPTModel.shared_embedding_or_output_weight self
+TopKRouter.sinkhorn_load_balancing self logits
+topk_routing logits topk use_pre_softmax num_groups group_topk scaling_factor score_function expert_bias fused
+is_layer_window_attention window_size window_attn_skip_freq layer_number
+get_gpt_layer_local_spec num_experts qk_layernorm normalization qk_l2_norm
+get_num_layers_to_build config
+get_bias_dropout_add training fused
+DotProductAttention.__init__ config layer_number attn_mask_type attention_type softmax_scale cp_comm_type pg_collection
+HybridModel.__init__ config vocab_size max_sequence_length position_embedding_type pg_collection
+HybridModel.forward self input_ids position_ids attention_mask inference_context runtime_gather_output
+HybridModel.shared_embedding_or_output_weight self
+HybridStack.__init__ self config submodules post_layer_norm post_process pg_collection
+HybridStack.forward self hidden_states attention_mask inference_context rotary_pos_emb packed_seq_params
+MambaLayer.__init__ self config submodules layer_number pg_collection pp_layer_offset
+MambaLayer.forward self hidden_states attention_mask inference_context packed_seq_params
+MLPLayer.__init__ self config submodules layer_number
+build_module args kwargs
+sharded_state_dict_default module prefix sharded_offsets metadata tp_group
+make_sharded_tensors_for_checkpoint state_dict prefix tensor_parallel_layers_axis_map sharded_offsets tp_group \
+    dp_cp_group
+ShardedTensorFactory.__init__ self key data build_fn merge_fn replica_id flattened_range
+"""
+"""Functions that are overridden, called or filled in by specs, and the parameters that must be there in this order."""
+SIGNATURES = {name: parameters for name, *parameters in map(str.split, _SIGNATURES.strip().splitlines())}
 
 _FIELDS = """
 multi_latent_attention experimental_attention_variant linear_attention_freq attention_output_gate softmax_type
@@ -157,7 +85,8 @@ ONLY_IN_LATER_VERSIONS = {"use_mup", "attn_logit_softcapping"}
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_the_ones_we_call_and_override(name):
-    function, needed = SIGNATURES[name]
+    needed = SIGNATURES[name]
+    function = mcore.topk_routing() if name == "topk_routing" else operator.attrgetter(name)(mcore)
     parameters = inspect.signature(function).parameters
     assert set(needed) <= set(parameters), f"{name} lost {set(needed) - set(parameters)}"
     ordered = [parameter for parameter in parameters if parameter in needed]

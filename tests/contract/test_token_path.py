@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import re
 import sys
-from pathlib import Path
 from types import CodeType, FrameType
 
-import pytest
+from load_file import ROOT, load_file
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- path begin -->", "<!-- path end -->"
 FRAME = re.compile(r"`(\w+\.\w+)`")
 """`Class.method`, or `module.function` for a function of a module. Files have a slash, so they are not taken."""
 
 
-def _load_layout():
-    spec = importlib.util.spec_from_file_location("check_layout_of_path", ROOT / "tools" / "check_layout.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-layout = _load_layout()
+layout = load_file("tools/check_layout.py")
 
 
 def _is_left_out(code: CodeType, module: str) -> bool:
@@ -106,20 +95,3 @@ def differences(named: list[str], calls: list[tuple[str, bool]]) -> list[str]:
 def test_the_path_of_a_token_names_what_a_trace_has():
     wrong = differences(named_frames(PAGE.read_text(encoding="utf-8")), traced_calls())
     assert not wrong, "docs/architecture.md, The path of a token:\n" + "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        (["A.a", "B.b"], None),
-        (["A.a", "x.y", "B.b"], None),
-        (["A.a"], "called and not named"),
-        (["A.a", "B.b", "A.c"], "never called"),
-        (["B.b", "A.a"], "named behind"),
-    ],
-    ids=str,
-)
-def test_a_page_that_differs_is_found(named, message):
-    calls = [("A.a", True), ("x.y", False), ("B.b", True)]
-    found = differences(named, calls)
-    assert (found == []) if message is None else (message in found[0])

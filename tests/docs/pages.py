@@ -14,7 +14,7 @@ import builtins
 import importlib
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +66,9 @@ def all_blocks() -> Iterator[Block]:
         yield from blocks_of(page)
 
 
-def undefined_names(text: str, known: Iterable[str] = ()) -> list[str]:
-    """Names that Python reads and that neither it nor `known` has; the order within the text does not count."""
-    read, bound = set(), {*known, *dir(builtins), "__name__"}
+def undefined_names(text: str) -> list[str]:
+    """Names that Python reads and that it does not have; the order within the text does not count."""
+    read, bound = set(), {*dir(builtins), "__name__"}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from command_lines import wrong
 from pages import LANGUAGES, all_blocks
 
@@ -22,22 +21,3 @@ def test_command_lines_would_be_taken():
     found = [(block.page, block.line, command) for block in all_blocks() for command in block.commands]
     refused = [(*one, why) for one in found if (why := wrong(one[2])) is not None]
     assert len(found) > 40 and not refused
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "megatron-infer nothing",
-        "megatron-infer plan smollm2 --nothing 1",
-        "megatron-infer plan smollm2 --tp two",
-        "torchrun --nothing 2 examples/generate.py",
-        "torchrun --nproc-per-node 2 examples/nothing.py",
-        "torchrun --nproc-per-node 2 -m megatron_infer plan smollm2 --nothing",
-        "python examples/generate.py --nothing",
-        "make nothing",
-        "pip install 'megatron-infer[nothing]'",
-        "nothing",
-    ],
-)
-def test_what_is_not_there_is_found(command):
-    assert wrong(command) is not None
