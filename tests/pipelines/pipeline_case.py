@@ -11,6 +11,8 @@ from model_kinds import buffers, make_model
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.pipelines.text_generation import TextContext, TextGenerationInputs, TextGenerationOutput
 
@@ -87,9 +89,39 @@ def check_same(answers: dict[str, TextGenerationOutput], expected, prefix: str =
         answer, sequence = answers[f"{prefix}{number}"], output.outputs[0]
         assert answer.tokens == sequence.token_ids
         assert (answer.final_status.value == "end_of_sequence") == (sequence.finish_reason == "stop")
-        wanted = [entry[token].logprob for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True)]
         found = answer.log_probabilities.token_log_probabilities
-        assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < CLOSE
+        assert max(abs(a - b) for a, b in zip(found, drawn(sequence), strict=True)) < CLOSE
+
+
+def generate_by_hand(model: McorePipelineModel, contexts, *, claims: bool, steps: int = 6, top: int = 3, echo=False):
+    """Greedy tokens -> log probabilities of each step by context."""
+    manager, found = model.kv_manager, [[] for _ in contexts]
+    kv_inputs = None
+    if claims:
+        for context in contexts:
+            manager.claim(context.request_id)
+            manager.alloc(context, num_steps=steps)
+        kv_inputs = manager.runtime_inputs(contexts)
+    inputs = model.prepare_initial_token_inputs(contexts, kv_cache_inputs=kv_inputs)
+    for number in range(steps):
+        outputs = model.execute(inputs)
+        tokens = outputs.next_token_logits.argmax(-1)
+        count = len(contexts)
+        scored = model.compute_log_probabilities(
+            model.session, inputs, outputs, tokens, [top] * count, [echo and number == 0] * count
+        )
+        for context, token, scores, one in zip(contexts, tokens.tolist(), scored, found, strict=True):
+            context.update(token)
+            one.append(scores)
+        manager.step(contexts)
+        if number < steps - 1:
+            inputs = model.prepare_next_token_inputs(tokens, inputs)
+    return found
+
+
+def drawn(sequence: CompletionOutput) -> list[float]:
+    """Log probabilities of a sequence's tokens."""
+    return [entry[token].logprob for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True)]
 
 
 def free_pages(engine: DynamicInferenceEngine) -> tuple[int, int]:

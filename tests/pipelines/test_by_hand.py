@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_case import CLOSE, contexts_of, free_pages, make_engine, run_to_end, workload
+from pipeline_case import CLOSE, contexts_of, free_pages, generate_by_hand, make_engine, run_to_end, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import (
@@ -24,32 +24,6 @@ from megatron_infer.pipelines.text_generation import TextGenerationInputs
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=3)
 WORK = [(prompt, GREEDY) for prompt, _ in workload(4)]
-
-
-def generate_by_hand(model: McorePipelineModel, contexts, *, claims: bool, steps: int = 6, top: int = 3, echo=False):
-    """Greedy tokens -> log probabilities of each step by context."""
-    manager, found = model.kv_manager, [[] for _ in contexts]
-    kv_inputs = None
-    if claims:
-        for context in contexts:
-            manager.claim(context.request_id)
-            manager.alloc(context, num_steps=steps)
-        kv_inputs = manager.runtime_inputs(contexts)
-    inputs = model.prepare_initial_token_inputs(contexts, kv_cache_inputs=kv_inputs)
-    for number in range(steps):
-        outputs = model.execute(inputs)
-        tokens = outputs.next_token_logits.argmax(-1)
-        count = len(contexts)
-        scored = model.compute_log_probabilities(
-            model.session, inputs, outputs, tokens, [top] * count, [echo and number == 0] * count
-        )
-        for context, token, scores, one in zip(contexts, tokens.tolist(), scored, found, strict=True):
-            context.update(token)
-            one.append(scores)
-        manager.step(contexts)
-        if number < steps - 1:
-            inputs = model.prepare_next_token_inputs(tokens, inputs)
-    return found
 
 
 @pytest.mark.parametrize("claims", [True, False])

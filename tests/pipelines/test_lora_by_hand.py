@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lora_cases import random_adapter
-from pipeline_case import CLOSE, contexts_of, free_pages, make_engine, model_of, run_to_end
+from pipeline_case import CLOSE, contexts_of, free_pages, generate_by_hand, make_engine, model_of, run_to_end
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import CapacityError, ConfigError, DuplicateRequest, RequestError, UnknownAdapter
@@ -33,22 +33,10 @@ def scores(output) -> list[dict[int, float]]:
     return [{token: one.logprob for token, one in entry.items()} for entry in output.outputs[0].logprobs]
 
 
-def by_hand(model: McorePipelineModel, contexts, steps: int = 5) -> list[list[dict[int, float]]]:
+def by_hand(model: McorePipelineModel, contexts) -> list[list[dict[int, float]]]:
     """Greedy tokens -> top log probabilities of each step by context."""
-    found = [[] for _ in contexts]
-    inputs = model.prepare_initial_token_inputs(contexts)
-    for number in range(steps):
-        outputs = model.execute(inputs)
-        tokens = outputs.next_token_logits.argmax(-1)
-        count = len(contexts)
-        top = model.compute_log_probabilities(model.session, inputs, outputs, tokens, [2] * count, [False] * count)
-        for context, token, one, mine in zip(contexts, tokens.tolist(), top, found, strict=True):
-            context.update(token)
-            mine += one.top_log_probabilities
-        model.kv_manager.step(contexts)
-        if number < steps - 1:
-            inputs = model.prepare_next_token_inputs(tokens, inputs)
-    return found
+    found = generate_by_hand(model, contexts, claims=False, steps=5, top=2)
+    return [[top for scores in steps for top in scores.top_log_probabilities] for steps in found]
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_case import CLOSE, free_pages
+from pipeline_case import CLOSE, drawn, free_pages
 from safetensors.torch import save_file
 from server_case import END, post, serving, tokenizer
 
@@ -43,13 +42,10 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("toy")
     tokenizer().save(path)
     (path / "config.json").write_text(json.dumps(TOY))
-    spec = importlib.util.spec_from_file_location("toy_for_weights", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     config = configure(path)
     model, _ = load_model(config, config.resolved.architecture.pipeline_model, config.resolved.engine, None, {}, None)
-    drawn = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(one.shape, generator=drawn) * 0.2 for name, one in model.net.state_dict().items()}
+    rng = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(one.shape, generator=rng) * 0.2 for name, one in model.net.state_dict().items()}
     save_file(weights, path / "model.safetensors")
     return path
 
@@ -122,11 +118,7 @@ def test_it_serves_over_http(pipeline):
         for reply, output in zip(replies, expected, strict=True):
             (choice,) = reply.json()["choices"]
             assert choice["text"] == output.outputs[0].text
-            wanted = [
-                entry[token].logprob
-                for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-            ]
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=CLOSE)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(drawn(output.outputs[0]), abs=CLOSE)
         reply = post(case, "/v1/completions", prompt="n?", structured_outputs={"regex": "[a-c]{4}"}, max_tokens=9)
         assert re.fullmatch("[a-c]{4}", reply.json()["choices"][0]["text"])
         refused = post(case, "/v1/completions", prompt="one", echo=True, logprobs=1, max_tokens=1)

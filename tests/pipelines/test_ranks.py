@@ -11,7 +11,7 @@ import pytest
 import stage_case
 import torch
 from gloo_ranks import run_on_ranks
-from pipeline_case import CLOSE, check_same, contexts_of, run_to_end
+from pipeline_case import CLOSE, check_same, contexts_of, drawn, run_to_end
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -31,13 +31,7 @@ def work_of():
 
 def tokens_of(engine) -> list:
     outputs = engine.generate([prompt for prompt, _ in work_of()], [params for _, params in work_of()])
-    return [
-        (
-            one.outputs[0].token_ids,
-            [e[t].logprob for t, e in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)],
-        )
-        for one in outputs
-    ]
+    return [(one.outputs[0].token_ids, drawn(one.outputs[0])) for one in outputs]
 
 
 def as_outputs(saved) -> list[RequestOutput]:

@@ -21,19 +21,21 @@ def render(template, messages=USER, **options):
     return chat_template.render(template, messages, add_generation_prompt=True, **options)
 
 
-def test_blocks_are_trimmed_and_loop_controls_work():
-    template = (
-        "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}\n{% endfor %}\nend"
-    )
-    assert render(template, USER * 3) == "hi <b> & é\nend"
-
-
-def test_tojson_keeps_text_as_it_is():
-    assert render("{{ tools | tojson }}", tools=[{"name": "<é & 'x'>"}]) == '[{"name": "<é & \'x\'>"}]'
-
-
-def test_generation_blocks_render_their_body():
-    assert render("{% generation %}x{{ messages[0].role }}{% endgeneration %}y") == "xusery"
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}\n"
+            "{% endfor %}\nend",
+            "hi <b> & é\nend",
+        ),
+        ("{{ tools | tojson }}", '[{"name": "<é & \'x\'>"}]'),
+        ("{% generation %}x{{ messages[0].role }}{% endgeneration %}y", "xusery"),
+    ],
+    ids=["trimmed blocks and loop controls", "tojson keeps text", "generation blocks"],
+)
+def test_templates_have_what_those_of_hugging_face_expect(template, text):
+    assert render(template, USER * 3, tools=[{"name": "<é & 'x'>"}]) == text
 
 
 def test_strftime_now_is_there():

@@ -47,12 +47,6 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
     assert len(Tokenizer.from_directory(tmp_path).encode("hello " * 10)) > 8
 
 
-def test_chat_template_file_wins_over_the_config(tmp_path):
-    byte_level().save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("from file")
-    assert Tokenizer.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": ""}]) == "from file"
-
-
 def test_an_output_ends_with_the_end_tokens_of_every_file(tmp_path):
     original = byte_level()
     original.save(tmp_path)
