@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_infer.cli.config_flags import flag_of
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.options import Option, docs_of, options_of
 from megatron_infer.config.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ CLASSES: dict[type, str] = {
     "`LLM(MODEL, config=...)` takes.",
     SpeculativeConfig: "`speculative` of `InferenceConfig`: see [speculative.md](speculative.md).",
     LoRAConfig: "`lora` of `InferenceConfig`: see [lora.md](lora.md).",
+    RunOptions: "Of a model: arguments of `LLM`, and keys of the file of `serve --config`.",
+    Layout: "Of a server: numbers of ranks, also keys of the file of `serve --config`.",
     SamplingParams: "Of a request: arguments of `SamplingParams`.",
     StructuredOutput: "`structured` of `SamplingParams`: see [structured_output.md](structured_output.md).",
     ServerConfig: "Of the HTTP server: keys of the file of `serve --config`, and `MEGATRON_INFER_NAME` in the "
@@ -57,8 +60,8 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "Made from the declarations of the options by `python tools/option_docs.py`. Under `since` stands the first",
-        "megatron-core whose `InferenceConfig` has the option.",
+        "Look an option up here by its name or its flag. `since`: the first megatron-core whose `InferenceConfig` has",
+        "the option. `python tools/option_docs.py` writes this page from the declarations of the options.",
     ]
     for config, about in CLASSES.items():
         docs = docs_of(config)

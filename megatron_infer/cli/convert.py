@@ -6,7 +6,8 @@ import argparse
 import math
 from typing import Any
 
-from megatron_infer.cli.loading import DTYPES, note
+from megatron_infer.cli.loading import note
+from megatron_infer.config.layout import DTYPES
 from megatron_infer.errors import ConfigError
 
 

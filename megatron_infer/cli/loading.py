@@ -7,7 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.config_flags import add_config_options, given
+from megatron_infer.cli.config_flags import add_config_options, add_flags, given, given_flags
+from megatron_infer.config.layout import RunOptions
 from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.gc_pause import is_program, no_collection
 from megatron_infer.utils.process_memory import loading_for_good
@@ -15,8 +16,6 @@ from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     from megatron_infer.engine.llm import LLM
-
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +25,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
-    parser.add_argument(
-        "--threads", type=positive_int, default=None, metavar="N", help="CPU threads (default: all cores)"
-    )
+    """--dtype, --device, --threads and the engine's options."""
+    add_flags(parser, parser, RunOptions, "")
     add_config_options(parser)
+
+
+def run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `RunOptions` that a command line gives. Raises ConfigError for a wrong value."""
+    options = given_flags(args, RunOptions, "")
+    RunOptions(**options)
+    return options
 
 
 def load_llm(args: argparse.Namespace) -> LLM:
@@ -45,7 +48,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
         from megatron_infer.engine.llm import LLM  # imports torch and megatron-core
 
         started = time.perf_counter()
-        llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
+        llm = LLM(args.model, config=config, **run_options(args))
     note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")
     return llm
 

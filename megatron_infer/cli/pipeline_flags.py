@@ -6,12 +6,15 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import SERVER_PREFIX, default_text, flag_of, given, given_flags
+from megatron_infer.cli.loading import run_options
 from megatron_infer.cli.parser import Parser
 from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from megatron_infer.pipelines.config import PipelineConfig
 
 DEST_PREFIX = "pipeline_"
@@ -25,21 +28,12 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "pipeline", "fields of PipelineConfig, also as MEGATRON_INFER_NAME in the environment and in --config-file"
     )
-
-    def add(name: str, text: str, **parsing: Any) -> None:
-        text = " ".join(text.split()).replace("%", "%%")
-        flag, dest = flag_of(name), DEST_PREFIX + name
-        action = group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=text, **parsing)
-        if isinstance(parser, Parser):
-            parser.shorten(action, is_rare=name != "config_file")
-
     try:
         from megatron_infer.pipelines.config import NAMES
         from megatron_infer.pipelines.config_layers import DRAFT
-        from megatron_infer.pipelines.field_rows import description_of
     except ModuleNotFoundError:
-        add("config_file", NEEDED)
-        add("section_name", NEEDED)
+        _add_flag(parser, group, "config_file", NEEDED)
+        _add_flag(parser, group, "section_name", NEEDED)
         return
     taken = set(parser._option_string_actions)
     for path, owner in NAMES.paths.items():
@@ -49,8 +43,38 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         info = owner.model_fields[name]
         is_bool = info.annotation is bool
         parsing: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_bool else {"metavar": "VALUE"}
-        default = "none" if info.default_factory is not None else default_text(info.default)
-        add(name, f"{description_of(info)} (default {default})", **parsing)
+        _add_flag(parser, group, name, _text_of(info), is_rare=name != "config_file", **parsing)
+
+
+def add_audio_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of audio of `AudioGenerationConfig`; the values are texts."""
+    group = parser.add_argument_group("audio", "fields of AudioGenerationConfig")
+    try:
+        from megatron_infer.pipelines.audio_config import AUDIO_FIELDS, AudioGenerationConfig
+    except ModuleNotFoundError:
+        _add_flag(parser, group, "audio_decoder", NEEDED)
+        return
+    for name in AUDIO_FIELDS:
+        if name != "prometheus_metrics_mode":  # of processes that run on
+            text = _text_of(AudioGenerationConfig.model_fields[name])
+            _add_flag(parser, group, name, text, metavar="VALUE")
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser, group: Any, name: str, text: str, *, is_rare: bool = False, **parsing: Any
+) -> None:
+    text = " ".join(text.split()).replace("%", "%%")
+    action = group.add_argument(flag_of(name), dest=DEST_PREFIX + name, default=argparse.SUPPRESS, help=text, **parsing)
+    if isinstance(parser, Parser):
+        parser.shorten(action, is_rare=is_rare)
+
+
+def _text_of(info: FieldInfo) -> str:
+    """What a field does, and its default."""
+    from megatron_infer.pipelines.field_rows import description_of
+
+    default = "none" if info.default_factory is not None else default_text(info.default)
+    return f"{description_of(info)} (default {default})"
 
 
 def pipeline_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -92,12 +116,7 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         if "model_path" in values:
             raise ConfigError(f"MODEL {args.model} beside --model-path {values['model_path']}; give one of them")
         values["model_path"] = args.model
-    for name in ("dtype", "device"):
-        if getattr(args, name) != "auto":
-            values[name] = getattr(args, name)
-    if getattr(args, "threads", None) is not None:
-        values["threads"] = args.threads
-    values |= given_flags(args, Layout, "")
+    values |= run_options(args) | given_flags(args, Layout, "")
     if free_bytes is None:
         return PipelineConfig(**values)
     config = PipelineConfig(**values | {"defer_resolve": True})

@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.config_flags import add_config_options, given
-from megatron_infer.cli.loading import DTYPES
+from megatron_infer.cli.config_flags import given
+from megatron_infer.cli.loading import add_run_options, run_options
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.cli.plan_roofline import add_roofline_options, show_roofline, wants_roofline
 from megatron_infer.config.batching import BatchingLimits
@@ -17,6 +17,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_draft_weights
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import RunOptions
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
@@ -43,10 +44,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint"
     )
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto); h100, h200 or b200 with --roofline"
-    )
     parser.add_argument(
         "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N", help="ranks that share a model (1)"
     )
@@ -59,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_roofline_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     add_pipeline_options(parser)
     parser.set_defaults(run=run)
 
@@ -83,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError("no model: give MODEL, or model_path in --config-file")
-    device = Device(args.device)
+    on = RunOptions(**run_options(args))
+    device = Device(on.device)
     asked, plan = given(args), open_source(args.model).config()
     linear = asked.get("linear_backend", "auto")
-    dtype = str(choose_dtype(args.dtype, device, linear_backend=linear)).removeprefix("torch.")
+    dtype = str(choose_dtype(on.dtype, device, linear_backend=linear)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = device.available_bytes() if free_bytes is None else free_bytes
     size = args.tensor_parallel_size
@@ -103,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(args.model, config, shape, sizes)
         if draft is not None:
-            count, weights = draft.num_parameters / 1e6, draft.num_parameters * draft.kv_dtype_bytes / GIB
-            print(f"draft model {drafting}: {count:,.1f} M parameters, {weights:.2f} GiB of weights")
+            print(f"draft model {drafting}: {_size(draft)}")
         if sizes.graph_shapes:
             _print_graphs(shape, sizes, size)
     return 0
@@ -163,9 +160,7 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     from rich.table import Table
     from rich.text import Text
 
-    weights = shape.num_parameters * shape.kv_dtype_bytes
-    title = f"{name}: {shape.num_parameters / 1e6:,.1f} M parameters, {shape.dtype}, {weights / GIB:.2f} GiB of weights"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=f"{name}: {_size(shape)}", title_justify="left", box=box.SIMPLE)
     table.add_column("size", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
@@ -181,6 +176,11 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     console.print(Text("options that differ from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
     limits = {key: value for key, value in asdict(BatchingLimits.of(config, sizes)).items() if value is not None}
     console.print(Text(f"batching {config.batching.value}" + "".join(f", {k} {v:,}" for k, v in limits.items())))
+
+
+def _size(shape: ModelShape) -> str:
+    parameters, weights = shape.num_parameters / 1e6, shape.weight_bytes / GIB
+    return f"{parameters:,.1f} M parameters, {shape.dtype}, {weights:.2f} GiB of weights"
 
 
 def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size: int) -> None:

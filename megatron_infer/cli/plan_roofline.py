@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_infer.cli.config_flags import ENGINE_PREFIXES, flags_given, given
+from megatron_infer.cli.loading import run_options
 from megatron_infer.cli.pipeline_flags import pipeline_values
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import RunOptions
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES
 from megatron_infer.config.step_work import LAUNCH_GAP_US, PUBLISHED, PUBLISHED_SOURCE, Ceiling, StepCounter, StepWork
 from megatron_infer.errors import ConfigError
@@ -42,14 +44,15 @@ def wants_roofline(args: argparse.Namespace) -> bool:
     for name in ("batch", "context"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} is an option of --roofline; add it, or leave --{name} out")
-    if args.device in PUBLISHED:
-        raise ConfigError(f"--device {args.device} is known to --roofline only; add it, or give cpu, cuda or cuda:N")
+    device = RunOptions(**run_options(args)).device
+    if device in PUBLISHED:
+        raise ConfigError(f"--device {device} is known to --roofline only; add it, or give cpu, cuda or cuda:N")
     return False
 
 
 def show_roofline(args: argparse.Namespace) -> None:
     """Print both steps of a command line, as tables or as JSON. Raises ConfigError, ModelError."""
-    device, batch, context = args.device, *_sizes(args)
+    device, batch, context = RunOptions(**run_options(args)).device, *_sizes(args)
     if device not in PUBLISHED:
         raise ConfigError(f"--device is {device}, with --roofline it must be {NAMES}")
     counter = _counter(args)
@@ -88,8 +91,9 @@ def _counter(args: argparse.Namespace) -> StepCounter:
 
     if args.model is None:
         raise ConfigError("no model: give MODEL")
-    if args.dtype not in ("auto", DTYPE):
-        raise ConfigError(f"--dtype is {args.dtype}, the published limits are those of {DTYPE}; leave it out")
+    dtype = RunOptions(**run_options(args)).dtype
+    if dtype not in ("auto", DTYPE):
+        raise ConfigError(f"--dtype is {dtype}, the published limits are those of {DTYPE}; leave it out")
     if flags := sorted(_unused(args)):
         raise ConfigError(
             f"--roofline has no use for {', '.join(flags)}; it takes --batch, --context, --kv-cache-dtype and --json"
@@ -108,6 +112,8 @@ def _unused(args: argparse.Namespace) -> Iterator[str]:
         yield "--memory-gb"
     if args.tensor_parallel_size != 1:
         yield "--tensor-parallel-size"
+    if "threads" in run_options(args):
+        yield "--threads"
 
 
 def _as_dict(steps: dict[str, StepWork], device: str, ceiling: Ceiling) -> dict[str, Any]:

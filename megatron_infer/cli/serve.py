@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, flag_of, given, given_flags
 from megatron_infer.cli.coordinator import add_key_option, key_from
-from megatron_infer.cli.loading import add_run_options, note
+from megatron_infer.cli.loading import add_run_options, note, run_options
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.layout import Layout
+from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.options import options_of
 from megatron_infer.config.request_metadata import FILLED
 from megatron_infer.config.speculative import refuse_synthetic
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.coordinator is not None:
             raise ConfigError("--coordinator under torchrun: the first rank starts one; leave it out")
-        serve_rank(options, settings, **dataclasses.asdict(layout))
+        serve_rank(options, settings, **asdict(layout))
         return 0
     parallel = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
     if parallel:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from megatron_infer.server.launch import attach, serve
 
-    options = dataclasses.replace(options, dp=layout.dp)
+    options = replace(options, dp=layout.dp)
     if args.coordinator is not None:
         _check_starts_no_engine(args, options)
         attach(options, settings, args.coordinator, key_from(args), note)
@@ -139,20 +139,17 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
     config = {name: config[name] for name in file.get("engine", {})}
     config |= given(args)
     refuse_synthetic(config.get("speculative"), "a server")
+    run = RunOptions(**{name: file[name] for name in options_of(RunOptions) if name in file} | run_options(args))
     return EngineOptions(
         model=model,
         config={name: value.value if isinstance(value, Enum) else value for name, value in config.items()},
-        dtype=args.dtype if args.dtype != "auto" else str(file.get("dtype", "auto")),
-        device=args.device if args.device != "auto" else str(file.get("device", "auto")),
-        threads=args.threads if args.threads is not None else file.get("threads"),
+        **asdict(run),
     )
 
 
 def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) -> None:
     """Raises ConfigError for flags that would have no effect beside --coordinator."""
-    typed = [*given(args), *given_flags(args, Layout, "")]
-    defaults = {"dtype": "auto", "device": "auto", "threads": None}
-    typed += [name for name, unset in defaults.items() if getattr(args, name) != unset]
+    typed = [*given(args), *given_flags(args, Layout, ""), *run_options(args)]
     if options.endpoint_base is not None:
         typed.append("zmq_endpoint_base")
     if typed:

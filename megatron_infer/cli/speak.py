@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_sampling_options, given, sampling_from
-from megatron_infer.cli.loading import add_model_options, note
+from megatron_infer.cli.loading import add_model_options, note, run_options
+from megatron_infer.cli.pipeline_flags import add_audio_options, pipeline_values
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
@@ -20,16 +21,6 @@ from megatron_infer.server.audio.speech_model import SpeechModel
 if TYPE_CHECKING:
     from megatron_infer.pipelines import AudioGenerationOutput, AudioGenerationRequest, AudioGeneratorPipeline
 
-AUDIO_FLAGS = {
-    "audio_decoder": "the audio decoder (default: the model's own, of speech.json)",
-    "audio_decoder_weights": "its weights: a file or directory",
-    "audio_decoder_config": "JSON object for the decoder's constructor",
-    "chunk_size": "new speech tokens of each block: 15,30,60; the last repeats (default: one block)",
-    "buffer": "tokens decoded again as left context of a block (default 0)",
-    "block_causal": "true or false: whether these look at the block behind them",
-    "prepend_prompt_speech_tokens": "never, once or rolling: whether the decoder sees the voice's tokens",
-    "prepend_prompt_speech_tokens_causal": "true or false: whether these look at the block behind them",
-}
 VOICE = "voice"
 """The name of --voice-prompt's voice."""
 
@@ -48,9 +39,7 @@ def add_parser(subparsers: Any) -> None:
     voices = parser.add_mutually_exclusive_group()
     voices.add_argument("--voice", metavar="NAME", help="a voice that comes with the model")
     voices.add_argument("--voice-prompt", metavar="FILE", help="a WAV file with the voice to speak with")
-    for name, text in AUDIO_FLAGS.items():
-        dest = f"audio_flag_{name}"
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=dest, metavar="VALUE", help=text)
+    add_audio_options(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="most tokens of prompt and speech together")
     add_sampling_options(parser, max_tokens=None)
     parser.set_defaults(run=run)
@@ -93,20 +82,16 @@ def _pipeline(args: argparse.Namespace) -> AudioGeneratorPipeline:
     from megatron_infer.pipelines import AudioGenerationConfig, AudioGeneratorPipeline
 
     speech = SpeechModel.read(Path(args.model).expanduser())
-    flags = {name: value for name in AUDIO_FLAGS if (value := getattr(args, f"audio_flag_{name}")) is not None}
-    settings: dict[str, Any] = given(args)
+    flags = pipeline_values(args)
+    settings: dict[str, Any] = given(args) | run_options(args)
     if "audio_decoder" not in flags:
         flags["audio_decoder"] = speech.decoder
         if speech.decoder_weights:
             flags.setdefault("audio_decoder_weights", speech.decoder_weights)
         if speech.decoder_config and "audio_decoder_config" not in flags:
             settings["audio_decoder_config"] = dict(speech.decoder_config)
-    for name in ("dtype", "device"):
-        if getattr(args, name) != "auto":
-            settings[name] = getattr(args, name)
-    for name, value in (("threads", args.threads), ("max_length", args.max_length)):
-        if value is not None:
-            settings[name] = value
+    if args.max_length is not None:
+        settings["max_length"] = args.max_length
     note(f"loading {args.model} ...")
     with warnings.catch_warnings():
         warnings.simplefilter("default", ConfigWarning)

@@ -63,14 +63,12 @@ def split_pool(
     A ratio gives that share of both buffers to states. Without one, a given max_requests reserves exactly the states
     of those requests, in proportion from both buffers. Without either, every block brings one state slot with it.
     Blocks without bytes leave both buffers, or the ratio's share of them, to states.
-    Raises ConfigError (ratio out of range or without states) or CapacityError (reserved states exceed the buffers).
+    Raises ConfigError (a ratio without states) or CapacityError (reserved states exceed the buffers).
     """
     total_bytes = buffer_bytes + paused_bytes
     if state_ratio is not None:
         if not state_bytes:
             raise ConfigError("mamba_memory_ratio is set, but the model keeps no recurrent state; leave it None")
-        if not 0.0 < state_ratio < 1.0:
-            raise ConfigError(f"mamba_memory_ratio is {state_ratio}, it must lie between 0 and 1 (exclusive)")
         slots, kv_share = int(total_bytes * state_ratio // state_bytes), 1.0 - state_ratio
     elif not block_bytes:
         slots, kv_share = total_bytes // state_bytes, 0.0

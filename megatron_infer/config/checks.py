@@ -2,62 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
-from megatron_infer.config.options import Option, options_of
+from megatron_infer.config.options import options_of
 from megatron_infer.config.request_metadata import check_types
 from megatron_infer.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.model_shape import ModelShape
-
-_UNITS = {"s": "seconds", "ms": "milliseconds"}
-"""Last word of an option's name -> its unit."""
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_option(one: Option, value: Any) -> None:
-    """Raise ConfigError for a value of another type than the option's, or out of its range."""
-    if value is None and one.is_optional:
-        return
-    if one.kind == "int":
-        if not _is_int(value):
-            raise ConfigError(
-                f"{one.name} is {value!r} ({type(value).__name__}), it must be an integer"
-                + (" or None" if one.is_optional else "")
-            )
-        if not one.holds(value):
-            raise ConfigError(f"{one.name} is {value:,}, it must be {one.range_text}")
-    elif one.kind == "bool":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{one.name} is {value!r} ({type(value).__name__}), it must be True or False")
-    elif one.kind in ("float", "int | float"):
-        is_number, is_gib = _is_int(value) or isinstance(value, float), one.name.endswith("_gb")
-        if is_gib and not is_number:
-            raise ConfigError(f"{one.name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
-        if not is_number or not math.isfinite(value) or not one.holds(value):
-            shown = f"{value} GiB" if is_gib else repr(value)
-            raise ConfigError(f"{one.name} is {shown}, it must be {_number_text(one)}")
-
-
-def _number_text(one: Option) -> str:
-    if one.below is not None:
-        return f"a number between {one.above} and {one.below} (exclusive)"
-    if one.most is not None:
-        return f"a number from {one.least} to {one.most}"
-    unit = _UNITS.get(one.name.rpartition("_")[2])
-    if unit is None:
-        return "a finite number " + (f"above {one.above}" if one.least is None else f"of {one.least} or more")
-    return f"a finite number of {unit}" + (f" above {one.above}" if one.least is None else f", {one.least} or more")
 
 
 def acting_with(what: str, config: type[InferenceConfig]) -> Iterator[tuple[str, Any]]:
@@ -67,8 +24,6 @@ def acting_with(what: str, config: type[InferenceConfig]) -> Iterator[tuple[str,
 
 def check_values(config: InferenceConfig) -> None:
     """Raise ConfigError, with the name of the field, for a value that is never valid."""
-    for name, one in options_of(type(config)).items():
-        _check_option(one, getattr(config, name))
     _check_memory(config)
     if config.unified_memory_level > 1:
         raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
@@ -112,31 +67,25 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError(f"lora is {config.lora!r} ({type(config.lora).__name__}), it must be a LoRAConfig or None")
 
 
+_WITH_EXACT: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **dict.fromkeys(
+        ("attention_backend", "sampling_backend", "linear_backend"),
+        (("auto", "native"), "exact mode has native kernels only"),
+    ),
+    "use_flashinfer_fused_rope": ((False, None), "native kernels rotate queries and keys themselves"),
+    "kv_cache_dtype": (("auto",), "a training forward does not round keys and values"),
+    "weight_dtype": (("auto",), "a training forward does not round weights"),
+}
+"""Option -> the values that batch_invariant allows, and why no others."""
+
+
 def _check_exact(config: InferenceConfig) -> None:
     """Raise ConfigError for an option that excludes batch_invariant."""
-    if not config.batch_invariant:
-        return
-    for name in ("attention_backend", "sampling_backend", "linear_backend"):
-        asked = getattr(config, name).value
-        if asked not in ("auto", "native"):
-            raise ConfigError(
-                f'{name}={asked!r} excludes batch_invariant=True, which has native kernels only; leave it "auto"'
-            )
-    if config.use_flashinfer_fused_rope:
-        raise ConfigError(
-            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
-            "themselves; leave it False"
-        )
-    if config.kv_cache_dtype.value != "auto":
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
-            'not round keys and values; leave it "auto"'
-        )
-    if config.weight_dtype.value != "auto":
-        raise ConfigError(
-            f"weight_dtype={config.weight_dtype.value!r} excludes batch_invariant=True: a training forward does not "
-            'round weights; leave it "auto"'
-        )
+    for name, (allowed, why) in _WITH_EXACT.items() if config.batch_invariant else ():
+        value = getattr(config, name)
+        plain = getattr(value, "value", value)
+        if plain not in allowed:
+            raise ConfigError(f"{name}={plain!r} excludes batch_invariant=True: {why}; leave it {allowed[0]!r}")
 
 
 def _check_batching(config: InferenceConfig) -> None:
@@ -240,7 +189,7 @@ def check_mtp(shape: ModelShape) -> None:
 
 def check_draft_weights(name: str, draft: ModelShape, available_bytes: int) -> None:
     """Raise CapacityError for a draft model whose weights are larger than the free memory."""
-    needed = draft.num_parameters * draft.kv_dtype_bytes
+    needed = draft.weight_bytes
     if needed > available_bytes:
         raise CapacityError(
             f"speculative: the draft model {name} has {draft.num_parameters:,} parameters of {draft.dtype}, "

@@ -77,6 +77,7 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, str]] = {
     ),
 }
 """Field of Megatron's SamplingParams that has none here -> (its default, why no other value is taken)."""
+NOT_KNOWN = "it is not known here"
 NO_TERMINATION = -1
 """The termination_id that no token has: the request runs to its limit."""
 
@@ -86,25 +87,17 @@ def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
 
     same: the fields of ours that Megatron has, too.
     """
-    if isinstance(config, Mapping):
-        given, defaults = dict(config), {}
-    elif not is_dataclass(config) or isinstance(config, type) or _is_ours(config):
-        raise ConfigError(
-            f"from_megatron takes megatron-core's InferenceConfig or a mapping of its fields, got {_kind(config)}"
-        )
-    else:
-        given = {item.name: getattr(config, item.name) for item in fields(config)}
-        given["verbose"] = getattr(config, "_verbose", False)  # an InitVar there, which is no field
-        defaults = _defaults(config)
+    given, defaults = _given("InferenceConfig", config, ConfigError)
+    if not isinstance(config, Mapping):
+        verbose = given.get("_verbose", False)  # an InitVar there, which is no field
+        given = {name: value for name, value in given.items() if name[0] != "_"} | {"verbose": verbose}
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in MODEL_KEYWORDS_OF_0_16:
             continue
         if name not in same and name not in KEYWORDS_OF_0_16 and name not in CONVERTED:
-            _, default, why = UNSUPPORTED.get(name, ("", defaults.get(name, ...), "it is not known here"))
-            if value != default:
-                shown = "" if default is ... else f"; leave it {default!r}"
-                raise ConfigError(f"{name}={value!r} of megatron-core's InferenceConfig cannot be kept: {why}{shown}")
+            _, default, why = UNSUPPORTED.get(name, ("", defaults.get(name, ...), NOT_KNOWN))
+            _require_default("InferenceConfig", name, value, default, why, ConfigError)
         elif name == "offload_kv_cache":  # 0.16
             kept = "persist" if given.get("unified_memory_level") else "recompute"
             values["kv_cache_management_mode"] = "offload" if value else kept
@@ -127,20 +120,11 @@ def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
 
 def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, Any]:
     """Fields of our SamplingParams from Megatron's, or from a mapping of its fields."""
-    if isinstance(params, Mapping):
-        given, defaults = dict(params), {}
-    elif not is_dataclass(params) or isinstance(params, type) or _is_ours(params):
-        raise RequestError(
-            f"from_megatron takes megatron-core's SamplingParams or a mapping of its fields, got {_kind(params)}"
-        )
-    else:
-        given, defaults = dict(vars(params)), _defaults(params)  # with what add_attributes has added
+    given, defaults = _given("SamplingParams", params, RequestError)
     for name, value in given.items():
         if name not in _SAMPLING_FIELDS:
-            default, why = UNSUPPORTED_SAMPLING.get(name, (defaults.get(name, ...), "it is not known here"))
-            if value != default:
-                shown = "" if default is ... else f"; leave it {default!r}"
-                raise _unkept(name, value, why + shown)
+            default, why = UNSUPPORTED_SAMPLING.get(name, (defaults.get(name, ...), NOT_KNOWN))
+            _require_default("SamplingParams", name, value, default, why, RequestError)
     values: dict[str, Any] = {"max_tokens": _max_tokens(given, num_prompt_tokens)}
     values |= {name: given[name] for name in ("temperature", "top_k", "seed") if name in given}
     values["detokenize"] = given.get("detokenize_generations", True) or bool(given.get("stop_words"))
@@ -148,7 +132,8 @@ def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, 
         values |= {"temperature": 0.0, "top_k": 0}
     values["top_p"] = given.get("top_p") or 1.0
     if given.get("top_n_logprobs") and not given.get("return_log_probs"):
-        raise _unkept("top_n_logprobs", given["top_n_logprobs"], "it needs return_log_probs=True, in Megatron too")
+        why = "it needs return_log_probs=True, in Megatron too"
+        _require_default("SamplingParams", "top_n_logprobs", given["top_n_logprobs"], ..., why, RequestError)
     if given.get("return_log_probs"):
         values["logprobs"] = given.get("top_n_logprobs", 0)
         values["prompt_logprobs"] = None if given.get("skip_prompt_log_probs") else values["logprobs"]
@@ -160,10 +145,22 @@ def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, 
     return values
 
 
-def _defaults(instance: Any) -> dict[str, Any]:
-    """Field -> its default, of a dataclass that the tables may not know."""
-    made = {item.name: item.default_factory() for item in fields(instance) if item.default_factory is not MISSING}
-    return made | {item.name: item.default for item in fields(instance) if item.default is not MISSING}
+def _given(name: str, source: Any, error: type[Exception]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(values, defaults) of megatron-core's dataclass `name`, with attributes that were added, or of a mapping."""
+    if isinstance(source, Mapping):
+        return dict(source), {}
+    if not is_dataclass(source) or isinstance(source, type) or _is_ours(source):
+        raise error(f"from_megatron takes megatron-core's {name} or a mapping of its fields, got {_kind(source)}")
+    defaults = {item.name: item.default_factory() for item in fields(source) if item.default_factory is not MISSING}
+    defaults |= {item.name: item.default for item in fields(source) if item.default is not MISSING}
+    return dict(vars(source)), defaults
+
+
+def _require_default(owner: str, name: str, value: object, default: object, why: str, error: type[Exception]) -> None:
+    """Raise `error` for a field without a counterpart, unless it has its default (...: it has none)."""
+    if value != default:
+        shown = "" if default is ... else f"; leave it {default!r}"
+        raise error(f"{name}={value!r} of megatron-core's {owner} cannot be kept: {why}{shown}")
 
 
 def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int | None) -> int | None:
@@ -171,17 +168,12 @@ def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int | None) -> int 
     if total is None:
         return num_tokens
     if num_tokens is not None:
-        raise _unkept(
-            "num_tokens_total", total, "num_tokens_to_generate is set as well, and Megatron takes one of them"
-        )
-    if num_prompt_tokens is None:
-        raise _unkept("num_tokens_total", total, "it counts the prompt: give num_prompt_tokens, the prompt's length")
-    left: int = total - num_prompt_tokens
-    return left
-
-
-def _unkept(name: str, value: object, why: str) -> RequestError:
-    return RequestError(f"{name}={value!r} of megatron-core's SamplingParams cannot be kept: {why}")
+        why = "num_tokens_to_generate is set as well, and Megatron takes one of them"
+    elif num_prompt_tokens is None:
+        why = "it counts the prompt: give num_prompt_tokens, the prompt's length"
+    else:
+        return int(total - num_prompt_tokens)
+    raise RequestError(f"num_tokens_total={total!r} of megatron-core's SamplingParams cannot be kept: {why}")
 
 
 def _state_config(config: object) -> MambaInferenceStateConfig:

@@ -21,7 +21,7 @@ from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
-from megatron_infer.config.options import choose, option, options_of, refuse_unknown
+from megatron_infer.config.options import CHECKED, checked, choose, option, options_of, refuse_unknown
 from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
@@ -380,8 +380,9 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         for name, one in options_of(InferenceConfig).items():
-            if one.words:
-                object.__setattr__(self, name, choose(one, getattr(self, name)))
+            check = choose if one.words else checked if one.kind in CHECKED else None
+            if check is not None:
+                object.__setattr__(self, name, check(one, getattr(self, name)))
         if isinstance(self.mamba_inference_state_config, Mapping):
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)

@@ -1,4 +1,4 @@
-"""How many ranks share the work: `Layout`; and the options of `LLM` that are no options of its engine."""
+"""What a model is computed in and on, `RunOptions`, and how many ranks share the work, `Layout`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_infer.config.options import option
+from megatron_infer.config.options import choose, option, options_of
 from megatron_infer.errors import ConfigError
 
-LLM_OPTIONS = ("dtype", "device", "threads")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Arguments of `LLM` that are no options of its engine. Raises ConfigError for a wrong value."""
+
+    dtype: str = option("auto", choices=DTYPES, is_common=True)
+    """The dtype of weights and activations. auto: chosen for the device."""
+    device: str = option("auto", is_common=True)
+    """cpu, cuda or cuda:N, and h100, h200 or b200 for `plan --roofline`. auto: a GPU if there is one, else the CPU."""
+    threads: int | None = option(None, is_common=True, default_text="default all cores")
+    """CPU threads."""
+
+    def __post_init__(self) -> None:
+        choose(options_of(RunOptions)["dtype"], self.dtype)
+        if self.threads is not None:
+            _check_count("threads", self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +50,9 @@ class Layout:
     def check(self, names: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError for a number that is none of ranks. names: what an error calls the fields instead."""
         for name, size in asdict(self).items():
-            value: Any = size
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                shown = (names or {}).get(name, name)
-                raise ConfigError(f"{shown} is {value!r}, it must be an integer of at least 1")
+            _check_count((names or {}).get(name, name), size)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, it must be an integer of at least 1")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.config.options import option, options_of
+from megatron_infer.config.options import checked, option, options_of
 from megatron_infer.errors import ConfigError, unknown_name
 
 MAX_NAME_CHARS = 128
@@ -30,9 +30,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_rank"):
-            value, one = getattr(self, name), options_of(LoRAConfig)[name]
-            if not isinstance(value, int) or isinstance(value, bool) or not one.holds(value):
-                raise ConfigError(f"lora: {name} is {value!r}, it must be an integer from {one.least} to {one.most:,}")
+            object.__setattr__(self, name, checked(options_of(LoRAConfig)[name], getattr(self, name), where="lora: "))
         given: Any = self.adapters
         if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
             raise ConfigError(f"lora: adapters is {given!r}, it must be a list of name=path or a mapping")

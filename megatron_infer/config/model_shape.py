@@ -111,6 +111,11 @@ class ModelShape:
     num_mtp_layers: int = 0
     """Multi-token prediction layers of this rank, which `num_layers` does not count."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters in `dtype`."""
+        return self.num_parameters * self.kv_dtype_bytes
+
 
 def mtp_shape(shape: ModelShape, *, kv_element_bytes: int) -> ModelShape:
     """An MTP layer of the model as the model that drafts: one layer of keys and values, and in the bytes of further
@@ -118,7 +123,7 @@ def mtp_shape(shape: ModelShape, *, kv_element_bytes: int) -> ModelShape:
 
     Example: 3 KV heads of 64 in bf16 are 768 bytes of a token, a hidden state of 576 is 1,152: 1 + 2 layers.
     """
-    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_element_bytes
+    layer_bytes = kv_token_bytes(replace(shape, num_attention_layers=1), kv_element_bytes)
     count = 1 + -(-shape.hidden_size * shape.kv_dtype_bytes // layer_bytes)
     return replace(shape, num_layers=count, num_attention_layers=count, num_parameters=0, num_mtp_layers=0)
 
@@ -131,3 +136,19 @@ def heads_per_rank(num_heads: int, tensor_parallel_size: int) -> int:
 def kv_block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of one block over all attention layers, keys and values. Example: 30 x 16 x 3 x 64 bf16 -> 368,640."""
     return dtype_bytes * 2 * num_layers * block_size * num_kv_heads * head_dim
+
+
+def kv_token_bytes(shape: ModelShape, element_bytes: int | None = None) -> int:
+    """Bytes of one token's keys and values, all layers. element_bytes: of a number in the cache; None: the model's."""
+    return kv_block_bytes(
+        num_layers=shape.num_attention_layers,
+        block_size=1,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=shape.kv_dtype_bytes if element_bytes is None else element_bytes,
+    )
+
+
+def state_bytes(shape: ModelShape) -> int:
+    """Bytes of one request's recurrent states, all layers; 0 without Mamba layers."""
+    return 0 if shape.state is None else shape.state.slot_bytes

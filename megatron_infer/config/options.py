@@ -9,12 +9,14 @@ docs/options.md are made from the declaration. Importing this module needs neith
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from enum import Enum
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from megatron_infer.errors import ConfigError, unknown_name
@@ -88,6 +90,28 @@ class Option(NamedTuple):
             return f"{self.least} to {self.most}"
         return f"at least {self.least}" if self.above is None else f"more than {self.above}"
 
+    @property
+    def expected_text(self) -> str:
+        """What a value of this type must be: "a finite number of seconds above 0"."""
+        if self.kind == "bool":
+            return "True or False"
+        if self.kind == "int":
+            return "an integer"
+        if self.below is not None:
+            return f"a number between {self.above} and {self.below} (exclusive)"
+        if self.most is not None:
+            low = f"from {self.least:g} to" if self.above is None else f"above {self.above:g} and at most"
+            return f"a number {low} {self.most:g}"
+        unit = _UNITS.get(self.name.rpartition("_")[2])
+        number = "a finite number" if unit is None else f"a finite number of {unit}"
+        if self.least is None:
+            return f"{number} above {self.above}"
+        return f"{number} of {self.least:g} or more" if unit is None else f"{number}, {self.least:g} or more"
+
+
+_UNITS = {"s": "seconds", "ms": "milliseconds", "gb": "GiB"}
+"""Last word of an option's name -> its unit."""
+
 
 def option(default: Any, **facts: Any) -> Any:
     """A field of a dataclass, with facts of `Option` by name."""
@@ -159,6 +183,55 @@ def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(unknown_name(f"{config.__name__} field", name, known))
+
+
+def whole_number(value: object) -> int | None:
+    """`value` as an int if it is a whole number of any integer type; bool is not one."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def finite_number(value: object) -> float | None:
+    """`value` as a float if it is a finite number of any type; bool is not one."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        return None
+    return number if math.isfinite(number) else None
+
+
+CHECKED = ("int", "float", "int | float", "bool")
+"""Types of the options that `checked` takes."""
+
+
+def checked(one: Option, value: object, error: type[Exception] = ConfigError, *, where: str = "") -> Any:
+    """The value of an option that is a number or a switch, as an int, float or bool.
+
+    Raises `error` with where, name, value and what it must be for another type or a number out of range.
+    """
+    if value is None and one.is_optional:
+        return None
+    if one.kind == "bool":
+        if isinstance(value, bool):
+            return value
+    elif one.kind == "int":
+        if (whole := whole_number(value)) is not None:
+            if one.holds(whole):
+                return whole
+            raise error(f"{where}{one.name} is {whole:,}, it must be {one.range_text}{_remedy(one)}")
+    elif (number := finite_number(value)) is not None and one.holds(number):
+        return number if one.kind == "float" or not isinstance(value, int) else value
+    text = repr(value)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    if one.kind in ("int", "bool") or isinstance(value, bool) or not isinstance(value, Real):
+        shown += f" ({type(value).__name__})"
+    or_none = " or None" if one.is_optional else ""
+    raise error(f"{where}{one.name} is {shown}, it must be {one.expected_text}{or_none}{_remedy(one)}")
+
+
+def _remedy(one: Option) -> str:
+    return f"; {one.remedy}" if one.remedy else ""
 
 
 def choose(one: Option, value: object) -> Any:

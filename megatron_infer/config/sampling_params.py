@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any
 
 from megatron_infer.config.from_megatron import sampling_values
-from megatron_infer.config.options import Option, option, options_of
+from megatron_infer.config.options import CHECKED, checked, finite_number, option, options_of, whole_number
 from megatron_infer.config.request_metadata import Scalar, checked_scalars
 from megatron_infer.config.structured_output import StructuredOutput, structured_of
 from megatron_infer.errors import RequestError, unknown_name
@@ -118,8 +116,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for one in _NUMBERS_AND_SWITCHES:
             value = getattr(self, one.name)
-            if value is not None or not one.is_optional:
-                object.__setattr__(self, one.name, _CHECKS[one.kind](one, value))
+            if value is not one.default:
+                object.__setattr__(self, one.name, checked(one, value, RequestError))
         self._check_together()
         self._check_tokens()
         object.__setattr__(self, "structured", structured_of(self.structured))
@@ -219,66 +217,12 @@ def _show(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-def _range(one: Option) -> str:
-    """What a number must be: "at least 0 and at most 1"."""
-    if one.above is not None:
-        least = f"more than {one.above:g}"
-    else:
-        least = f"at least {_plain(one.least)}"
-    return least if one.most is None else f"{least} and at most {_plain(one.most)}"
-
-
-def _plain(bound: float | None) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
-
-
-def _as_int(value: object) -> int | None:
-    """`value` as an int if it is a whole number of any integer type; bool is not one."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond every float
-        return math.inf
-
-
-def _int(one: Option, value: object) -> int:
-    """`value` as an int in the option's range. Raises RequestError."""
-    number = _as_int(value)
-    if number is None:
-        raise RequestError(f"{one.name} is an integer, got {_show(value)}; {one.remedy}")
-    if not one.holds(number):
-        raise RequestError(f"{one.name} is {_range(one)}, got {number}; {one.remedy}")
-    return number
-
-
-def _float(one: Option, value: object) -> float:
-    """`value` as a float in the option's range. Raises RequestError."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise RequestError(f"{one.name} is a number, got {_show(value)}; {one.remedy}")
-    number = _as_float(value)
-    if not math.isfinite(number):
-        raise RequestError(f"{one.name} is a finite number, got {number}; {one.remedy}")
-    if not one.holds(number):
-        raise RequestError(f"{one.name} is {_range(one)}, got {number:g}; {one.remedy}")
-    return number
-
-
-def _bool(one: Option, value: object) -> bool:
-    if not isinstance(value, bool):
-        known = "True, False or None" if one.is_optional else "True or False"
-        raise RequestError(f"{one.name} is {known}, got {_show(value)}")
-    return value
-
-
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
         raise RequestError(f"{name} is a sequence of token ids, got {_show(values)}; give a list such as [1, 2]")
     ids = []
     for value in values:
-        number = _as_int(value)
+        number = whole_number(value)
         if number is None or number < 0:
             raise RequestError(f"{name} holds token ids, integers of at least 0, got {_show(value)}; remove it")
         ids.append(number)
@@ -290,17 +234,18 @@ def _bias(name: str, values: object) -> dict[int, float]:
         raise RequestError(f"{name} maps token ids to numbers, got {_show(values)}; give a dict such as {{5: -1.0}}")
     bias = {}
     for key, value in values.items():
-        token = _as_int(key)
+        token = whole_number(key)
         if token is None or token < 0:
             raise RequestError(f"{name} has token ids as keys, integers of at least 0, got {_show(key)}; remove it")
-        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(_as_float(value)):
+        number = finite_number(value)
+        if number is None:
             raise RequestError(
                 f"{name}[{token}] is a finite number, got {_show(value)}; to forbid a token use bad_token_ids"
             )
-        if abs(_as_float(value)) > MAX_BIAS:
+        if abs(number) > MAX_BIAS:
             text = f"{name}[{token}] is between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {_show(value)}"
             raise RequestError(f"{text}; 100 decides as much")
-        bias[token] = float(value)
+        bias[token] = number
     return bias
 
 
@@ -323,6 +268,4 @@ def _id_of_key(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
 
 
-_CHECKS: Mapping[str, Callable[[Option, object], object]] = {"int": _int, "float": _float, "bool": _bool}
-"""Type of an option -> what checks and converts its value."""
-_NUMBERS_AND_SWITCHES = tuple(one for one in options_of(SamplingParams).values() if one.kind in _CHECKS)
+_NUMBERS_AND_SWITCHES = tuple(one for one in options_of(SamplingParams).values() if one.kind in CHECKED)

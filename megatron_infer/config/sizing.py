@@ -32,7 +32,7 @@ from megatron_infer.config.capacity import (
 )
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import ends_of_shapes, make_shapes
-from megatron_infer.config.model_shape import CACHE_LINE, KV_DTYPE_BYTES, ModelShape, kv_block_bytes
+from megatron_infer.config.model_shape import CACHE_LINE, KV_DTYPE_BYTES, ModelShape, kv_token_bytes, state_bytes
 from megatron_infer.config.resolved_sizes import CONSTANT_HOW, ResolvedSizes, dependent_sizes
 from megatron_infer.errors import CapacityError, ConfigError
 
@@ -94,7 +94,7 @@ def resolve_sizes(
         raise ConfigError("the model has neither attention nor Mamba layers: there is nothing to keep of a sequence")
     draft_bytes = 0 if draft is None else _block_bytes(config, draft)
     block_bytes = _block_bytes(config, shape) + draft_bytes
-    slot_bytes = 0 if shape.state is None else shape.state.slot_bytes
+    slot_bytes = state_bytes(shape)
     length = min(config.max_sequence_length, shape.max_position or config.max_sequence_length)
     max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
     num_blocks, paused, num_states = _pool(config, budget, block_bytes, slot_bytes)
@@ -173,13 +173,7 @@ def _element_bytes(config: InferenceConfig, shape: ModelShape) -> int:
 
 
 def _block_bytes(config: InferenceConfig, shape: ModelShape) -> int:
-    return kv_block_bytes(
-        num_layers=shape.num_attention_layers,
-        block_size=config.block_size_tokens,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype_bytes=_element_bytes(config, shape),
-    )
+    return config.block_size_tokens * kv_token_bytes(shape, _element_bytes(config, shape))
 
 
 def _pool(

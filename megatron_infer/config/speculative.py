@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.config.options import option, options_of, refuse_unknown
+from megatron_infer.config.options import checked, option, options_of, refuse_unknown
 from megatron_infer.errors import ConfigError, unknown_name
 
 METHODS = ("ngram", "grammar", "draft", "mtp")
@@ -35,7 +35,7 @@ class SpeculativeConfig:
     """What drafts the tokens that a step verifies. ngram: what followed the last tokens where they stood before, in
     prompt or answer. grammar: tokens that structured output forces. draft: what `draft_model` draws. mtp: what the
     model's own MTP layer draws. Several: the first that proposes anything; draft and mtp exclude each other."""
-    num_speculative_tokens: int = option(4, is_common=True)
+    num_speculative_tokens: int = option(4, least=1, remedy="for none leave speculative None", is_common=True)
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     draft_model: Any = option(None, is_common=True)
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
@@ -47,7 +47,7 @@ class SpeculativeConfig:
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
     of what a draft model or MTP layer drafts: other tokens, of the same distribution. For drafts without one both are
     the same."""
-    synthetic_acceptance_rate: float | None = option(None, flag=None)
+    synthetic_acceptance_rate: float | None = option(None, least=0, most=1, flag=None)
     """For benchmarks: a draft is kept with this probability if all before it are, whatever is drawn, and tokens mean
     nothing. Without a draft model or MTP layer the last token is drafted again, always. None: drafts are verified."""
 
@@ -66,29 +66,13 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative: draft_model is {self._shown_model()!r} with method {self.method!r}; {remedy}"
             )
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
+        for name in ("num_speculative_tokens", "adaptive", "synthetic_acceptance_rate"):
+            checked(options_of(SpeculativeConfig)[name], getattr(self, name), where="speculative: ")
         if {"draft", "mtp"} <= set(self.methods):
             raise ConfigError(
                 f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"
             )
-        self._check_synthetic()
-        count = self.num_speculative_tokens
-        if type(count) is not int or count < 1:
-            raise ConfigError(
-                f"speculative: num_speculative_tokens is {count!r}, it must be an integer of at least 1; for none "
-                "leave speculative None"
-            )
-
-    def _check_synthetic(self) -> None:
-        rate = self.synthetic_acceptance_rate
-        if rate is None:
-            return
-        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 <= rate <= 1.0:
-            raise ConfigError(
-                f"speculative: synthetic_acceptance_rate is {rate!r}, it must be a number of 0 to 1, or None to verify"
-            )
-        if self.verification != "same_tokens":
+        if self.synthetic_acceptance_rate is not None and self.verification != "same_tokens":
             raise ConfigError(
                 f"speculative: verification {self.verification!r} with synthetic_acceptance_rate, which verifies "
                 "nothing; leave one of them out"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_infer.config.model_shape import DTYPE_BYTES, LOGIT_BYTES, ModelShape
+from megatron_infer.config.model_shape import LOGIT_BYTES, ModelShape, kv_token_bytes, state_bytes
 from megatron_infer.kernels import triton_scratch as scratch
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
 
@@ -48,12 +48,6 @@ LAUNCH_GAP_US = 1.0
 """An assumption, not measured: the device drains and fills between two kernels of a CUDA graph."""
 
 
-def kv_token_bytes(shape: ModelShape, element_bytes: int | None = None) -> int:
-    """Bytes of one token's keys and values, all layers. element_bytes: of a number in the cache; None: the model's."""
-    width = shape.kv_dtype_bytes if element_bytes is None else element_bytes
-    return 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * width
-
-
 def key_flops(shape: ModelShape) -> int:
     """Operations of one query with one key it sees, all layers: two products of a multiply and an add."""
     return 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
@@ -62,11 +56,6 @@ def key_flops(shape: ModelShape) -> int:
 def state_flops(shape: ModelShape) -> int:
     """Operations of one token in all recurrences: 5 for each entry of a state (decay, step, C h)."""
     return 0 if shape.state is None else 5 * shape.state.num_layers * math.prod(shape.state.ssm_shape)
-
-
-def state_bytes(shape: ModelShape) -> int:
-    """Bytes of one request's recurrent states, all layers."""
-    return 0 if shape.state is None else shape.state.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +103,7 @@ def least_work(
     if weight_dtype in WEIGHT_DTYPE_BYTES:
         weights = weight_bytes(weight_dtype, shape.num_parameters, projection)
     else:
-        weights = shape.num_parameters * DTYPE_BYTES[shape.dtype]
+        weights = shape.weight_bytes
     kv_token, per_key = kv_token_bytes(shape, kv_dtype_bytes), key_flops(shape)
     keys_prefill = sum(n * (n + 1) // 2 for n in prompt_lens)
     # The first output token is sampled at the prompt's last position; token i sees n + i - 1 keys.

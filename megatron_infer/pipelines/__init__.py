@@ -53,52 +53,27 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.text_generation import TextTokenizer as TextTokenizer
     from megatron_infer.server.audio.blocks import PrependPromptSpeechTokens as PrependPromptSpeechTokens
 
-_HOMES = {
-    "AlwaysSignalBuffersMixin": "interfaces",
-    "Architecture": "architectures",
-    "AudioGenerationConfig": "audio_config",
-    "AudioGenerationOutput": "audio_generation",
-    "AudioGenerationRequest": "audio_generation",
-    "AudioGeneratorPipeline": "audio_pipeline",
-    "CacheStrategy": "field_types",
-    "GPUProfilingMode": "field_types",
-    "GenerateMixin": "interfaces",
-    "GenerationStatus": "text_generation",
-    "InferenceSession": "inference_session",
-    "InsufficientBlocksError": "paged_manager",
-    "KVCacheConfig": "model_config",
-    "KVCacheInputs": "interfaces",
-    "KVCacheMixin": "interfaces",
-    "KVCacheParams": "interfaces",
-    "LoRAConfig": "model_config",
-    "LoRAManager": "lora_manager",
-    "LogProbabilities": "text_generation",
-    "MAXModelConfig": "model_config",
-    "McorePipelineModel": "mcore_model",
-    "ModelInputs": "interfaces",
-    "ModelOutputs": "interfaces",
-    "OverlapTextGenerationPipeline": "overlap",
-    "PagedKVCacheManager": "paged_manager",
-    "PipelineConfig": "config",
-    "PipelineModel": "interfaces",
-    "PipelineRole": "field_types",
-    "PrependPromptSpeechTokens": "audio_config",
-    "ProfilingConfig": "model_config",
-    "PrometheusMetricsMode": "audio_config",
-    "QuantizationEncoding": "field_types",
-    "ReturnLogits": "interfaces",
-    "SamplingConfig": "model_config",
-    "Setting": "resolved",
-    "SpeculativeConfig": "model_config",
-    "TextContext": "text_generation",
-    "TextGenerationInputs": "text_generation",
-    "TextGenerationOutput": "text_generation",
-    "TextGenerationRequest": "text_generation",
-    "TextTokenizer": "text_generation",
-    "get_paged_manager": "interfaces",
-    "upper_bounded_default": "interfaces",
+_NAMES = {
+    "architectures": "Architecture",
+    "audio_config": "AudioGenerationConfig PrependPromptSpeechTokens PrometheusMetricsMode",
+    "audio_generation": "AudioGenerationOutput AudioGenerationRequest",
+    "audio_pipeline": "AudioGeneratorPipeline",
+    "config": "PipelineConfig",
+    "field_types": "CacheStrategy GPUProfilingMode PipelineRole QuantizationEncoding",
+    "inference_session": "InferenceSession",
+    "interfaces": "AlwaysSignalBuffersMixin GenerateMixin KVCacheInputs KVCacheMixin KVCacheParams ModelInputs "
+    "ModelOutputs PipelineModel ReturnLogits get_paged_manager upper_bounded_default",
+    "lora_manager": "LoRAManager",
+    "mcore_model": "McorePipelineModel",
+    "model_config": "KVCacheConfig LoRAConfig MAXModelConfig ProfilingConfig SamplingConfig SpeculativeConfig",
+    "overlap": "OverlapTextGenerationPipeline",
+    "paged_manager": "InsufficientBlocksError PagedKVCacheManager",
+    "resolved": "Setting",
+    "text_generation": "GenerationStatus LogProbabilities TextContext TextGenerationInputs TextGenerationOutput "
+    "TextGenerationRequest TextTokenizer",
 }
-
+"""Module -> public names that it has."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*sorted(_HOMES)]
 
 

@@ -6,9 +6,8 @@ AudioGenerationConfig(model_path="voice/", audio_decoder="codec", audio_decoder_
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr
@@ -18,7 +17,7 @@ from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.config import PipelineConfig, sources_of
-from megatron_infer.pipelines.config_layers import Names
+from megatron_infer.pipelines.config_layers import Names, parse_text
 from megatron_infer.pipelines.field_rows import FieldPath
 from megatron_infer.pipelines.field_types import by_name
 from megatron_infer.pipelines.resolved import Resolved, Setting
@@ -48,13 +47,13 @@ class AudioGenerationConfig(PipelineConfig):
     """
 
     audio_decoder: str = ""
-    """The audio decoder, by name; required."""
+    """The audio decoder, by name; required, and with `speak` that of the model's speech.json unless given."""
     audio_decoder_weights: str = ""
     """Its weights: a safetensors file, or a directory. Empty for a decoder without weights."""
     audio_decoder_config: dict[str, Any] = Field(default_factory=dict)
     """Given to the decoder's own constructor."""
     chunk_size: list[int] | None = None
-    """New speech tokens of each block: a schedule, whose last entry repeats. None: one block at the end."""
+    """New speech tokens of each block, 15,30,60 for example: the last entry repeats. None: one block at the end."""
     buffer: int = 0
     """Tokens decoded before that are decoded again as left context of a block; their sound is dropped."""
     block_causal: bool = False
@@ -62,8 +61,8 @@ class AudioGenerationConfig(PipelineConfig):
     prepend_prompt_speech_tokens: Annotated[PrependPromptSpeechTokens, by_name(PrependPromptSpeechTokens)] = (
         PrependPromptSpeechTokens.NEVER
     )
-    """Whether the decoder sees the voice's tokens: never; once, before the first block; rolling, also before later
-    ones as many of the last as fill `buffer`."""
+    """Whether the decoder sees the voice's tokens: never, once or rolling. once: before the first block. rolling: also
+    before later ones, as many of the last as fill `buffer`."""
     prepend_prompt_speech_tokens_causal: bool = False
     """Whether the voice's tokens look at the block behind them."""
     prometheus_metrics_mode: Annotated[PrometheusMetricsMode, by_name(PrometheusMetricsMode)] = (
@@ -91,12 +90,21 @@ class AudioGenerationConfig(PipelineConfig):
 
     @classmethod
     def from_flags(cls, audio_flags: Mapping[str, str], **config_flags: Any) -> Self:
-        """audio_flags: fields of audio by name, as texts: true or false, integers, lists with commas, values of enums,
-        JSON for audio_decoder_config. config_flags: fields of `PipelineConfig`, as values.
+        """audio_flags: fields of audio by name, as texts: lists with commas, values of enums, others as in YAML.
+        config_flags: fields of `PipelineConfig`, as values.
 
         Raises ConfigError that names the flag.
         """
-        values = parse_flags(audio_flags)
+        values = {}
+        for given, text in audio_flags.items():
+            name = given.replace("-", "_")
+            if name not in FLAGS:
+                raise ConfigError(unknown_name("audio flag", given, FLAGS))
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(f"{name} has no value; give {name}=VALUE")
+            values[name] = parse_text(text.strip(), AUDIO_NAMES.kind((name,)), name)
+        if not values.get("audio_decoder"):
+            raise ConfigError("audio_decoder is missing among the audio flags; give its name")
         for name in values.keys() & config_flags.keys():
             raise ConfigError(f"{name} is given as an audio flag and as a value; give one of them")
         return cls(**values, **config_flags)
@@ -171,6 +179,8 @@ def _with_audio_settings(
 
 AUDIO_FIELDS = tuple(name for name in AudioGenerationConfig.model_fields if name not in PipelineConfig.model_fields)
 AUDIO_NAMES = Names.of(AudioGenerationConfig)
+FLAGS = (*AUDIO_FIELDS, "run_model_test_mode")
+"""Names that `AudioGenerationConfig.from_flags` takes as texts."""
 
 
 def _check_blocks(config: AudioGenerationConfig) -> None:
@@ -190,68 +200,3 @@ def _check_blocks(config: AudioGenerationConfig) -> None:
         idle.append("buffer does nothing without chunk_size: there is one block")
     for one in idle:
         warnings.warn(one, ConfigWarning, stacklevel=4)
-
-
-# ------------------------------------------------------------------ flags
-
-
-def parse_flags(audio_flags: Mapping[str, str]) -> dict[str, Any]:
-    """Texts by name -> values of fields. Raises ConfigError that names the flag."""
-    values: dict[str, Any] = {}
-    for given, text in audio_flags.items():
-        name = given.replace("-", "_")
-        if name not in _FLAGS:
-            raise ConfigError(unknown_name("audio flag", given, _FLAGS))
-        if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"{name} has no value; give {name}=VALUE")
-        values[name] = _FLAGS[name](name, text.strip())
-    if not values.get("audio_decoder"):
-        raise ConfigError("audio_decoder is missing among the audio flags; give its name")
-    return values
-
-
-def _text(name: str, text: str) -> str:
-    return text
-
-
-def _bool(name: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ConfigError(f"{name} is {text!r}, it must be true or false")
-    return text.lower() == "true"
-
-
-def _int(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}, it must be an integer") from None
-
-
-def _ints(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}, it must be integers with commas between them") from None
-
-
-def _mapping(name: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {text!r}, it must be a JSON object")
-    return value
-
-
-_READERS: Mapping[Any, Callable[[str, str], Any]] = {
-    bool: _bool,
-    int: _int,
-    list[int] | None: _ints,
-    dict[str, Any]: _mapping,
-}
-"""Type of a field -> what reads its text; the others are texts."""
-_FLAGS: Mapping[str, Callable[[str, str], Any]] = {
-    **{name: _READERS.get(AudioGenerationConfig.model_fields[name].annotation, _text) for name in AUDIO_FIELDS},
-    "run_model_test_mode": _bool,
-}

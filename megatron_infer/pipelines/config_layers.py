@@ -15,13 +15,14 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.layout import LLM_OPTIONS, Layout
+from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.options import options_of
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.pipelines.field_rows import FieldPath, rows_of
 from megatron_infer.server.server_config import ENV_PREFIX, ServerConfig
+from megatron_infer.utils.yaml_file import read_options
 
 OPTIONS = "options"
 """The field that holds options by their own names."""
@@ -38,6 +39,7 @@ class Kind(Enum):
 
     TEXT = "as it is"
     LIST = "parts with commas between them"
+    INTEGERS = "integers with commas between them"
     VALUE = "as in YAML"
 
 
@@ -66,13 +68,11 @@ class Names:
                 else:
                     sections[*prefix, name] = section
                     left.append(((*prefix, name), section))
-        options = {
-            name: Kind.TEXT if name in ("dtype", "device") else Kind.VALUE
-            for name in (*LLM_OPTIONS, *options_of(Layout))
-        }
         kinds = {"str": Kind.TEXT, "tuple[str, ...]": Kind.LIST}
-        for one in (*options_of(InferenceConfig).values(), *options_of(ServerConfig).values()):
-            options[one.name] = kinds.get(one.kind, Kind.VALUE)
+        declared = (
+            one for kind in (RunOptions, Layout, InferenceConfig, ServerConfig) for one in options_of(kind).values()
+        )
+        options = {one.name: kinds.get(one.kind, Kind.VALUE) for one in declared}
         acting = {path for path, _, _ in rows_of(root)}
         for path in paths:
             if len(path) == 1 and path not in acting:  # the root's own, whatever the option of that name does
@@ -194,7 +194,7 @@ class Names:
         annotation = section.model_fields[path[-1]].annotation
         if annotation in (str, str | None, Path | None):
             return Kind.TEXT
-        return Kind.LIST if annotation == list[str] else Kind.VALUE
+        return {list[str]: Kind.LIST, list[int] | None: Kind.INTEGERS}.get(annotation, Kind.VALUE)
 
 
 def flat_name(path: FieldPath) -> str:
@@ -213,23 +213,19 @@ def parse_text(text: str, kind: Kind, where: str) -> Any:
     import yaml
 
     try:
+        if kind is Kind.INTEGERS:
+            return [int(part) for part in text.strip("[]").split(",")]
         return yaml.safe_load(text)
+    except ValueError:
+        raise ConfigError(f"{where} is {text!r}, it must be {kind.value}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is {text!r}, which is no value: {error}") from None
 
 
 def read_config_file(path: str, section: str | None) -> dict[str, Any]:
     """The values of a YAML file, or of one section of it. Raises ConfigError naming the file."""
-    import yaml
-
     where = f"config_file {path}"
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: holds a {type(content).__name__}, it must be a mapping of fields (NAME: VALUE)")
+    content = read_options(path, where)
     if section is None:
         return content
     sections = [str(name) for name, value in content.items() if isinstance(value, dict)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_infer.config.capacity import AVAILABLE_SHARE_LIMIT, GIB, blocks_for
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
+from megatron_infer.config.model_shape import ModelShape, kv_token_bytes, state_bytes
 from megatron_infer.errors import CapacityError
 from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE, WEIGHT_DTYPE_BYTES, weight_bytes
 
@@ -86,8 +86,12 @@ class Estimator:
     @property
     def weights(self) -> int:
         """Bytes of the parameters of the rank, those of a draft model, and packed copies of both."""
-        own = self.shape.num_parameters * self.shape.kv_dtype_bytes
-        return own + self.packed + (0 if self.draft is None else self.draft.num_parameters * self.draft.kv_dtype_bytes)
+        return self.packed + sum(shape.weight_bytes for shape in self._shapes)
+
+    @property
+    def _shapes(self) -> list[ModelShape]:
+        """The model, and the model that drafts."""
+        return [self.shape] if self.draft is None else [self.shape, self.draft]
 
     def activations(self, max_length: int) -> int:
         """Bytes that a step of the most tokens needs beside weights and cache."""
@@ -101,28 +105,17 @@ class Estimator:
     def page(self) -> int:
         """Bytes of keys and values of a block, over all layers of the rank and of a draft model; 0 without attention
         layers."""
-        shapes = [self.shape] if self.draft is None else [self.shape, self.draft]
-        return sum(
-            kv_block_bytes(
-                num_layers=shape.num_attention_layers,
-                block_size=self.page_size,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                dtype_bytes=self.kv_element_bytes,
-            )
-            for shape in shapes
-        )
+        return self.page_size * sum(kv_token_bytes(shape, self.kv_element_bytes) for shape in self._shapes)
 
     @property
     def state(self) -> int:
         """Bytes of a request's recurrent state; 0 without Mamba layers."""
-        return 0 if self.shape.state is None else self.shape.state.slot_bytes
+        return state_bytes(self.shape)
 
     @property
     def _output_copies(self) -> int:
         """Bytes of the output layers in 8 bits, which are the same in every dtype of a model."""
-        shapes = [self.shape] if self.draft is None else [self.shape, self.draft]
-        return sum(output_copy_bytes(shape) for shape in shapes)
+        return sum(output_copy_bytes(shape) for shape in self._shapes)
 
     def room(self, max_length: int) -> int:
         """Bytes for the buffer beside weights and activations; 0 or less: there is none.

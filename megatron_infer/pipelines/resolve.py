@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import acting_with, check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
-from megatron_infer.config.layout import LLM_OPTIONS, Layout
+from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.options import options_of
@@ -257,7 +257,7 @@ def _add_options(
                 note = f"{name} is given"
                 settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
-        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in options_of(Layout) else into
+        into = asked.llm if name in options_of(RunOptions) else asked.layout if name in options_of(Layout) else into
         into[name] = value
         declared = options_of(ServerConfig).get(name)
         shown = "(given)" if declared is not None and declared.is_secret else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from megatron_infer.config.layout import LLM_OPTIONS, Layout
-from megatron_infer.config.options import Option, option, options_of
+from megatron_infer.config.layout import Layout, RunOptions
+from megatron_infer.config.options import CHECKED, Option, checked, option, options_of
 from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
+from megatron_infer.utils.yaml_file import read_options
 
 if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams
@@ -139,9 +139,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, one in options_of(ServerConfig).items():
-            value = _checked(one, getattr(self, name))
-            if one.kind in ("int", "float") and not one.holds(value):
-                raise ConfigError(f"{name} is {value}, it must be {one.range_text}")
+            value = getattr(self, name)
+            value = checked(one, value) if one.kind in CHECKED else _checked_text(one, value)
             if value is not None and one.words and value not in one.words:
                 raise ConfigError(f"{unknown_name(name, value, one.words)}; one of {', '.join(one.words)}")
             object.__setattr__(self, name, value)
@@ -224,24 +223,17 @@ def _traces_url(given: str) -> str:
     return given if url.path.strip("/") else f"{given.rstrip('/')}/v1/traces"
 
 
-def _checked(item: Option, value: Any) -> Any:
-    """`value` converted to the field's type. Raises ConfigError."""
-    kind = item.kind
-    if kind.startswith("tuple"):
+def _checked_text(item: Option, value: Any) -> Any:
+    """A text, or a tuple of texts. Raises ConfigError."""
+    if item.kind.startswith("tuple"):
         names = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(name, str) and name for name in names):
             raise ConfigError(f"{item.name} is a name or a list of names, got {value!r}")
         return names
-    is_valid = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        "bool": isinstance(value, bool),
-        "str": isinstance(value, str) or (value is None and item.is_optional),
-    }[kind]
-    if not is_valid:
+    if not isinstance(value, str) and not (value is None and item.is_optional):
         shown = "what was given" if item.is_secret else repr(value)
         raise ConfigError(f"{item.name} is {shown}, expected {item.type_text}")
-    return float(value) if kind == "float" else value
+    return value
 
 
 def server_config_from(
@@ -272,7 +264,7 @@ def _parsed(item: Option, text: str) -> Any:
         raise ConfigError(f"{variable} is {text!r}, expected {item.type_text}") from None
 
 
-ENGINE_KEYS = ("model", *LLM_OPTIONS, "engine", *options_of(Layout))
+ENGINE_KEYS = ("model", *options_of(RunOptions), "engine", *options_of(Layout))
 """Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
 
 
@@ -280,15 +272,7 @@ def read_config_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """A YAML file -> (server options, values of ENGINE_KEYS). Raises ConfigError naming the file."""
     if path is None:
         return {}, {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: expected options as NAME: VALUE, got a {type(content).__name__}")
+    content = read_options(path, f"--config {path}")
     known = [*options_of(ServerConfig), *ENGINE_KEYS]
     for name in content:
         if name not in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -14,8 +13,7 @@ import pytest
 from megatron_infer.cli import config_flags
 from megatron_infer.cli import main as main_module
 from megatron_infer.cli.main import COMMANDS, Parser, main
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig, KVCacheManagementMode
-from megatron_infer.config.machine_defaults import machine_config, machine_defaults
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.options import docs_of, options_of
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
@@ -132,37 +130,6 @@ def test_flag_with_a_wrong_value_says_what_is_expected(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
-def test_help_says_machine_for_exactly_the_options_the_machine_decides():
-    adapted = set(machine_defaults(is_cuda=False, available_bytes=0))
-    base = machine_config({}, is_cuda=False, available_bytes=8 << 30)
-    differs = {item.name for item in dataclasses.fields(base) if getattr(base, item.name) != item.default}
-    assert differs == adapted
-    assert set(machine_defaults(is_cuda=True, available_bytes=0)) < adapted
-
-
-@pytest.mark.parametrize("is_cuda", [False, True])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"max_tokens": 16},
-        {"max_requests": 4096},
-        {"enable_prefix_caching": False},
-        {"enable_chunked_prefill": False},
-        {"max_requests": None, "max_tokens": None},
-        {"buffer_size_gb": 1, "seed": 3},
-    ],
-)
-def test_machine_default_gives_way_to_what_is_asked(recwarn, is_cuda, asked):
-    config = machine_config(asked, is_cuda=is_cuda, available_bytes=8 << 30)
-    assert {name: getattr(config, name) for name in asked} == asked
-    assert not [warning for warning in recwarn if warning.category is ConfigWarning]
-
-
-def test_contradiction_the_user_wrote_is_still_refused():
-    with pytest.raises(ConfigError, match="max_requests is 65"):
-        machine_config({"max_requests": 65, "max_tokens": 64}, is_cuda=False, available_bytes=8 << 30)
-
-
 @pytest.mark.parametrize(
     "command", [name for name in COMMANDS if name not in ("env", "coordinator", "bench-serve", "convert")]
 )
@@ -183,20 +150,12 @@ def test_stray_argument_is_refused(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help(capsys, command):
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert command in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_three_screens_and_help_all_has_every_option(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) <= 3 * 50
+    assert caught.value.code == 0 and command in shown and len(shown.splitlines()) <= 3 * 50
     if "--help-all" not in shown:
         return
     with pytest.raises(SystemExit) as caught:
@@ -325,11 +284,6 @@ def test_plan_prints_each_size_as_a_table(capsys, llama):
     shown = capsys.readouterr().out
     for name in ("block_bytes", "num_blocks", "paused_block_limit", "max_requests", "max_tokens", "graph_shapes"):
         assert name in shown
-
-
-def test_plan_refuses_a_pool_without_a_block_with_the_remedy(capsys, llama):
-    assert main(["plan", llama, "--buffer-size-gb", "0.000001"]) == 2
-    assert "set buffer_size_gb >= " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--memory-gb", "--tensor-parallel-size"])

@@ -102,13 +102,13 @@ def test_bad_lines_are_named_and_the_others_answered_in_order(command, tmp_path,
         5: "empty",
         6: "did you mean 'prompt'",
         7: "did you mean 'temperature'",
-        8: "temperature is a finite number",
+        8: "temperature is nan, it must be a finite number of 0 or more",
         9: "exactly one of prompt, messages and token_ids, got prompt and messages",
         10: "expected a list of token ids, got str",
         11: "token ids are integers",
         12: "expected an object",
         13: "prompt has 300 tokens, limit is 200",
-        14: "max_tokens is at least 1",
+        14: "max_tokens is 0, it must be at least 1",
     }.items():
         (line,) = [line for line in err.splitlines() if f"p.jsonl:{number}:" in line]
         assert text in line, line

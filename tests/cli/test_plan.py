@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 
 import pytest
+from shapes import model_shape
 
 from megatron_infer.cli import plan
-from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.cli.main import main
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
 
-ATTENTION = ModelShape(
+ATTENTION = model_shape(
     num_layers=8,
     num_attention_layers=2,
     num_query_heads=8,
@@ -25,10 +23,6 @@ ATTENTION = ModelShape(
     head_dim=64,
     hidden_size=512,
     vocab_size=1000,
-    padded_vocab_size=1000,
-    max_position=None,
-    kv_dtype_bytes=2,
-    dtype="bfloat16",
     num_parameters=10_000_000,
 )
 STATE = StateShape(
@@ -62,18 +56,6 @@ def test_table_has_the_states_of_models_that_keep_some(shape, shown, capsys, mon
     text = capsys.readouterr().out
     assert all((name in text) is shown for name in plan.STATE_SIZES)
     assert (f"{SLOT_BYTES:,}" in text) is shown
-
-
-def test_command_line_says_both_options_of_states(capsys):
-    parser = argparse.ArgumentParser()
-    add_config_options(parser)
-    args = parser.parse_args(["--mamba-memory-ratio", "0.25", "--prefix-caching-mamba-gb", "1.5"])
-    assert given(args) == {"mamba_memory_ratio": 0.25, "prefix_caching_mamba_gb": 1.5}
-    assert machine_config(given(args), is_cuda=False, available_bytes=1 << 32).prefix_caching_mamba_gb == 1.5
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--mamba-memory-ratio" in shown and "GiB for recurrent states that the prefix cache keeps" in shown
 
 
 def test_graphs_are_counted_and_their_memory_is_estimated():

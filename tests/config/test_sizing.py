@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import MAMBA_130M, model_shape
 
-from megatron_infer.config.capacity import (
-    GIB,
-    blocks_for,
-    cap_to_memory,
-    derive_max_requests,
-    host_places,
-    split_pool,
-)
+from megatron_infer.config.capacity import GIB, blocks_for, cap_to_memory, derive_max_requests, host_places
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
-from megatron_infer.config.model_shape import ModelShape, StateShape, heads_per_rank, kv_block_bytes
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape, heads_per_rank
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import CapacityError, ConfigError
 
-SMOLLM2 = ModelShape(
+SMOLLM2 = model_shape(
     num_layers=30,
     num_attention_layers=30,
     num_query_heads=9,
@@ -30,16 +25,11 @@ SMOLLM2 = ModelShape(
     head_dim=64,
     hidden_size=576,
     vocab_size=49152,
-    padded_vocab_size=49152,
     max_position=8192,
-    kv_dtype_bytes=2,
-    dtype="bfloat16",
     num_parameters=134_515_008,
 )
-# the model of megatron's engine tests: 131,072 bytes a block of 256 tokens
-MEGATRON_TINY = dataclasses.replace(
-    SMOLLM2, num_layers=4, num_attention_layers=4, num_query_heads=4, num_kv_heads=4, head_dim=8, max_position=None
-)
+MEGATRON_TINY = model_shape()
+"""The model of megatron's engine tests: 131,072 bytes a block of 256 tokens."""
 
 
 def resolve(
@@ -91,58 +81,6 @@ def test_kv_heads_of_a_rank_never_fall_below_one(heads, tp, per_rank):
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (45, 3)])
 def test_blocks_for_rounds_up(tokens, blocks):
     assert blocks_for(tokens, 16) == blocks
-
-
-STATE_BYTES = (544 * 4 + 8 * 64 * 16) * 4
-"""Bytes of one request of the hybrid below, fp32."""
-
-
-@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 0.8])
-def test_state_ratio_divides_both_buffers(ratio):
-    buffer_bytes, paused_bytes = int(0.05 * GIB), int(0.01 * GIB)
-    block_bytes = kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
-    split = split_pool(buffer_bytes, paused_bytes, block_bytes=block_bytes, state_bytes=STATE_BYTES, state_ratio=ratio)
-    assert split.num_blocks == int(buffer_bytes * (1 - ratio)) // block_bytes
-    assert split.paused_blocks == int(paused_bytes * (1 - ratio)) // block_bytes
-    assert split.state_slots == int((buffer_bytes + paused_bytes) * ratio // STATE_BYTES)
-    limit = min(split.num_blocks - 1, split.state_slots)
-    assert derive_max_requests(limit) == limit // 4 * 4
-
-
-RATIO_TABLE = [(0.2, 40, 8, 310, 36), (0.4, 30, 6, 621, 28), (0.6, 20, 4, 932, 16), (0.8, 10, 2, 1242, 8)]
-
-
-@pytest.mark.parametrize(("ratio", "blocks", "paused", "slots", "requests"), RATIO_TABLE)
-def test_state_ratio_numbers(ratio, blocks, paused, slots, requests):
-    split = split_pool(53_687_091, 10_737_418, block_bytes=1_048_576, state_bytes=41_472, state_ratio=ratio)
-    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (blocks, paused, slots)
-    assert derive_max_requests(min(blocks - 1, slots)) == requests
-
-
-def test_given_max_requests_reserve_their_states_in_proportion():
-    split = split_pool(800, 200, block_bytes=10, state_bytes=5, max_requests=100)
-    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (40, 10, 100)
-
-
-def test_without_a_rule_each_block_brings_a_state():
-    split = split_pool(1000, 150, block_bytes=60, state_bytes=40)
-    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (10, 1, None)
-
-
-def test_states_that_exceed_the_buffers_are_refused_with_figures():
-    with pytest.raises(CapacityError, match=r"100 requests .* need 1,000 bytes, the buffers hold 900"):
-        split_pool(800, 100, block_bytes=10, state_bytes=10, max_requests=100)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 1.5])
-def test_ratio_outside_zero_and_one_is_refused(ratio):
-    with pytest.raises(ConfigError, match="between 0 and 1"):
-        split_pool(800, 100, block_bytes=10, state_bytes=10, state_ratio=ratio)
-
-
-def test_ratio_without_states_is_refused():
-    with pytest.raises(ConfigError, match="no recurrent state"):
-        split_pool(800, 100, block_bytes=10, state_ratio=0.5)
 
 
 @pytest.mark.parametrize(
@@ -226,15 +164,14 @@ def test_model_that_keeps_nothing_is_refused():
 MEGATRON_STATE = StateShape(
     num_layers=1, conv_shape=(544, 4), ssm_shape=(8, 64, 16), conv_dtype="float32", ssm_dtype="float32"
 )
-MEGATRON_HYBRID = dataclasses.replace(
-    SMOLLM2,
+MEGATRON_HYBRID = model_shape(
     num_layers=2,
     num_attention_layers=1,
     num_query_heads=8,
     num_kv_heads=8,
+    head_dim=64,
     kv_dtype_bytes=4,
     dtype="float32",
-    max_position=None,
     state=MEGATRON_STATE,
 )
 PURE_MAMBA = dataclasses.replace(MEGATRON_HYBRID, num_layers=1, num_attention_layers=0)
@@ -242,22 +179,23 @@ BOTH_BUFFERS = {"buffer_bytes": int(0.05 * GIB), "paused_bytes": int(0.01 * GIB)
 
 
 def test_state_of_a_request_is_counted_in_whole_cache_lines():
-    assert MEGATRON_STATE.slot_bytes == STATE_BYTES == 41_472
+    assert MEGATRON_STATE.slot_bytes == (544 * 4 + 8 * 64 * 16) * 4 == 41_472
     odd = dataclasses.replace(MEGATRON_STATE, num_layers=3, conv_shape=(5, 3), conv_dtype="bfloat16")
     assert (odd.conv_bytes, odd.ssm_bytes) == (128, 3 * 8 * 64 * 16 * 4)  # 90 bytes of conv: two lines
-    mamba2_130m = StateShape(
-        num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="float32", ssm_dtype="float32"
-    )
-    assert mamba2_130m.slot_bytes == 19_562_496
+    assert MAMBA_130M.slot_bytes == 19_562_496
 
 
-@pytest.mark.parametrize(("ratio", "blocks", "paused", "slots", "requests"), RATIO_TABLE)
+@pytest.mark.parametrize(
+    ("ratio", "blocks", "paused", "slots", "requests"),
+    [(0.2, 40, 8, 310, 36), (0.4, 30, 6, 621, 28), (0.6, 20, 4, 932, 16), (0.8, 10, 2, 1242, 8)],
+)
 @pytest.mark.parametrize("unified", [False, True])
 def test_hybrid_with_a_ratio_is_sized_as_megatron_does(ratio, blocks, paused, slots, requests, unified):
     sizes = resolve(MEGATRON_HYBRID, **BOTH_BUFFERS, mamba_memory_ratio=ratio, unified_memory_level=int(unified))
     assert (sizes.block_bytes, sizes.state_slot_bytes) == (1_048_576, 41_472)
     assert sizes.paused_block_limit == paused
     assert sizes.num_blocks == blocks + (paused if unified else 0)
+    assert unified == ("of the paused buffer (unified memory)" in sizes.how["num_blocks"])
     assert sizes.max_requests == min(sizes.num_blocks - 1, slots) // 4 * 4
     assert unified or sizes.max_requests == requests
     assert sizes.num_state_slots == sizes.max_requests + 1
@@ -287,6 +225,8 @@ def test_hybrid_with_max_requests_reserves_exactly_their_states(max_requests, bl
     sizes = resolve(MEGATRON_HYBRID, **buffers, max_requests=max_requests)
     assert (sizes.num_blocks, sizes.paused_block_limit, sizes.max_requests) == (blocks, paused, max_requests)
     assert sizes.num_state_slots == max_requests + 1
+    with pytest.raises(CapacityError, match=r"2,000 requests .* need 82,944,000 bytes, the buffers hold 65,061,712"):
+        resolve(MEGATRON_HYBRID, **buffers, max_requests=2000)
 
 
 def test_hybrid_without_a_rule_brings_a_state_with_each_block():
@@ -349,8 +289,10 @@ def test_attention_models_have_no_states():
         sizes = resolve(SMOLLM2, cached_state_bytes=1 << 30)
     figures = (sizes.state_slot_bytes, sizes.num_cached_states, sizes.num_state_slots, sizes.state_bytes)
     assert figures == (0, 0, 0, 0)
-    with pytest.raises(ConfigError, match="no recurrent state"):
-        resolve(SMOLLM2, mamba_memory_ratio=0.5)
+    state = MambaInferenceStateConfig(["M", "*"], (64, 4), (4, 8, 16))
+    for option in ({"mamba_memory_ratio": 0.5}, {"mamba_inference_state_config": state}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))} is set, but the model keeps no recurrent state"):
+            resolve(SMOLLM2, **option)
 
 
 def test_host_memory_is_divided_between_blocks_and_states():

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from shapes import model_shape
 
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.model_shape import ModelShape, StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.config.stage_sizes import agree, stage_limits
 
 STATE = StateShape(num_layers=2, conv_shape=(8, 4), ssm_shape=(2, 4, 8), conv_dtype="float32", ssm_dtype="float32")
-BASE = ModelShape(
-    num_layers=4, num_attention_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, hidden_size=32, vocab_size=128,
-    padded_vocab_size=128, max_position=256, kv_dtype_bytes=4, dtype="float32", num_parameters=1, is_stage=True,
-)  # fmt: skip
+BASE = model_shape(
+    num_attention_layers=2, num_kv_heads=2, max_position=256, kv_dtype_bytes=4, dtype="float32", is_stage=True
+)
 STAGES = {
     "attention": BASE,
     "more attention": dataclasses.replace(BASE, num_attention_layers=5),

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
+import math
+from collections.abc import Iterator
 
 import pytest
+from load_file import ROOT, load_file
 
 import megatron_infer
 from megatron_infer.config import inference
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import Layout
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.options import Option, docs_of, options_of
 from megatron_infer.errors import ConfigError, RequestError
 
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
-page = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(page)
+page = load_file("tools/option_docs.py")
 ENUMS = [one.enum for one in options_of(InferenceConfig).values() if one.enum is not None]
 SEED_PAGE = {
     "block_size_tokens": ("int", 256),
@@ -67,18 +66,38 @@ def test_every_option_is_described_and_declares_known_facts(config):
         assert len(docs_of(config)[item.name]) > 10, item.name
 
 
-RANGES = [
-    (config, one)
+OF_OTHER_TYPES = {
+    "int": (True, 1.5, "1"),
+    "float": (True, "1", math.nan, math.inf),
+    "int | float": (True, "1", math.nan, math.inf),
+    "bool": ("yes", 2),
+}
+
+
+def never_valid(config: type, one: Option) -> Iterator[object]:
+    """Values beyond the declared range, and of another type."""
+    if one.least is not None or one.above is not None:
+        yield one.above if one.least is None else one.least - 1
+    if one.most is not None or one.below is not None:
+        yield one.below if one.most is None else one.most + 1
+    if config is not Layout and (one.kind in OF_OTHER_TYPES or one.words):  # `Layout.check` has its flags' names
+        yield from OF_OTHER_TYPES.get(one.kind, ("no such value",))
+        if not one.is_optional:
+            yield None
+
+
+WRONG = [
+    (config, one.name, value)
     for config in page.CLASSES
     for one in options_of(config).values()
-    if one.least is not None or one.above is not None
+    for value in never_valid(config, one)
 ]
 
 
-@pytest.mark.parametrize(("config", "one"), RANGES, ids=lambda item: getattr(item, "name", ""))
-def test_a_number_below_the_declared_range_is_refused_by_name(config, one):
-    with pytest.raises((ConfigError, RequestError), match=one.name):
-        config(**{one.name: one.above if one.least is None else one.least - 1})
+@pytest.mark.parametrize(("config", "name", "value"), WRONG)
+def test_a_value_that_is_never_valid_is_refused_by_name(config, name, value):
+    with pytest.raises((ConfigError, RequestError), match=name):
+        config(**{name: value})
 
 
 def test_options_of_megatron_cores_page_come_first_with_its_types_and_defaults():

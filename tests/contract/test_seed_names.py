@@ -7,18 +7,14 @@ import dataclasses
 import enum
 import functools
 import importlib
-import importlib.util
-from pathlib import Path
 
 import pytest
+from load_file import ROOT, load_file
 
 from megatron_infer.pipelines.config import NAMES, PipelineConfig
 from megatron_infer.pipelines.field_rows import rows_of
 
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
-docs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(docs)
+docs = load_file("tools/option_docs.py")
 ROWS = docs.seed_names(ROOT)
 
 

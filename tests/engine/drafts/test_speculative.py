@@ -178,7 +178,7 @@ def test_drafts_asked_of_an_engine_without_them_are_refused(model, plain):
         plain.generate(prompts()[:2], [SamplingParams(speculate=False), SamplingParams(speculate=True)])
     assert not plain.has_unfinished()
     for wrong in (1, 0, "yes"):
-        with pytest.raises(RequestError, match="speculate is True, False or None, got"):
+        with pytest.raises(RequestError, match=r"speculate is .*, it must be True or False or None"):
             SamplingParams(speculate=wrong)
     for value in (None, True, False):
         params = SamplingParams(speculate=value)
@@ -378,7 +378,7 @@ def test_metrics_are_exported(model, plain):
         ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
-        ({"synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate is 1.5, it must be a number of 0 to 1"),
+        ({"synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate is 1.5, it must be a number from 0 to 1"),
         ({"synthetic_acceptance_rate": True}, "synthetic_acceptance_rate is True"),
         ({"synthetic_acceptance_rate": 0.5, "verification": "residual"}, "verifies nothing; leave one of them out"),
     ],
