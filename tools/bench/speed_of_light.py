@@ -33,7 +33,7 @@ from light.machine import Ceilings, measure
 from light.scan import prompt_scan
 from light.shapes import PLANS, random_model
 
-from megatron_infer.config.step_work import kv_token_bytes, state_bytes
+from megatron_infer.config.model_shape import kv_token_bytes, state_bytes
 from megatron_infer.models.loading.description_shape import step_counter
 
 TINY = ("tiny-llama", "tiny-hybrid")

@@ -11,9 +11,9 @@ import torch
 
 from light.machine import wait
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.model_shape import ModelShape, kv_token_bytes, state_bytes
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.step_work import StepCounter, kv_token_bytes, state_bytes
+from megatron_infer.config.step_work import StepCounter
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.testing.inspect import inspect
