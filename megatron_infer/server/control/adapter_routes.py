@@ -14,7 +14,7 @@ from megatron_infer.config.lora import check_adapter_name
 from megatron_infer.coordinator.weight_paths import WeightsPathRefused, adapter_path
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.body_types import Body
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
@@ -79,7 +79,6 @@ class AdapterRoutes:
         return reply
 
     async def load(self, call: Call) -> tuple[str, str, dict[str, Any]]:
-        QueryParams(call).end()
         body: LoadAdapterBody = call.body
         name, client = body.lora_name, self._machine.client
         if body.pinned:
@@ -96,7 +95,6 @@ class AdapterRoutes:
         return name, "added", self._shown()
 
     async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
-        QueryParams(call).end()
         body: UnloadAdapterBody = call.body
         await self._change("unload_adapter", body.lora_name, abort=bool(body.abort))
         return body.lora_name, "removed", self._shown()

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from megatron_infer.server.body_types import Body
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
@@ -32,13 +32,11 @@ class ProfileBody(Body):
 
 def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
     async def start(call: Call) -> Reply:
-        QueryParams(call).end()
         steps = call.body.num_steps or MAX_STEPS
         found = await machine.fanout.run("profile", "start_profile", machine.status.name, steps=steps)
         return Reply({"status": "profiling", "num_steps": steps, "replicas": found})
 
     async def stop(call: Call) -> Reply:
-        QueryParams(call).end()
         await machine.fanout.run("profile", "stop_profile", machine.status.name, steps=0)
         return Reply({"status": "stopped"})
 

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from megatron_infer import __version__
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes, query_text
 from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.control.vllm_routes import ranks_of
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import bad_request
 
@@ -18,9 +19,6 @@ SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
     async def server_info(call: Call) -> Reply:
         """Fields under vLLM's and SGLang's names."""
-        query = QueryParams(call)
-        query.text("config_format", "json")
-        query.end()
         await machine.refresh()
         settings = control_routes.settings
         info = _info(machine, reads_files=settings.weights_root is not None)
@@ -28,24 +26,23 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
         return Reply(info)
 
     async def loads(call: Call) -> Reply:
-        query = QueryParams(call)
-        for name in query.text("include", "core").split(","):
+        for name in query_text(call, "include", "core").split(","):
             if name not in SECTIONS:
                 text = f"include is {name[:40]!r}; any of {', '.join(SECTIONS)}, with commas between"
                 raise bad_request(text, "include", "invalid_value")
-        query.end()
         await machine.client.refresh()
         return Reply(_loads(machine))
 
     for path in ("/server_info", "/get_server_info"):
-        control_routes.add("GET", path, server_info, "Model, version, state and parallel sizes")
-    control_routes.add("GET", "/v1/loads", loads, "Load of each engine")
+        summary = "Model, version, state and parallel sizes"
+        control_routes.add("GET", path, server_info, summary, query=("config_format",))
+    control_routes.add("GET", "/v1/loads", loads, "Load of each engine", query=("include",))
 
 
 def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
     client = machine.client
     replicas = client.replicas
-    ranks = [replica["limits"].get("num_ranks", 1) for replica in replicas]
+    ranks = ranks_of(replicas)
     model = client.model_names[0]
     backends = ["disk", "http"] if reads_files else ["http"]
     dtype = next((replica["dtype"] for replica in replicas if replica["dtype"]), None)

@@ -27,7 +27,7 @@ from megatron_infer.server.body_types import (
     TopCount,
 )
 from megatron_infer.server.call_limits import check_num_prompts, logprob_bytes
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.field_tables import SHARED
@@ -117,7 +117,6 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
     client = machine.client
 
     async def read(body: SglangGenerateBody, call: Call) -> GenerationRequest:
-        QueryParams(call).end()
         if (body.text is None) == (body.input_ids is None):
             raise bad_request("give text or input_ids, and not both", "text", "invalid_value")
         field, given = ("text", body.text) if body.input_ids is None else ("input_ids", body.input_ids)

@@ -6,11 +6,11 @@ from typing import Any
 
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.server.body_types import Body
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes, replying
 from megatron_infer.server.control.control_states import ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
 from megatron_infer.server.control.version_labels import checked_version
-from megatron_infer.server.control.vllm_routes import add_not_served, memory_of
+from megatron_infer.server.control.vllm_routes import memory_of
 from megatron_infer.server.control.weight_files import checked_path
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
@@ -84,7 +84,7 @@ class ContinueBody(Body):
     """It takes nothing that acts."""
 
 
-class BeginUpdateBody(Body):
+class BeginUpdateBody(ContinueBody):
     """It takes nothing that acts."""
 
 
@@ -96,37 +96,26 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     routes = SglangRoutes(machine, updates, control_routes.settings)
     add = control_routes.add
     for method in ("GET", "POST"):
-        add(method, "/flush_cache", routes.flush_cache, "Empty the prefix cache")
+        add(method, "/flush_cache", routes.flush_cache, "Empty the prefix cache", query=("timeout",))
         add(method, "/get_weight_version", routes.get_version, "The weight version")
         add(method, "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
         add(method, "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
         checker = {"body": CheckerBody, "fields": CHECKER_FIELDS}
         add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
-    for path in ("/pause_generation", "/areal_pause_generation"):
-        add("POST", path, routes.pause, "Pause", body=PauseBody)
-    for path in ("/continue_generation", "/areal_continue_generation"):
-        add("POST", path, routes.resume, "Resume after a pause", body=ContinueBody, fields=CONTINUE_FIELDS)
-    add(
-        "POST",
-        "/abort_request",
-        routes.abort,
-        "Abort requests, which reply with what they have",
-        body=SglangAbortBody,
-        fields=ABORT_FIELDS,
-    )
-    for path in ("/update_weights_from_disk", "/areal_update_weights"):
-        add("POST", path, routes.load, "Update weights from files", body=DiskBody, fields=DISK_FIELDS,
-            optional_body=False)  # fmt: skip
-    add(
-        "POST",
-        "/begin_weight_update",
-        routes.begin,
-        "Begin a weight update",
-        body=BeginUpdateBody,
-        fields=UPDATE_FIELDS,
-    )
+    resume = replying(routes.reply, "Generation continued successfully.", machine.resume)
+    resuming = {"body": ContinueBody, "fields": CONTINUE_FIELDS}
+    load = {"body": DiskBody, "fields": DISK_FIELDS, "optional_body": False}
+    for prefix, weights in (("/", "update_weights_from_disk"), ("/areal_", "update_weights")):
+        add("POST", f"{prefix}pause_generation", routes.pause, "Pause", body=PauseBody)
+        add("POST", f"{prefix}continue_generation", resume, "Resume after a pause", **resuming)
+        add("POST", f"{prefix}{weights}", routes.load, "Update weights from files", **load)
+    aborting = {"body": SglangAbortBody, "fields": ABORT_FIELDS}
+    add("POST", "/abort_request", routes.abort, "Abort requests, which reply with what they have", **aborting)
+    begin = replying(routes.reply, "The weight update has begun.", updates.start)
+    beginning = {"body": BeginUpdateBody, "fields": UPDATE_FIELDS}
+    add("POST", "/begin_weight_update", begin, "Begin a weight update", **beginning)
     add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
-    add_not_served(control_routes, dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)
+    control_routes.add_not_served(dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)
 
 
 NO_CHANNEL = (
@@ -156,52 +145,44 @@ class SglangRoutes:
     def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
         self._machine, self._updates, self._settings = machine, updates, settings
 
+    def reply(self, message: str, **figures: Any) -> Reply:
+        state = self._machine.status.name
+        return Reply({"success": True, "status": "ok", "message": message, "state": state, **figures})
+
     async def pause(self, call: Call) -> Reply:
-        QueryParams(call).end()
         mode = checked_mode(call.body.mode or "abort", PAUSE_MODES)
         count = await self._machine.pause(PAUSE_MODES[mode])
-        return self._reply("Generation paused successfully.", num_aborted=count)
-
-    async def resume(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._machine.resume()
-        return self._reply("Generation continued successfully.")
+        return self.reply("Generation paused successfully.", num_aborted=count)
 
     async def abort(self, call: Call) -> Reply:
         """rid: of the /generate body, an id of a reply, or X-Request-Id."""
-        QueryParams(call).end()
         body: SglangAbortBody = call.body
         if not body.abort_all and not body.rid:
             raise bad_request("rid or abort_all: true must be given", "rid", "missing_field")
         count = self._machine.client.abort(None if body.abort_all else [body.rid or ""])
-        return self._reply("Requests were aborted.", num_aborted=count)
+        return self.reply("Requests were aborted.", num_aborted=count)
 
     async def flush_cache(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        query.text("timeout", "")  # accepted: there is nothing to wait for
-        query.end()
-        return self._reply("Cache flushed.", blocks_freed=await self._machine.reset_prefix_cache())
+        """timeout is accepted: there is nothing to wait for."""
+        return self.reply("Cache flushed.", blocks_freed=await self._machine.reset_prefix_cache())
 
     # ------------------------------------------------------------------ memory
 
     async def release(self, call: Call) -> Reply:
         """Running requests are kept, and recomputed once memory is restored."""
-        QueryParams(call).end()
         tags = list(TAGS) if call.body.tags is None else checked_tags(call.body.tags, TAG_NAMES)
         if not tags:
             raise bad_request(f"tags is empty; any of {', '.join(TAG_NAMES)}", "tags", "invalid_value")
         reports = await self._machine.sleep(tags, "keep")
-        return self._reply("Memory was released.", **memory_of(reports))
+        return self.reply("Memory was released.", **memory_of(reports))
 
     async def restore(self, call: Call) -> Reply:
-        QueryParams(call).end()
         tags = None if call.body.tags is None else checked_tags(call.body.tags, TAG_NAMES)
-        return self._reply("Memory is back.", **memory_of(await self._machine.wake_up(tags)))
+        return self.reply("Memory is back.", **memory_of(await self._machine.wake_up(tags)))
 
     # ------------------------------------------------------------------ weights
 
     async def load(self, call: Call) -> Reply:
-        QueryParams(call).end()
         body: DiskBody = call.body
         root = self._settings.weights_root
         version = checked_version(body.weight_version)
@@ -211,30 +192,22 @@ class SglangRoutes:
         version = await self._updates.load(path, version, abort=bool(body.abort_all_requests))
         message = "Succeeded to update model weights."
         num_paused = self._machine.client.num_calls if self._machine.status.state is ControlState.PAUSED else 0
-        return self._reply(message, weight_version=str(version), num_paused_requests=num_paused)
-
-    async def begin(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._updates.start()
-        return self._reply("The weight update has begun.")
+        return self.reply(message, weight_version=str(version), num_paused_requests=num_paused)
 
     async def end(self, call: Call) -> Reply:
-        QueryParams(call).end()
         version = await self._updates.finish(checked_version(call.body.weight_version))
-        return self._reply("The weight update is finished.", weight_version=str(version))
+        return self.reply("The weight update is finished.", weight_version=str(version))
 
     async def get_version(self, call: Call) -> Reply:
-        QueryParams(call).end()
         await self._machine.refresh()
         return Reply({"weight_version": str(self._machine.shown_version())})
 
     async def check(self, call: Call) -> Reply:
         """compare replies 400 where the weights differ from the snapshot, as SGLang's clients expect."""
-        QueryParams(call).end()
         action = ACTIONS[checked_mode(call.body.action or "checksum", ACTIONS, name="action")]
         if action == "reset":
             await self._updates.spoil()
-            return self._reply("The weights were overwritten; an update has to follow.")
+            return self.reply("The weights were overwritten; an update has to follow.")
         found = await self._updates.check(action)
         different = sorted({name for one in found["replicas"].values() for name in one.get("different", ())})
         if different:
@@ -242,8 +215,4 @@ class SglangRoutes:
             raise ApiError(400, f"the weights differ from the snapshot: {shown}", code="weights_differ")
         if not found["equal"]:
             raise ApiError(500, f"the replicas have different weights: {found['replicas']}", code="weights_differ")
-        return self._reply("Success.", **found)
-
-    def _reply(self, message: str, **figures: Any) -> Reply:
-        state = self._machine.status.name
-        return Reply({"success": True, "status": "ok", "message": message, "state": state, **figures})
+        return self.reply("Success.", **found)

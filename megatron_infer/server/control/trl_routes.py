@@ -15,7 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import Logprob, RequestOutput
 from megatron_infer.server.body_types import Body, Message, Text, TokenId, TokenIds
 from megatron_infer.server.call_limits import ID_BYTES
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_sampling
 from megatron_infer.server.endpoint import Call, Reply
@@ -72,12 +72,10 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
     call_format = call_format_of(client.tokenizer, client.settings) or HERMES
 
     async def read(body: TrlGenerateBody, call: Call) -> GenerationRequest:
-        QueryParams(call).end()
         asked = _sampling_of(body, fields, client, call.caller)
         return GenerationRequest.of(body, call, prompt=body.prompts, field="prompts", **asked)
 
     async def read_chat(body: TrlChatBody, call: Call) -> GenerationRequest:
-        QueryParams(call).end()
         check_limit("messages", len(body.messages), client.settings.max_prompts, "max_prompts")
         return GenerationRequest.of(
             body,
@@ -146,16 +144,13 @@ class TrlRoutes:
         self._client = machine.client
 
     async def health(self, call: Call) -> Reply:
-        QueryParams(call).end()
         return Reply(report_of(self._client), 200 if self._client.state == "ok" else 503)
 
     async def reset_prefix_cache(self, call: Call) -> Reply:
-        QueryParams(call).end()
         freed = await self._machine.reset_prefix_cache(running=False)
         return Reply({"message": "the prefix cache is empty", "blocks_freed": freed})
 
     async def score(self, call: Call) -> Reply:
-        QueryParams(call).end()
         body: TrlScoreBody = call.body
         settings, num_top = self._client.settings, body.top_logprobs
         check_limit("sequences", len(body.sequences), settings.max_prompts, "max_prompts")

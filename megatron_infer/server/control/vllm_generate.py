@@ -18,7 +18,7 @@ from megatron_infer.server.body_types import (
     TokenIds,
     TopCount,
 )
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
@@ -60,7 +60,6 @@ class VllmGenerateBody(Body, kw_only=True):
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
     async def read(body: VllmGenerateBody, call: Call) -> GenerationRequest:
-        QueryParams(call).end()
         asked = vllm_sampling((body.sampling_params or VllmSampling(),), fields, machine.client, call.caller)
         asked["sampling"] = sampling_of(body) | asked["sampling"]
         return GenerationRequest.of(body, call, prompt=body.token_ids, field="token_ids", **asked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,14 +11,21 @@ import msgspec
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, RUNNING_CHOICES, TAGS, WEIGHTS
 from megatron_infer.server import request_body
 from megatron_infer.server.body_types import Body
-from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_routes import (
+    ControlRoutes,
+    query_number,
+    query_switch,
+    query_text,
+    query_values,
+    replying,
+)
 from megatron_infer.server.control.control_states import ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
 from megatron_infer.server.control.weight_updates import WeightUpdates
-from megatron_infer.server.endpoint import Call, Handler, Reply
-from megatron_infer.server.http_errors import ApiError, bad_request, of_validation
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.http_errors import bad_request, of_validation
 from megatron_infer.server.inactive_fields import ignore
 from megatron_infer.server.server_config import ServerConfig
 
@@ -68,44 +76,40 @@ class VllmCheckerBody(Body, kw_only=True):
 def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
     routes = VllmRoutes(machine, updates, control_routes.settings)
     add = control_routes.add
-    add("POST", "/pause", routes.pause, "Pause: abort, wait for or keep running requests")
-    add("POST", "/resume", routes.resume, "Resume after a pause")
+    done = partial(replying, routes.reply)
+    pausing = {"query": ("mode", "clear_cache")}
+    add("POST", "/pause", routes.pause, "Pause: abort, wait for or keep running requests", **pausing)
+    add("POST", "/resume", done("resumed", machine.resume), "Resume after a pause")
     add("GET", "/is_paused", routes.is_paused, "Whether the engines are paused")
-    add(
-        "POST",
-        "/abort_requests",
-        routes.abort_requests,
-        "Abort requests, which reply with what they have",
-        body=VllmAbortBody,
-    )
-    add("POST", "/inference/v1/abort_requests", routes.abort_requests, "The same", body=VllmAbortBody)
-    add("POST", "/sleep", routes.sleep, "Release memory")
-    add("POST", "/wake_up", routes.wake_up, "Restore memory")
+    for path, summary in (
+        ("/abort_requests", "Abort requests, which reply with what they have"),
+        ("/inference/v1/abort_requests", "The same"),
+    ):
+        add("POST", path, routes.abort_requests, summary, body=VllmAbortBody)
+    add("POST", "/sleep", routes.sleep, "Release memory", query=("level", "mode", "tags"))
+    add("POST", "/wake_up", routes.wake_up, "Restore memory", query=("tags",))
     add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
-    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", body=ResetBody)
-    add("POST", "/finish_session", routes.finish_session, "Nothing is kept of a session")
+    resetting = {"body": ResetBody, "query": ("reset_running_requests", "reset_external")}
+    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", **resetting)
+    # SkyRL's router keeps sessions; an engine finds a prefix by its tokens.
+    add("POST", "/finish_session", done("ok"), "Nothing is kept of a session", query=("session_id",))
     for path in ("/get_world_size", "/get_world_size/"):  # TRL's own server has the second
-        add("GET", path, routes.world_size, "Ranks of all engines together")
-    add(
-        "POST",
-        "/init_weight_transfer_engine",
-        routes.init_transfer,
-        "Choose the weight transfer",
-        body=InitBody,
-    )
-    add("POST", "/start_weight_update", routes.start_update, "Begin a weight update")
-    add("POST", "/update_weights", routes.update_weights, "Weights: a path, or safetensors bytes", body=None,
-        body_limit="max_weight_bytes")  # fmt: skip
+        add("GET", path, routes.world_size, "Ranks of all engines together", query=("include_dp",))
+    add("POST", "/init_weight_transfer_engine", routes.init_transfer, "Choose the weight transfer", body=InitBody)
+    add("POST", "/start_weight_update", done("ok", updates.start), "Begin a weight update")
+    octets = {"body": None, "body_limit": "max_weight_bytes"}
+    add("POST", "/update_weights", routes.update_weights, "Weights: a path, or safetensors bytes", **octets)
     add("POST", "/finish_weight_update", routes.finish_update, "Finish a weight update", body=FinishBody)
-    add("POST", "/cancel_weight_update", routes.cancel_update, "Undo a weight update")
-    add("POST", "/update_weight_version", routes.set_version, "Set the weight version", body=VersionBody)
+    add("POST", "/cancel_weight_update", done("ok", updates.cancel), "Undo a weight update")
+    versions = {"body": VersionBody, "query": ("new_version",)}
+    add("POST", "/update_weight_version", routes.set_version, "Set the weight version", **versions)
     add("GET", "/weight_info", routes.weight_info, "Version and state of the weights")
     add("POST", "/weight_checker", routes.check, "Checksums of the weights", body=VllmCheckerBody, optional_body=False)
     add("POST", "/shutdown_weight_transfer_engine", routes.shut_transfer, "Nothing has to be shut down")
     add("POST", "/release_kv_cache_memory", routes.release_cache, "Release the memory of the cache")
     for path in ("/reset_mm_cache", "/reset_encoder_cache"):
-        add("POST", path, routes.no_media, "There is no such cache")
-    add_not_served(control_routes, NOT_SERVED)
+        add("POST", path, done("ok"), "There is no such cache")
+    control_routes.add_not_served(NOT_SERVED)
 
 
 NOT_SERVED = {
@@ -126,79 +130,71 @@ class VllmRoutes:
     def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
         self._machine, self._updates, self._settings = machine, updates, settings
 
+    def reply(self, status: str, **figures: Any) -> Reply:
+        return Reply({"status": status, "state": self._machine.status.name, **figures})
+
     # ------------------------------------------------------------------ pause
 
     async def pause(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        mode = checked_mode(query.text("mode", "abort"), PAUSE_MODES)
-        clear = query.switch("clear_cache", False)
-        query.end()
+        mode = checked_mode(query_text(call, "mode", "abort"), PAUSE_MODES)
+        clear = query_switch(call, "clear_cache")
         if clear and mode == "keep":
             text = "requests that are kept need their keys and values; see /reset_prefix_cache?reset_running_requests="
             ignore(call.ignored, "clear_cache", text, strict=self._settings.strict_fields)
         count = await self._machine.pause(mode)
         if clear and mode != "keep":
             await self._machine.reset_prefix_cache()
-        return self._reply("paused", num_aborted=count)
-
-    async def resume(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._machine.resume()
-        return self._reply("resumed")
+        return self.reply("paused", num_aborted=count)
 
     async def is_paused(self, call: Call) -> Reply:
-        QueryParams(call).end()
         await self._machine.refresh()
         status = self._machine.status
         return Reply({"is_paused": status.state is not ControlState.SERVING, "state": status.name})
 
     async def abort_requests(self, call: Call) -> Reply:
         """request_ids: ids of replies (cmpl-...), X-Request-Id or request_id; none: all requests."""
-        QueryParams(call).end()
         count = self._machine.client.abort(call.body.request_ids or None)
-        return self._reply("aborted", aborted=count, num_aborted=count)
+        return self.reply("aborted", aborted=count, num_aborted=count)
 
     # ------------------------------------------------------------------ sleep
 
     async def sleep(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        level = query.number("level", 1, (0, 1, 2))
-        mode = checked_mode(query.text("mode", "abort"), PAUSE_MODES)
-        given = _split(query.all("tags"))
-        query.end()
+        level = query_number(call, "level", 1, (0, 1, 2))
+        mode = checked_mode(query_text(call, "mode", "abort"), PAUSE_MODES)
+        given = _tags_of(call)
         if level == 0 and given:
             raise bad_request("tags are given back at level 1 and 2; level 0 stops the scheduling alone", "tags")
         tags = [] if level == 0 else list(TAGS)
         reports = await self._machine.sleep(checked_tags(given, TAG_NAMES) if given else tags, mode)
-        return self._reply("sleeping", **memory_of(reports))
+        return self.reply("sleeping", **memory_of(reports))
 
     async def wake_up(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        given = _split(query.all("tags"))
-        query.end()
+        given = _tags_of(call)
         tags = checked_tags(given, TAG_NAMES) if given else None
         if tags is not None:  # graphs are released and restored with the cache
             tags = [tag for tag in tags if tag is not GRAPHS or GRAPHS in self._machine.status.tags]
-        return self._reply("awake", **memory_of(await self._machine.wake_up(tags)))
+        return self.reply("awake", **memory_of(await self._machine.wake_up(tags)))
 
     async def is_sleeping(self, call: Call) -> Reply:
-        QueryParams(call).end()
         await self._machine.refresh()
         status = self._machine.status
         return Reply({"is_sleeping": status.state is ControlState.ASLEEP, "state": status.name, "tags": status.tags})
 
     async def reset_prefix_cache(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        running = query.switch("reset_running_requests", False) or bool(call.body.reset_running_requests)
-        query.switch("reset_external", False)  # there is no cache outside the engines
-        query.end()
-        return self._reply("ok", blocks_freed=await self._machine.reset_prefix_cache(running=running))
+        """There is no cache outside the engines that reset_external could empty."""
+        running = query_switch(call, "reset_running_requests") or bool(call.body.reset_running_requests)
+        query_switch(call, "reset_external")
+        return self.reply("ok", blocks_freed=await self._machine.reset_prefix_cache(running=running))
+
+    async def release_cache(self, call: Call) -> Reply:
+        """/sleep?tags=kv_cache&mode=keep: requests are kept, and recomputed after /wake_up."""
+        reports = await self._machine.sleep(checked_tags(["kv_cache"], TAG_NAMES), "keep")
+        return self.reply("kv_cache_released", **memory_of(reports))
 
     # ------------------------------------------------------------------ weights
 
     async def init_transfer(self, call: Call) -> Reply:
         """Weights come from files or request bodies; backends with a channel between processes are refused."""
-        QueryParams(call).end()
         info = dict(call.body.init_info or {})
         backend = info.pop("backend", "disk")
         if backend not in ("disk", "http") or info:
@@ -211,19 +207,17 @@ class VllmRoutes:
             raise bad_request(text, "init_info", "unsupported_backend")
         return Reply({"message": "Weight transfer initialized", "backend": backend})
 
-    async def start_update(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._updates.start()
-        return self._reply("ok")
+    async def shut_transfer(self, call: Call) -> Reply:
+        """Files and request bodies need no channel that could be shut down."""
+        return Reply({"message": "Weight transfer shut down"})
 
     async def update_weights(self, call: Call) -> Reply:
-        QueryParams(call).end()
         kind = call.request.headers.get("content-type", "").split(";")[0].strip().lower().encode()
         if kind == OCTETS:
             self._machine.require("write_weights")
             entries = await self._machine.client.run_in_thread(entries_of, call.body)
             await self._updates.write(entries, call.body)
-            return self._reply("ok", message="Weights updated", num_tensors=len(entries), num_bytes=len(call.body))
+            return self.reply("ok", message="Weights updated", num_tensors=len(entries), num_bytes=len(call.body))
         request_body.check_content_type(dict(call.request.scope["headers"]))
         try:
             body = msgspec.json.decode(call.body, type=UpdateBody)
@@ -237,47 +231,36 @@ class VllmRoutes:
         self._machine.require("write_weights")
         root = self._settings.weights_root
         await self._updates.read(await self._machine.client.run_in_thread(checked_path, path, root))
-        return self._reply("ok", message="Weights updated")
+        return self.reply("ok", message="Weights updated")
 
     async def finish_update(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        running = call.body.running or "keep"
-        checked_mode(running, RUNNING_CHOICES)
+        running = checked_mode(call.body.running or "keep", RUNNING_CHOICES)
         version = await self._updates.finish(checked_version(call.body.weight_version), running)
-        return self._reply("ok", weight_version=version)
-
-    async def cancel_update(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._updates.cancel()
-        return self._reply("ok")
+        return self.reply("ok", weight_version=version)
 
     async def set_version(self, call: Call) -> Reply:
-        query = QueryParams(call)
         body: VersionBody = call.body
-        names = (query.text("new_version", "") or None, body.new_version, body.weight_version)
-        query.end()
+        names = (query_text(call, "new_version", "") or None, body.new_version, body.weight_version)
         given = [name for name in names if name is not None]
         version = checked_version(given[0]) if given else None
         if version is None:
             raise bad_request("new_version must be given", "new_version", "missing_field")
         await self._updates.set_version(version, abort=bool(body.abort_all_requests))
-        return self._reply("ok", success=True, new_version=version, weight_version=version)
+        return self.reply("ok", success=True, new_version=version, weight_version=version)
 
     async def weight_info(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        await self._machine.refresh()
-        replicas = {replica["name"]: replica["weight_version"] for replica in self._machine.client.replicas}
         machine = self._machine
-        return self._reply("ok", weight_version=machine.shown_version(), order=machine.version, replicas=replicas)
+        await machine.refresh()
+        replicas = {replica["name"]: replica["weight_version"] for replica in machine.client.replicas}
+        return self.reply("ok", weight_version=machine.shown_version(), order=machine.version, replicas=replicas)
 
     async def check(self, call: Call) -> Reply:
         """checksum, compare with the `baseline` of an earlier reply, or reset (overwrite all weights)."""
-        QueryParams(call).end()
         body: VllmCheckerBody = call.body
         checked_mode(body.action, ("checksum", "compare", "reset"), name="action")
         if body.action == "reset":
             await self._updates.spoil()
-            return self._reply("reset")
+            return self.reply("reset")
         if body.action == "compare" and body.baseline is None:
             raise bad_request("baseline: compare needs the checksums of an earlier reply", "baseline", "missing_field")
         found = await self._updates.check("checksum")
@@ -285,61 +268,25 @@ class VllmRoutes:
         if found["equal"]:
             sums = {"weights": found["checksum"]}
         if body.action == "checksum":
-            return self._reply("ok", checksums=sums)
+            return self.reply("ok", checksums=sums)
         baseline = body.baseline or {}
         wrong = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
-        return self._reply("ok", match=not wrong, mismatches=wrong)
-
-    async def shut_transfer(self, call: Call) -> Reply:
-        """Files and request bodies need no channel that could be shut down."""
-        QueryParams(call).end()
-        return Reply({"message": "Weight transfer shut down"})
-
-    async def release_cache(self, call: Call) -> Reply:
-        """/sleep?tags=kv_cache&mode=keep: requests are kept, and recomputed after /wake_up."""
-        QueryParams(call).end()
-        reports = await self._machine.sleep(checked_tags(["kv_cache"], TAG_NAMES), "keep")
-        return self._reply("kv_cache_released", **memory_of(reports))
-
-    async def finish_session(self, call: Call) -> Reply:
-        """SkyRL's router keeps sessions; an engine finds a prefix by its tokens."""
-        query = QueryParams(call)
-        query.text("session_id", "")
-        query.end()
-        return self._reply("ok")
-
-    async def no_media(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        return self._reply("ok")
+        return self.reply("ok", match=not wrong, mismatches=wrong)
 
     async def world_size(self, call: Call) -> Reply:
-        query = QueryParams(call)
-        query.switch("include_dp", True)
-        query.end()
+        query_switch(call, "include_dp")
         await self._machine.client.refresh()
-        ranks = [replica["limits"].get("num_ranks", 1) for replica in self._machine.client.replicas]
-        return Reply({"world_size": sum(ranks)})
-
-    def _reply(self, status: str, **figures: Any) -> Reply:
-        return Reply({"status": status, "state": self._machine.status.name, **figures})
+        return Reply({"world_size": sum(ranks_of(self._machine.client.replicas))})
 
 
-def add_not_served(control_routes: ControlRoutes, reasons: Mapping[str, str]) -> None:
-    """Routes that clients know and that are answered with 501 and the reason, by path."""
-
-    def refuse(path: str, reason: str) -> Handler:
-        async def handler(call: Call) -> Reply:
-            raise ApiError(501, f"{path} is not served: {reason}", code="not_served")
-
-        return handler
-
-    for path, reason in reasons.items():
-        control_routes.add("POST", path, refuse(path, reason), "Not served; the error says why", statuses=(501,))
+def ranks_of(replicas: Iterable[Mapping[str, Any]]) -> list[int]:
+    """How many ranks each engine has."""
+    return [replica["limits"].get("num_ranks", 1) for replica in replicas]
 
 
-def _split(values: list[str]) -> list[str]:
+def _tags_of(call: Call) -> list[str]:
     """Accepts tags=a&tags=b and tags=a,b."""
-    return [tag for value in values for tag in value.split(",") if tag]
+    return [tag for value in query_values(call, "tags") for tag in value.split(",") if tag]
 
 
 def memory_of(reports: dict[str, Any]) -> dict[str, Any]:
