@@ -109,4 +109,7 @@ def _refusal(request: Request, error: Exception, routes: Routes) -> Response:
     if error.status_code == 404 and request.url.path in routes.control_paths_off:
         text, code = f"{shown} controls the engines: it is served with --control only", "control_off"
     body = msgspec.json.encode(ApiError(error.status_code, text, code=code).body())
-    return Response(body, error.status_code, dict(error.headers or {}), media_type="application/json")
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # Starlette joins a set, whose order differs from process to process
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
+    return Response(body, error.status_code, headers, media_type="application/json")

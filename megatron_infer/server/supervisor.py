@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.distributed.wire import Link, LinkClosed, Silence
-from megatron_infer.errors import ModelError
+from megatron_infer.errors import ModelError, brief
 from megatron_infer.utils.child_process import ChildProcess
 
 log = logging.getLogger("megatron_infer.server")
@@ -150,6 +150,11 @@ class Process:
             if self._link is not None:
                 self._link.close()
 
+    def give_up(self, reason: str) -> None:
+        """Kill it and start it no more."""
+        self.error, self.is_given_up = reason, True
+        self.signal(signal.SIGKILL)
+
     def status(self) -> dict[str, Any]:
         state = "failed" if self.is_given_up else "running" if self.ready is not None else "starting"
         return {"name": self.spec.name, "state": state, "restarts": self.restarts, "last_exit": self.last_exit}
@@ -259,11 +264,20 @@ class Supervisor:
 
     def _watch(self) -> None:
         for process in self.processes:
-            process.start()
+            _attend(process, process.start)
         self._all_started.set()
         while not self._all_ended.wait(WATCH_S):
             for process in self.processes:
-                if self._is_stopping:
-                    process.read_reports()  # a child that cannot report does not end in time
-                else:
-                    process.check()
+                # a child that cannot report does not end in time
+                _attend(process, process.read_reports if self._is_stopping else process.check)
+
+
+def _attend(process: Process, act: Callable[[], None]) -> None:
+    """Call a method of a process; its error is that process's, and the others are watched further."""
+    try:
+        act()
+    except OSError as error:  # it could not be started: the next check counts a failure, and tries again later
+        log.warning("%s does not start: %s", process.spec.name, error)
+    except Exception as error:
+        log.exception("%s cannot be watched and is given up", process.spec.name)
+        process.give_up(f"{process.spec.name} cannot be watched: {brief(error)}")
