@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,52 @@ class _UvicornServer(uvicorn.Server):
         yield  # HttpServer handles signals: it drains first
 
 
-class HttpServer:
+class HttpProcess(ABC):
+    """What serves HTTP in a process: the server itself, or the parent of several (`http_workers`)."""
+
+    def __init__(self) -> None:
+        self.was_forced = False
+        """Whether a second signal ended it without waiting for running calls."""
+        self._last_pass = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that the event loop has stood still, give or take TICK_S. From any thread."""
+        return time.monotonic() - self._last_pass
+
+    def shut_down(self) -> None:
+        """Do what SIGTERM does; from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._shut_down)
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C call `_shut_down`, if this is the main thread."""
+        self._loop = loop = asyncio.get_running_loop()
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+        for number in numbers:
+            loop.add_signal_handler(number, self._shut_down)
+        try:
+            yield
+        finally:
+            for number in numbers:  # uvloop leaves its own, which does nothing then
+                loop.remove_signal_handler(number)
+
+    @abstractmethod
+    def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        """Serve on an event loop of its own until `shut_down`, SIGTERM or Ctrl-C.
+
+        on_ready: called with the URL once an engine serves. Raises EnginesFailed once no engine will serve any more.
+        """
+
+    @abstractmethod
+    def _shut_down(self) -> None:
+        """On the event loop: drain at the first call, end at the second."""
+
+
+class HttpServer(HttpProcess):
     """HTTP for the engines behind a coordinator."""
 
     def __init__(
@@ -111,28 +157,23 @@ class HttpServer:
         frontend: of one of several HTTP processes, to their parent. started: when the server was, on time.time's clock;
         None: now. modules: register operations and fields after those of the package.
         """
+        super().__init__()
         self._settings, self._coordinator, self._key = settings, coordinator, key
         self._tokenizer, self._model, self._supervisor = tokenizer, model, supervisor
         self._frontend, self._started = frontend, time.time() if started is None else started
         self._modules = modules
-        self._last_pass = time.monotonic()
         self._draining: asyncio.Task[None] | None = None
         self.metrics_url: str | None = None
         """URL of a separate metrics server, which needs no key; None: this process has none."""
-        self.was_forced = False
-        """Whether a second signal ended it without waiting for running calls."""
-        self._running: tuple[asyncio.AbstractEventLoop, _UvicornServer, EngineClient] | None = None
+        self._running: tuple[_UvicornServer, EngineClient] | None = None
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
-        """`serve` on an event loop of its own: uvloop's where it is installed, which sends small events faster."""
+        """See `HttpProcess`. The loop is uvloop's where it is installed, which sends small events faster."""
         with full_collections_by_hand(), short_turns, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(self.serve(listening, on_ready=on_ready))
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
-        """Serve until `shut_down`, SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves.
-
-        Signals are handled if this is the main thread. Raises EnginesFailed once no engine will serve any more.
-        """
+        """See `run`."""
         coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http")
         async with contextlib.AsyncExitStack() as stack:
             endpoint, names = self._settings.otlp_traces_endpoint, self._settings.served_model_name or (self._model,)
@@ -159,12 +200,8 @@ class HttpServer:
             app = create_app(client, self._settings, modules=self._modules)
             connections = Connections(limit, reply_timeout_s=self._settings.request_timeout_s)
             server = _UvicornServer(_uvicorn_config(app, connections))
-            loop = asyncio.get_running_loop()
-            self._running = (loop, server, client)
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    loop.add_signal_handler(number, self._shut_down)
-                    stack.callback(loop.remove_signal_handler, number)  # uvloop leaves its own, which does nothing then
+            self._running = (server, client)
+            stack.enter_context(self._handling_signals())
             ticking = asyncio.create_task(self._tick())
             watching = asyncio.create_task(self._watch(server, client, lambda: on_ready(url_of(listening))))
             with exporter:
@@ -174,20 +211,10 @@ class HttpServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
 
-    @property
-    def pass_s(self) -> float:
-        """Seconds that the event loop has stood still, give or take TICK_S. From any thread."""
-        return time.monotonic() - self._last_pass
-
     async def _tick(self) -> None:
         while True:
             self._last_pass = time.monotonic()
             await asyncio.sleep(TICK_S)
-
-    def shut_down(self) -> None:
-        """Do what SIGTERM does; from any thread."""
-        if self._running is not None and not self._running[0].is_closed():
-            self._running[0].call_soon_threadsafe(self._shut_down)
 
     async def _watch(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
         is_announced = False
@@ -202,7 +229,7 @@ class HttpServer:
 
     def _shut_down(self) -> None:
         assert self._running is not None
-        _, server, client = self._running
+        server, client = self._running
         if self._draining is not None:
             self.was_forced = True
             server.should_exit = server.force_exit = True

@@ -31,7 +31,7 @@ from megatron_infer.engine.metrics.prometheus import exposition
 from megatron_infer.engine.metrics.registry import Family, families_of, plain_of
 from megatron_infer.server.engine_client import POLL_S, EngineClient
 from megatron_infer.server.http_errors import unavailable
-from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, metrics_exporter, url_of
+from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, HttpProcess, metrics_exporter, url_of
 from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
@@ -41,15 +41,14 @@ GATHER_S = 1.0
 """Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
 MAX_QUESTION = 1 << 20
 """Most bytes of a question between the processes: the headers of a caller's request fit in."""
-MAX_PASS_S = 30.0
-"""Seconds that a worker's event loop may stand still until it sends no more beats."""
 
 
-class HttpFrontend:
-    """The parent of `http_workers` HTTP processes; its methods are those of an `HttpServer`."""
+class HttpFrontend(HttpProcess):
+    """The parent of `http_workers` HTTP processes."""
 
     def __init__(self, options: HttpOptions, *, supervisor: Supervisor | None = None) -> None:
         """supervisor: of the engines' processes, if they are started here."""
+        super().__init__()
         self._options = options
         self._settings = options.settings
         self._folder = options.folder
@@ -60,31 +59,22 @@ class HttpFrontend:
         """A metrics server of its own reads them from its thread."""
         self._calls: dict[str, int] = {}
         self._client: EngineClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ends_at: float | None = None
         """When workers that still drain are killed, on time.monotonic's clock; None before SIGTERM."""
-        self.was_forced = False
-        """Whether a second signal ended it without waiting for running calls."""
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        """See `HttpProcess`: it is ready once all workers are, and every worker that was given up ends it too."""
         asyncio.run(self.serve(listening, on_ready=on_ready))
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
-        """Serve until SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves and all workers do.
-
-        Raises EnginesFailed once no engine will serve any more, or every worker was given up.
-        """
+        """See `run`."""
         self._http = Supervisor(self._workers(listening.fileno()))
         coordinator = AsyncInferenceClient(self._options.coordinator, key=self._options.key, name="http-frontend")
         async with (
             coordinator,
             EngineClient(coordinator, None, self._settings, model=self._options.model, processes=self) as self._client,
         ):
-            self._loop = asyncio.get_running_loop()
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    self._loop.add_signal_handler(number, self._shut_down)
-            with metrics_exporter(self._families, self._settings):
+            with self._handling_signals(), metrics_exporter(self._families, self._settings):
                 answering = await answer_json(frontend_path(self._folder), self._reply)
                 try:
                     self._http.start()
@@ -115,7 +105,7 @@ class HttpFrontend:
         gathered = 0.0
         failure = None
         while self._ends_at is None or any(process.is_running for process in self._http.processes):
-            now = time.monotonic()
+            now = self._last_pass = time.monotonic()
             if self._ends_at is not None and now > self._ends_at:
                 break
             if self._ends_at is None:
@@ -133,11 +123,6 @@ class HttpFrontend:
             await asyncio.sleep(0.05 if self._ends_at is None else 0.01)
         if failure is not None:
             raise EnginesFailed(failure)
-
-    def shut_down(self) -> None:
-        """Do what SIGTERM does; from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._shut_down)
 
     def _shut_down(self) -> None:
         assert self._client is not None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.http_server import HttpServer, listen
+from megatron_infer.server.http_server import HttpProcess, HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.process_options import EngineOptions, HttpOptions
 from megatron_infer.server.server_config import ServerConfig
@@ -85,7 +85,7 @@ def http_options(
     )
 
 
-def http_server(options: HttpOptions, supervisor: Supervisor | None = None) -> HttpServer | HttpFrontend:
+def http_server(options: HttpOptions, supervisor: Supervisor | None = None) -> HttpProcess:
     """HTTP in this process, or with `http_workers` in several. supervisor: of the engines, if they are started here."""
     if options.settings.http_workers > 1:
         return HttpFrontend(options, supervisor=supervisor)

@@ -76,7 +76,8 @@ class HttpOptions:
 
     def process(self) -> ProcessSpec:
         """The HTTP process of a server whose first process is busy with an engine."""
-        return ProcessSpec(name="http", role="http", options=self._json(), is_worker=True)
+        options = self._json()
+        return ProcessSpec(name="http", role="http", options=options, is_worker=True, hang_timeout_s=HTTP_HANG_S)
 
     def worker(self, index: int, *, listening: int, started: float) -> ProcessSpec:
         """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`."""

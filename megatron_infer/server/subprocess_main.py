@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.distributed.wire import Link
 from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
@@ -27,9 +27,12 @@ from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.short_turns import short_turns
 from megatron_infer.utils.stderr_log import log_to_stderr
 
+if TYPE_CHECKING:
+    from megatron_infer.server.http_server import HttpProcess
+
 BEAT_S = 1.0
-MAX_PASS_S = 5.0
-"""Seconds in one pass of its loop after which a coordinator counts as hanging."""
+MAX_PASS_S, MAX_HTTP_PASS_S = 5.0, 30.0
+"""Seconds in one pass of its loop after which a coordinator, and an HTTP process, sends no more beats."""
 
 
 @functools.cache
@@ -147,13 +150,14 @@ def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str
 
 def http(**options: Any) -> None:
     """Serve HTTP for the engines of all ranks until SIGTERM. options: of `HttpOptions`."""
+    beat = ParentHeartbeat()
     from megatron_infer.server.http_server import listen
     from megatron_infer.server.launch import http_server
     from megatron_infer.server.process_options import HttpOptions
 
     log_to_stderr("megatron_infer.server", times=True)
     one = HttpOptions.from_json(**options)
-    http_server(one).run(listen(one.settings.host, one.settings.port), on_ready=lambda url: report(ready={"url": url}))
+    _serve(http_server(one), listen(one.settings.host, one.settings.port), beat)
 
 
 def http_worker(*, name: str, listening: int, started: float, **options: Any) -> None:
@@ -162,7 +166,7 @@ def http_worker(*, name: str, listening: int, started: float, **options: Any) ->
     options: of `HttpOptions`.
     """
     beat = ParentHeartbeat()
-    from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
+    from megatron_infer.server.http_workers import FrontendLink
     from megatron_infer.server.launch import one_http_server
     from megatron_infer.server.process_options import HttpOptions
 
@@ -171,8 +175,12 @@ def http_worker(*, name: str, listening: int, started: float, **options: Any) ->
     shared.set_inheritable(False)
     one = HttpOptions.from_json(**options)
     server = one_http_server(one, frontend=FrontendLink(one.folder, name=name), started=started)
-    beat.is_alive = lambda: server.pass_s < MAX_PASS_S
-    server.run(shared, on_ready=lambda url: report(ready={"url": url}))
+    _serve(server, shared, beat)
+
+
+def _serve(server: HttpProcess, listening: socket.socket, beat: ParentHeartbeat) -> None:
+    beat.is_alive = lambda: server.pass_s < MAX_HTTP_PASS_S
+    server.run(listening, on_ready=lambda url: report(ready={"url": url}))
 
 
 def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:

@@ -240,7 +240,7 @@ def test_bytes_that_are_no_http_do_not_stand_within_a_reply_that_flows() -> None
                 while piece := connection.recv(1 << 16):
                     got += piece
         assert got.startswith(b"HTTP/1.1 200 ") and got.count(b"HTTP/1.1") == 1
-        wait_for(lambda: case.server._running[2].num_calls == 0)
+        wait_for(lambda: case.server._running[1].num_calls == 0)
 
 
 def test_what_is_no_http_is_answered_as_every_other_mistake(case: SimpleNamespace) -> None:

@@ -113,7 +113,7 @@ def test_replies_that_are_not_read_are_let_go_of() -> None:
     """uvicorn hands a whole reply to the system, which holds it until the client reads: also of a closed connection."""
     engine = EchoEngine(num_blocks=1 << 12)
     with serving(engine, request_timeout_s=5.0) as case:
-        connections = case.server._running[1].server_state.connections
+        connections = case.server._running[0].server_state.connections
 
         def buffered() -> int:
             return sum(one.transport.get_write_buffer_size() for one in list(connections))

@@ -323,7 +323,7 @@ def test_connections_beyond_the_limit_get_503_old_ones_go_on_and_one_line_is_log
     with serving() as case, caplog.at_level(logging.WARNING, "megatron_infer.server"):
         assert case.http.get("/version").status_code == 200  # its connection stays open
         idle = [connect(case) for _ in range(5)]
-        wait_for(lambda: len(case.server._running[1].server_state.connections) == 6)
+        wait_for(lambda: len(case.server._running[0].server_state.connections) == 6)
         for _ in range(3):
             with closing(connect(case)) as refused:
                 refused.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -331,7 +331,7 @@ def test_connections_beyond_the_limit_get_503_old_ones_go_on_and_one_line_is_log
         assert case.http.get("/version").status_code == 200
         for one in idle:
             one.close()
-        wait_for(lambda: len(case.server._running[1].server_state.connections) == 1)
+        wait_for(lambda: len(case.server._running[0].server_state.connections) == 1)
         with closing(connect(case)) as again:
             again.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert reply_on(again).startswith(b"HTTP/1.1 200 ")

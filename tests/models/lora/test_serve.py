@@ -526,7 +526,7 @@ def test_a_coordinator_that_is_killed_and_started_again_knows_the_adapters(root,
         with serving(*engines, address=address, text=False, decodes=False, lora_root=str(root)) as case:
             for one in case.replicas:
                 one._commands = ReplicaCommands(None, commands(one.engine))
-            wait_for(lambda: sorted(one["name"] for one in case.server._running[2].replicas) == ["r0", "r1"])
+            wait_for(lambda: sorted(one["name"] for one in case.server._running[1].replicas) == ["r0", "r1"])
             load(case, "kept", "a0")
             load(case, "kept", "a1", load_inplace=True)
             load(case, "gone", "a0")
