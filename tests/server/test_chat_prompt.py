@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from server_case import END, START, tokenizer
 
 from megatron_infer.server.body_types import Message, TextPart
 from megatron_infer.server.chat_prompt import prompt_ids
-from megatron_infer.server.http_errors import ApiError
 
 
 def text_of(ids):
@@ -56,25 +54,3 @@ def test_last_message_is_continued_exactly():
     turn = ("assistant", {"content": "Well", "generation_token_ids": [300, 301]})
     ids = ids_of(USER, turn, add_generation_prompt=False, continue_final=True)
     assert ids[-2:] == [300, 301]
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.mark.parametrize(
-    ("turns", "options", "message"),
-    [
-        ([USER], {"continue_final": True, "add_generation_prompt": True}, "add_generation_prompt: false"),
-        ([("user", {})], {}, r"messages\[0\]: content must be given"),
-        ([("user", {"content": "a", "generation_token_ids": [1]})], {}, "only assistant turns were drawn"),
-        ([("assistant", {"content": "a", "prompt_token_ids": [1]})], {}, "comes with generation_token_ids"),
-        ([("assistant", {"content": "", "tool_calls": [{"id": "1"}]})], {}, "a call has a function"),
-        ([USER], {"variables": {"messages": []}}, "messages has a field of its own"),
-        ([("assistant", {"content": ""})], {"continue_final": True, "add_generation_prompt": False}, "is empty"),
-        ([USER, ("assistant", {"content": "a", "tool_calls": [CALL]})], {"continue_final": True}, "has tool_calls"),
-    ],
-)
-def test_invalid_messages_are_refused_by_name(turns, options, message):
-    with pytest.raises(ApiError, match=message) as caught:
-        ids_of(*turns, **options)
-    assert caught.value.status == 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 
@@ -312,17 +311,6 @@ def test_trl_s_recorded_requests_are_answered_with_the_fields_that_its_worker_re
     tokens = echo_tokens([5, 6, 7], 5, seed=1234)
     assert choice["prompt_token_ids"] == [5, 6, 7] and choice["token_ids"] == tokens
     assert choice["logprobs"]["token_logprobs"] == [-token / VOCAB for token in tokens]
-
-
-def test_routed_experts_come_as_base64_of_int32():
-    import numpy as np
-
-    from megatron_infer.outputs.request_output import CompletionOutput
-    from megatron_infer.server.control.sglang_generate import routed_experts_field
-
-    routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    found = routed_experts_field(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
-    assert (np.frombuffer(base64.b64decode(found), np.int32).reshape(4, 3, 2) == routing).all()
 
 
 def test_requests_of_smaller_priority_overtake_waiting_ones():

@@ -18,7 +18,6 @@ from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.server.output_detokenizer import INLINE_TOKENS, RequestDetokenizer
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 from megatron_infer.testing.tiny import tiny_gpt
-from megatron_infer.text import detokenizer
 from megatron_infer.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -189,8 +188,3 @@ def test_any_split_of_any_tokens_gives_the_text_of_the_engine(made):
             output = RequestOutput("0", None, prompt, None, [one], False, RequestMetrics(0.0))
             here.fill(output)
             assert one.text == wanted.text, (round, prompt, tokens, reason)
-
-
-def test_tokenizers_of_the_splits_are_of_all_kinds():
-    kinds = [detokenizer._spelling(made()).name for made in (tokenizer, pieces, windowed)]
-    assert kinds == ["BYTE_ALPHABET", "PIECES_STRIPPED", "OTHER"]

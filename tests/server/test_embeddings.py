@@ -103,27 +103,3 @@ def test_vectors_beyond_the_largest_reply_are_refused(engine):
         reply = post(one, PATH, input="a" * 200, pooling="all")
         assert reply.status_code == 400 and "max_reply_bytes" in reply.json()["error"]["message"]
         assert post(one, PATH, input="a" * 200).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("body", "message", "param"),
-    [
-        ({}, "input: it must be given", "input"),
-        ({"input": ""}, "length >= 1", "input"),
-        ({"input": []}, "length >= 1", "input"),
-        ({"input": ["a", 5]}, "input mixes texts and token ids", "input"),
-        ({"input": [[1], 5]}, "input mixes texts and token ids", "input"),
-        ({"input": [5, [1]]}, "input mixes texts and token ids", "input"),
-        ({"input": [400]}, "outside the vocabulary", "input"),
-        ({"input": "a" * 300}, "maximum context length is 256", "input"),
-        ({"input": "a", "dimensions": 10_000}, "dimensions is 10000, the model's vectors have", "dimensions"),
-        ({"input": "a", "encoding_format": "int8"}, "Invalid enum value 'int8'", "encoding_format"),
-        ({"input": "a", "pooling": "cls"}, "Invalid enum value 'cls'", "pooling"),
-        ({"input": [1, 2], "add_special_tokens": True}, "goes with texts", "add_special_tokens"),
-        ({"input": "a", "truncate": True}, "unknown field 'truncate'", "truncate"),
-    ],
-)
-def test_invalid_fields_are_refused_by_name(case, body, message, param):
-    reply = post(case, PATH, **body)
-    error = reply.json()["error"]
-    assert reply.status_code == 400 and message in error["message"] and error["param"] == param

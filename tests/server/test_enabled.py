@@ -22,12 +22,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.fixture(scope="module")
 def case():
-    with serving(**OFF) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def controlled():
     with serving(**OFF, control=True) as one:
         yield one
 
@@ -43,17 +37,6 @@ def controlled():
         ("/v1/chat/completions", {**CHAT, "min_tokens": 1}, "enable_min_tokens"),
         ("/v1/chat/completions", {**CHAT, "response_format": SCHEMA}, "enable_structured_output"),
         ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, "enable_structured_output"),
-    ],
-)
-def test_what_is_turned_off_is_refused_by_the_name_of_its_option(case, path, body, option):
-    reply = post(case, path, **body)
-    assert reply.status_code == 400, reply.text
-    assert f"({option} is false)" in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "option"),
-    [
         ("/generate", {"text": "ab", "sampling_params": {"regex": "a+"}}, "enable_structured_output"),
         ("/generate", {"text": "ab", "sampling_params": {"min_new_tokens": 1}}, "enable_min_tokens"),
         ("/generate", {"text": "ab", "return_logprob": True, "logprob_start_len": 0}, "enable_echo"),
@@ -66,9 +49,9 @@ def test_what_is_turned_off_is_refused_by_the_name_of_its_option(case, path, bod
         ("/v1/responses", {"model": "tiny", "input": "hi", "text": {"format": FORMAT}}, "enable_structured_output"),
     ],
 )
-def test_what_is_turned_off_is_refused_in_every_dialect_before_a_grammar_is_compiled(controlled, path, body, option):
+def test_what_is_turned_off_is_refused_in_every_dialect_before_a_grammar_is_compiled(case, path, body, option):
     with mock.patch.object(GrammarCache, "compile", side_effect=AssertionError("it was compiled")):
-        reply = post(controlled, path, **body)
+        reply = post(case, path, **body)
     assert reply.status_code == 400, reply.text
     assert f"({option} is false)" in reply.json()["error"]["message"]
 

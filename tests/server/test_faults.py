@@ -128,18 +128,22 @@ def test_every_replica_is_replaced_in_turn_without_a_failed_request():
             assert status == 200 and body["choices"][0]["token_ids"] == echo_tokens([number], 30)
 
 
-def test_stream_that_ends_by_its_time_is_logged_and_counted_as_such(caplog):
+def test_call_over_its_time_is_aborted_with_an_error_and_its_stream_logged_and_counted_as_such(caplog):
     caplog.set_level(logging.INFO, "megatron_infer.server")
     with serving(EchoEngine(step_s=0.05), request_timeout_s=1.0, log_requests=True) as case:
         chunks = stream(case, COMPLETION, **ask(max_tokens=1000))
-        assert chunks[-1]["error"]["code"] == "timeout"
+        assert chunks[-1]["error"]["code"] == "timeout" and chunks[0]["choices"]
         assert post(case, COMPLETION, **ask(max_tokens=2)).status_code == 200
-        wait_for(lambda: len(caplog.records) >= 2)
+        reply = post(case, COMPLETION, **ask(max_tokens=1000))
+        assert reply.status_code == 504 and "request_timeout_s" in reply.json()["error"]["message"]
+        wait_for(lambda: not case.engines[0].stats()["num_requests"])
+        wait_for(lambda: len(caplog.records) >= 3)
         text = case.http.get("/metrics").text
     lines = [record.getMessage() for record in caplog.records if COMPLETION in record.getMessage()]
     assert " 504 " in lines[0] and "ms in its stream: the time allowed" in lines[0] and " 200 " in lines[1]
     counted = [line for line in text.splitlines() if "http_requests_total{" in line and COMPLETION in line]
     assert sorted(line.partition('code="')[2][:3] for line in counted) == ["200", "504"]
+    assert any('code="504"' in line and line.endswith(" 2.0") for line in counted), "the stream too"
 
 
 # ---------------------------------------------------------------------- the whole command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import threading
 import time
@@ -16,7 +15,6 @@ import pytest
 from coordinator_case import coordinator, replica, wait_for
 from server_case import events
 
-from megatron_infer.errors import ConfigError
 from megatron_infer.server import http_workers
 from megatron_infer.server.http_server import HttpServer, listen, url_of
 from megatron_infer.server.http_workers import HttpFrontend
@@ -217,12 +215,3 @@ def test_second_server_of_a_coordinator_controls_the_engines():
             ids = [token for choice in choices for token in choice["token_ids"]]
             assert choices[-1]["finish_reason"] == reason and ids == echo_tokens([1, 2], len(ids))
             assert (len(ids) == 60) == (mode == "keep")
-
-
-def test_more_processes_than_one_are_refused_where_state_would_be_divided():
-    for changes, text in (
-        ({"http_workers": 0}, "http_workers is 0"),
-        ({"http_workers": 2, "control": True}, "leave http_workers at 1"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(text)):
-            ServerConfig(**changes)

@@ -1,4 +1,4 @@
-"""Over sixty malformed calls: each gets a 4xx with the reason while another client's stream flows."""
+"""Malformed calls of every dialect: each gets a 4xx with the reason while another client's stream flows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import threading
 
 import pytest
-from server_case import serving, stream
+from control_case import serving_with_control, state_of
+from server_case import stream
 
 from megatron_infer.testing.echo import EchoEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, EMBEDDINGS, SCORE = "/v1/responses", "/v1/embeddings", "/v1/score"
+VLLM, LOGPROBS = "/inference/v1/generate", "/get_sequence_logprobs/"
 HI = [{"role": "user", "content": "Hi"}]
+INVALID = "invalid_request_error"
 F = {"type": "function", "function": {"name": "f"}}
 
 
@@ -19,8 +23,17 @@ def turn(**fields):
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
 
-WRONG = [
-    # (path, body, part of the message)
+def last_turn(content):
+    return {"messages": [*HI, {"role": "assistant", "content": content}]}
+
+
+MEDIA = (
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "file", "file": {"file_id": "f"}},
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+OPENAI = [
     (COMPLETION, {}, "prompt: it must be given"),
     (COMPLETION, {"prompt": None}, "prompt: Expected"),
     (COMPLETION, {"prompt": ""}, "length >= 1"),
@@ -107,11 +120,16 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content must be given"),
     (CHAT, turn(role="wizard"), "Invalid enum value 'wizard'"),
     (CHAT, turn(content=5), "Expected"),
-    (CHAT, turn(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+    *((CHAT, turn(content=[part]), "there are no images, audio or video here") for part in MEDIA),
     (CHAT, turn(content=[{"text": "a"}]), "missing required field `type`"),
     (CHAT, turn(content=[{"type": "text"}]), "missing required field `text`"),
     (CHAT, turn(mood="good"), "unknown field `mood`"),
     (CHAT, turn(generation_token_ids=[1]), "only assistant turns were drawn"),
+    (CHAT, turn(role="assistant", prompt_token_ids=[1]), "comes with generation_token_ids"),
+    (CHAT, turn(role="assistant", tool_calls=[{"id": "1"}]), "a call has a function"),
+    (CHAT, {**turn(role="assistant", content=""), "continue_final_message": True}, "the last message is empty"),
+    (CHAT, {**turn(role="assistant", tool_calls=[CALL]), "continue_final_message": True}, "has tool_calls"),
+    (CHAT, {"messages": HI, "return_raw_text": True, "stream": True}, "return_raw_text"),
     (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens: Expected"),
     (CHAT, {"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "give one"),
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs: Expected `bool`"),
@@ -142,16 +160,181 @@ WRONG = [
 ]  # fmt: skip
 
 
+def schema_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+STRUCTURED = [
+    # (fields of chats and of completions, param or None, part of the message)
+    ({"response_format": schema_format({"type": "thing"})}, "response_format", "Invalid type: thing"),
+    ({"response_format": schema_format({"uniqueItems": True, "type": "array"})}, "response_format", "uniqueItems"),
+    ({"response_format": schema_format(nested(12))}, "response_format", "deeper than 8 levels"),
+    ({"response_format": schema_format({"description": "x" * 5000})}, "response_format", "the limit is 4,096"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
+    ({"response_format": {"type": "text", "regex": "a"}}, "response_format", "regex is given"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, None, "name"),
+    ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+    ({"guided_regex": "a" * 5000}, "guided_regex", "the limit is 4,096"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing can begin with it"),
+    ({"guided_choice": []}, "guided_choice", "length"),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, None, "give one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, None, "structural_tag"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "llguidance"),
+]
+CONTROL = [
+    ("/pause?mode=kep", None, "abort, wait, keep"),
+    ("/pause?mod=keep", None, "did you mean 'mode'"),
+    ("/pause?mode=keep&mode=abort", None, "mode is given 2 times"),
+    ("/pause?clear_cache=maybe", None, "clear_cache is 'maybe'"),
+    ("/sleep?level=3", None, "level is '3'; one of 0, 1, 2"),
+    ("/sleep?tags=cuda_graph", None, "any of weights, kv_cache"),
+    ("/sleep?level=0&tags=weights", None, "level 0 stops the scheduling alone"),
+    ("/wake_up?tags=cuda", None, "any of weights, kv_cache"),
+    ("/resume?now=1", None, "unknown parameter 'now'"),
+    ("/pause_generation", {"mode": "keep"}, "abort, in_place, retract"),
+    ("/pause_generation", {"mod": "abort"}, "did you mean 'mode'"),
+    ("/release_memory_occupation", {"tags": ["kv"]}, "any of weights, kv_cache, cuda_graph"),
+    ("/release_memory_occupation", {"tags": []}, "tags is empty"),
+    ("/abort_request", {}, "rid or abort_all"),
+    ("/weights_checker", {"action": "look"}, "checksum, snapshot, compare, reset"),
+    ("/weight_checker", {"action": "snapshot"}, "checksum, compare, reset"),
+    ("/weight_checker", {"action": "compare"}, "baseline: compare needs"),
+    ("/begin_weight_update", {"selector": "draft"}, "there is one model"),
+    ("/weights_checker", {"action": "compare"}, "there is no snapshot"),
+    ("/update_weight_version", {}, "new_version must be given"),
+    ("/update_weight_version", {"weight_version": ""}, "a text of 1 to 256 characters"),
+    ("/update_weight_version", {"new_version": "v" * 300}, "a text of 1 to 256 characters"),
+    ("/update_weight_version", {"weight_version": -1}, "a whole number"),
+    ("/generate", {"text": "a", "input_ids": [1]}, "give text or input_ids"),
+    ("/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "sampling_params"),
+    ("/generate", {"input_ids": [1], "sampling_params": {"json_schema": "{"}}, "json_schema: "),
+    ("/generate", {"input_ids": [1], "sampling_params": {"regex": "("}}, "regex: "),
+    ("/generate", {"input_ids": [1], "sampling_params": {"ebnf": "root ::= other"}}, "ebnf: "),
+    ("/generate", {"input_ids": [1], "sampling_params": {"ebnf": 'root ::= "a"', "regex": "a"}}, "give one"),
+    ("/generate", {"input_ids": [1], "priority": 1}, "priority"),
+    ("/generate", {"input_ids": [1], "top_logprobs_num": 2}, "return_logprob"),
+    ("/generate", {"input_ids": [10**6]}, "outside the vocabulary"),
+    (VLLM, {"token_ids": []}, "token_ids"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"max_new_tokens": 4}}, "max_new_tokens"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"structured": {"regex": "a"}}}, "structured"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"stop": ["a"] * 99}}, "max_stop"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"priority": 1}}, "priority"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"structured_outputs": 5}}, "structured_outputs"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "("}}}, "structured_outputs: "),
+    (VLLM, {"token_ids": [1], "sampling_params": {"structured_outputs": {"regx": "a"}}}, "structured_outputs: "),
+    (VLLM, {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "exactly"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"stop": 5}}, "sampling_params.stop"),
+    (VLLM, {"token_ids": [1], "sampling_params": {"max_tokens": "4"}}, "max_tokens"),
+    (VLLM, {"token_ids": [1], "model": "other"}, "is not served here"),
+    ("/generate/", {"prompts": []}, "prompts"),
+    ("/generate/", {"prompts": ["a", [5]]}, "prompts"),
+    ("/generate/", {"prompts": ["a"], "images": [["AAAA"]]}, "images"),
+    ("/generate/", {"prompts": ["a"], "generation_kwargs": {"seeed": 1}}, "generation_kwargs"),
+    ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+    ("/chat/", {"messages": [[]]}, "messages"),
+    (LOGPROBS, {"sequences": [[5]], "prompt_lengths": []}, "prompt_lengths"),
+    (LOGPROBS, {"sequences": [[5]], "prompt_lengths": [2]}, "prompt_lengths"),
+    (LOGPROBS, {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 50}, "top_logprobs"),
+    (LOGPROBS, {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 1, "temperature": 2.0}, "temperature"),
+    ("/generate", {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 2}, "start within it"),
+    ("/generate", {"input_ids": [1], "image_data": ["AAAA"]}, "image_data: there are no images"),
+]
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+MESSAGES = [
+    # (changes of a body of /v1/messages, part of the message, and where it matters the param)
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": []}, "length >= 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "there are no images"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]: a block has no text"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "wizard"),
+    ({"tools": [{"type": 5, "name": "bash"}]}, "tools[0].type"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format: json"),
+    ({"stop_sequences": ["a"] * 100}, "stop_sequences has 100 entries"),
+    ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ({"max_token": 5}, "did you mean 'max_tokens'"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: nothing is called here"),
+    ({"tools": [SEARCH, {"name": "f"}], "tool_choice": {**SEARCH, "type": "tool"}}, "tool_choice", "tool_choice"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "tool_choice"),
+]
+LAST_TURNS = [
+    # (content of a last turn of the assistant, part of the message)
+    ("", "messages[1]: the answer goes on with the last turn"),
+    ([], "that turn has no text"),
+    ([{"type": "thinking", "thinking": "Hm"}], "that turn has no text"),
+    ([{"type": "text", "text": "a"}, {"type": "tool_use", "id": "1", "name": "f"}], "without its tool_result"),
+]
+INPUT_IMAGE = {"type": "input_image", "image_url": "x"}
+OTHERS = [
+    (RESPONSES, {}, "input: it must be given"),
+    (RESPONSES, {"input": "Hi", "store": True}, "store: this server stores nothing"),
+    (RESPONSES, {"input": "Hi", "previous_response_id": "resp_1"}, "send the conversation as input"),
+    (RESPONSES, {"input": "Hi", "tools": [{"type": 5}]}, "tools[0].type"),
+    (RESPONSES, {"input": "Hi", "text": {"format": {"type": "grammar", "grammar": "x"}}}, "text.format: grammar: "),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: Invalid enum"),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, "there are no images"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "content is a text, or"),
+    (RESPONSES, {"input": [{"role": "wizard", "content": "Hi"}]}, "wizard"),
+    (RESPONSES, {"input": [{"role": "user"}]}, "content is a text, or"),
+    (RESPONSES, {"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"input": "Hi", "max_tokens": 5}, "did you mean"),
+    (RESPONSES, {"input": "Hi", "text": {"format": {"type": "xml"}}}, "xml"),
+    (RESPONSES, {"input": "Hi", "tools": [SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    (EMBEDDINGS, {}, "input: it must be given", "input"),
+    (EMBEDDINGS, {"input": ""}, "length >= 1", "input"),
+    (EMBEDDINGS, {"input": []}, "length >= 1", "input"),
+    (EMBEDDINGS, {"input": ["a", 5]}, "input mixes texts and token ids", "input"),
+    (EMBEDDINGS, {"input": [[1], 5]}, "input mixes texts and token ids", "input"),
+    (EMBEDDINGS, {"input": [5, [1]]}, "input mixes texts and token ids", "input"),
+    (EMBEDDINGS, {"input": [4000]}, "outside the vocabulary", "input"),
+    (EMBEDDINGS, {"input": "a" * 3000}, "maximum context length is 2,048", "input"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 10_000}, "dimensions is 10000, the model", "dimensions"),
+    (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "Invalid enum value 'int8'", "encoding_format"),
+    (EMBEDDINGS, {"input": "a", "pooling": "cls"}, "Invalid enum value 'cls'", "pooling"),
+    (EMBEDDINGS, {"input": [1, 2], "add_special_tokens": True}, "goes with texts", "add_special_tokens"),
+    (EMBEDDINGS, {"input": "a", "truncate": True}, "unknown field 'truncate'", "truncate"),
+    (SCORE, {}, "give query, items and label_token_ids"),
+    (SCORE, {"label_token_ids": [1]}, "goes with query and items"),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts, text_2 has 3"),
+    (SCORE, {"query": "a", "items": ["b"] * 7, "label_token_ids": [1, 2]}, "7 items with 2 labels are more"),
+    (SCORE, {"query": "a", "items": ["b"], "label_token_ids": [100000]}, "outside the vocabulary"),
+]  # fmt: skip
+BEGUN = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
+WRONG = [
+    # (path, body, part of the message, and where it matters the param)
+    *OPENAI,
+    *((CHAT, {"messages": HI, **fields}, text, param) for fields, param, text in STRUCTURED),
+    *((COMPLETION, {"prompt": "x", **fields}, text, param) for fields, param, text in STRUCTURED),
+    *CONTROL,
+    *OTHERS,
+    *(("/v1/messages", {"messages": HI, "max_tokens": 1, **changes}, *rest) for changes, *rest in MESSAGES),
+    *(("/v1/messages", {**last_turn(content), "max_tokens": 1}, text) for content, text in LAST_TURNS),
+    *(("/v1/messages/count_tokens", last_turn(content), text) for content, text in LAST_TURNS),
+    ("/v1/messages", {**last_turn("{"), "max_tokens": 9, **BEGUN}, "the last turn has begun one"),
+]
+
+
 @pytest.fixture(scope="module")
 def case():
     limits = {"max_prompts": 8, "max_n": 8, "max_logprobs": 5, "max_stop": 4, "max_body_bytes": 65_536}
-    with serving(EchoEngine(num_blocks=128, step_s=0.002), **limits) as one:
+    limits |= {"max_schema_bytes": 4096, "max_schema_depth": 8}
+    with serving_with_control(EchoEngine(num_blocks=128, step_s=0.002), **limits) as one:
         yield one
 
 
 @pytest.mark.security
 def test_malformed_calls_get_the_reason_while_a_stream_flows(case):
-    assert len(WRONG) >= 60
+    assert len(WRONG) >= 240
     flowing, chunks = threading.Event(), []
 
     def read():
@@ -162,23 +345,27 @@ def test_malformed_calls_get_the_reason_while_a_stream_flows(case):
     reader.start()
     failures = []
     try:
-        for path, body, message in WRONG:
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        for path, body, message, *param in WRONG:
+            data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
             reply = case.http.post(path, content=data, headers={"Content-Type": "application/json"})
             shown = f"{path} {data[:80]!r}: {reply.status_code} {reply.text[:300]}"
-            if not 400 <= reply.status_code < 500:
+            if not 400 <= reply.status_code < 500 or reply.status_code == 409:
                 failures.append(shown)
                 continue
             error = reply.json()["error"]
-            if message not in error["message"] or set(error) != {"message", "type", "param", "code"}:
+            if message not in error["message"] or not {"message", "type", "param", "code"} <= set(error):
                 failures.append(f"{shown}\n   expected: {message}")
+            if param not in ([], [None], [error["param"]]):
+                failures.append(f"{shown}\n   expected param: {param[0]}")
+            if reply.json()["type"] != "error" or (reply.status_code == 400) != (error["type"] == INVALID):
+                failures.append(f"{shown}\n   its type is {error['type']}")
     finally:
         flowing.set()
         reader.join(30)
     assert not failures, "\n".join(failures)
     texts = {"".join(c["choices"][0]["text"] for c in one) for one in chunks}
     assert len(texts) == 1 and len(next(iter(texts)).split()) == 300
-    assert case.http.get("/health").json()["status"] == "ok"
+    assert case.http.get("/health").json()["status"] == "ok" and state_of(case) == "SERVING"
 
 
 @pytest.mark.security

@@ -6,15 +6,12 @@ import contextlib
 import json
 
 import httpx
-import pytest
 from coordinator_case import Child
 from scrape import check_histograms, parse
 from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.engine.metrics.definitions import SPECS
 from megatron_infer.engine.metrics.prometheus import exposition
-from megatron_infer.errors import ConfigError
-from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -140,11 +137,6 @@ def test_scrape_needs_the_key_and_a_server_of_its_own_does_not():
 
 def test_accept_header_with_a_version_that_is_none_gets_the_usual_format():
     assert exposition(list, "application/openmetrics-text;version=zzz") == exposition(list)
-
-
-def test_modes_are_checked():
-    with pytest.raises(ConfigError, match="did you mean 'launch_server'"):
-        ServerConfig(prometheus_metrics_mode="launch_serve")
 
 
 def test_every_series_is_in_the_catalog():

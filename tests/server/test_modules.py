@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from server_case import END, events, post, serving, stream, tokenizer
+from server_case import END, post, serving, stream, tokenizer
 
 from megatron_infer.server.body_types import Body, NumTokens, Temperature
 from megatron_infer.server.endpoint import Reply
@@ -151,9 +151,9 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     )
     schemas = document["components"]["schemas"]
     chat = schemas["ChatBody"]
-    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] == {
-        "type": "null"
-    }
+    structured = {"response_format", "guided_json", "structured_outputs"}
+    assert {"tools", "hints", "least", "messages"} | structured <= set(chat["properties"])
+    assert chat["additionalProperties"] == {"type": "null"}
     other = schemas["CompletionBody"]["x-fields-without-action"]
     assert other["tools"]["effect"] == "refused" and other["tools"]["unset"] == [[], None], "not served there"
     other = chat["x-fields-without-action"]
@@ -176,11 +176,13 @@ def test_model_without_a_tokenizer_takes_token_ids_and_refuses_text():
         assert reply.json()["choices"][0]["token_ids"] == echo_tokens([1, 2], 4)
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
+            ("/v1/completions", {"prompt": [1, 2], "guided_regex": "a"}),
             (CHAT, {"messages": HI}),
             ("/tokenize", {"prompt": "a"}),
         ):
             reply = post(case, path, **body)
-            assert reply.status_code == 400 and "no tokenizer" in reply.json()["error"]["message"]
+            named = "needs a tokenizer" if "guided_regex" in body else "no tokenizer"
+            assert reply.status_code == 400 and named in reply.json()["error"]["message"]
 
 
 def test_key_is_prompted_and_never_shown(caplog, capsys):
@@ -207,8 +209,3 @@ def test_control_routes_are_served_only_on_request(case):
     with serving(modules=(SimpleNamespace(register=register),), control=True, api_key="k") as other:
         assert post(other, "/steer", text="a").status_code == 401
         assert other.http.post("/steer", json={"text": "a"}, headers=key).json()["said"] == "A"
-
-
-def test_events_helper_refuses_a_stream_that_was_cut():
-    with pytest.raises((AssertionError, IndexError, KeyError)):
-        events(["data: {}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -119,30 +118,6 @@ def test_slow_reader_loses_nothing_and_slows_no_other_call(count):
         assert quick < 10
 
 
-def test_call_over_its_time_is_aborted_with_an_error():
-    with serving(EchoEngine(step_s=0.05), request_timeout_s=1.0, keep_alive_s=0.1) as case:
-        reply = post(case, COMPLETION, **ask(max_tokens=1000))
-        assert reply.status_code == 504 and "request_timeout_s" in reply.json()["error"]["message"]
-        chunks = stream(case, COMPLETION, **ask(max_tokens=1000))
-        assert chunks[-1]["error"]["code"] == "timeout" and chunks[0]["choices"]
-        wait_for(lambda: running(case) == 0)
-
-
-def test_stream_without_output_sends_comments_and_continues_with_the_next_output():
-    engine = EchoEngine()
-    with serving(engine, keep_alive_s=0.1) as case:
-        engine.pause()
-        lines = []
-        with case.http.stream("POST", COMPLETION, json=ask(stream=True)) as reply:
-            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
-            for line in reply.iter_lines():
-                lines.append(line)
-                if lines.count(": keep-alive") == 2 and engine.state == "paused":
-                    go_on(case)
-        text = "".join(chunk["choices"][0]["text"] for chunk in events(lines))
-        assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 8)]
-
-
 def test_engine_failure_is_an_error_object_in_the_stream_and_fails_health():
     class Failing(EchoEngine):
         broken = False
@@ -219,22 +194,3 @@ def _cut(case):
     except httpx.TransportError:
         return
     assert reply.status_code == 503
-
-
-def test_many_concurrent_streams_are_each_complete():
-    with serving(EchoEngine(step_s=0.002), EchoEngine(step_s=0.002)) as case:
-        results = {}
-
-        def call(i):
-            results[i] = stream(case, COMPLETION, **ask(prompt=[i + 1, 5], max_tokens=30))
-
-        threads = [threading.Thread(target=call, args=(i,)) for i in range(60)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        for i in range(60):
-            text = "".join(chunk["choices"][0]["text"] for chunk in results[i])
-            assert text.split() == [str(token) for token in echo_tokens([i + 1, 5], 30)], json.dumps(results[i])[:300]
-        described = case.coordinator.core.stats()["replicas"]
-        assert len(described) == 2 and running(case) == 0

@@ -122,30 +122,6 @@ def test_old_trls_routes_say_what_openais_say(http):
             assert top_ids[place, at].tolist() == plain["logprob_token_ids"][place][at][:3]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "named"),
-    [
-        ("/generate/", {"prompts": []}, "prompts"),
-        ("/generate/", {"prompts": ["a", [5]]}, "prompts"),
-        ("/generate/", {"prompts": ["a"], "images": [["AAAA"]]}, "images"),
-        ("/generate/", {"prompts": ["a"], "generation_kwargs": {"seeed": 1}}, "generation_kwargs"),
-        ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
-        ("/chat/", {"messages": [[]]}, "messages"),
-        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": []}, "prompt_lengths"),
-        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [2]}, "prompt_lengths"),
-        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 50}, "top_logprobs"),
-        (
-            "/get_sequence_logprobs/",
-            {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 1, "temperature": 2.0},
-            "temperature",
-        ),
-    ],
-)
-def test_old_trls_routes_name_what_they_cannot_do(http, path, body, named):
-    reply = http.post(path, json=body)
-    assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("script", client_check.SCRIPTS)
 def test_scripts_of_installed_clients_run(http, script):

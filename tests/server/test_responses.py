@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 from scripted import ScriptedEngine
-from server_case import post, serving, tokenizer
+from server_case import serving, tokenizer
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 WEATHER = {
@@ -148,29 +148,6 @@ def test_tool_choice_is_that_of_chats(client, engine):
     assert "get_weather" in engine.params[0].structured.grammar
     with pytest.raises(openai.BadRequestError, match="tool_choice goes with tools"):
         client.responses.create(model="tiny", input="Rain?", tool_choice="required")
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({}, "input: it must be given"),
-        ({"input": "Hi", "store": True}, "store: this server stores nothing"),
-        ({"input": "Hi", "previous_response_id": "resp_1"}, "send the conversation as input"),
-        ({"input": "Hi", "tools": [{"type": 5}]}, "tools[0].type"),
-        ({"input": "Hi", "text": {"format": {"type": "grammar", "grammar": "x"}}}, "text.format: grammar: "),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: Invalid enum value 'item_reference'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "there are no images"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "content is a text, or"),
-        ({"input": [{"role": "wizard", "content": "Hi"}]}, "wizard"),
-        ({"input": [{"role": "user"}]}, "content is a text, or"),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "Hi", "max_tokens": 5}, "did you mean"),
-        ({"input": "Hi", "text": {"format": {"type": "xml"}}}, "xml"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(case, body, named):
-    reply = post(case, "/v1/responses", **body)
-    assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
 
 
 def test_error_of_a_stream_reaches_the_client():

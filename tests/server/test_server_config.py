@@ -32,6 +32,11 @@ def test_command_line_goes_before_environment_before_file(tmp_path):
         ({"allow_origin": ["https://a.example/path"]}, "allow_origin is 'https://a.example/path'; an origin is like"),
         ({"control": True, "host": "127.evil.example"}, "control at 127.evil.example needs an API key"),
         ({"served_model_name": [1]}, "served_model_name is a name or a list of names"),
+        ({"prometheus_metrics_mode": "launch_serve"}, "did you mean 'launch_server'"),
+        ({"tool_call_parser": "hermess"}, "unknown tool_call_parser 'hermess'; did you mean 'hermes'"),
+        ({"reasoning_parser": "deepseek"}, "unknown reasoning_parser"),
+        ({"http_workers": 0}, "http_workers is 0"),
+        ({"http_workers": 2, "control": True}, "leave http_workers at 1"),
     ],
 )
 def test_wrong_option_is_refused_by_name(values, message):

@@ -11,11 +11,10 @@ import httpx
 import openai
 import pydantic
 import pytest
-from server_case import post, serving, stream, tokenizer, wait_for
+from server_case import post, serving, tokenizer, wait_for
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
 
@@ -129,55 +128,6 @@ def test_max_tokens_cuts_with_length(case):
     assert (choice["text"], choice["finish_reason"]) == ("aaa", "length")
 
 
-def nested(depth):
-    schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-REFUSED = [
-    ({"response_format": schema_format({"type": "thing"})}, "response_format", "Invalid type: thing"),
-    ({"response_format": schema_format({"uniqueItems": True, "type": "array"})}, "response_format", "uniqueItems"),
-    ({"response_format": schema_format(nested(12))}, "response_format", "deeper than 8 levels"),
-    ({"response_format": schema_format({"description": "x" * 5000})}, "response_format", "the limit is 4,096"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
-    ({"response_format": {"type": "text", "regex": "a"}}, "response_format", "regex is given"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, None, "name"),
-    ({"guided_regex": "("}, "guided_regex", "unclosed group"),
-    ({"guided_regex": "a" * 5000}, "guided_regex", "the limit is 4,096"),
-    ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
-    ({"guided_json": "{"}, "guided_json", "not JSON"),
-    ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing can begin with it"),
-    ({"guided_choice": []}, "guided_choice", "length"),
-    ({"guided_choice": ["a"], "guided_regex": "a"}, None, "give one"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
-    ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, None, "structural_tag"),
-    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "llguidance"),
-]
-
-
-def test_wrong_structured_outputs_are_refused_by_name_while_other_streams_flow(case):
-    seen = []
-    done = threading.Event()
-
-    def watch():
-        seen.extend(stream(case, COMPLETIONS, prompt="Once", max_tokens=200, ignore_eos=True))
-        done.set()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    for fields, param, message in REFUSED:
-        for path, ask in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "x"})):
-            reply = post(case, path, max_tokens=4, **ask, **fields)
-            error = reply.json()["error"]
-            assert reply.status_code == 400 and message in error["message"], (fields, error)
-            assert param is None or error["param"] == param, (fields, error)
-    thread.join(60)
-    assert done.is_set() and seen[-1]["choices"][0]["finish_reason"] == "length"
-
-
 def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(case, monkeypatch):
     whole, begun, go = GrammarCache._compile, threading.Event(), threading.Event()
 
@@ -263,15 +213,3 @@ def test_tokens_follow_vllm_s_structured_outputs(case, given, pattern):
     reply = post(case, "/inference/v1/generate", token_ids=[5, 6], sampling_params=sampling)
     for choice in reply.json()["choices"]:
         assert re.fullmatch(pattern, tokenizer().decode(choice["token_ids"])), choice
-
-
-def test_the_openapi_document_shows_the_fields(case):
-    shown = json.dumps(case.http.get("/openapi.json").json())
-    for name in ("response_format", "guided_json", "structured_outputs"):
-        assert f'"{name}"' in shown
-
-
-def test_without_a_tokenizer_structured_output_is_refused():
-    with serving(EchoEngine(), text=False) as one:
-        reply = post(one, COMPLETIONS, prompt=[1, 2], max_tokens=2, guided_regex="a")
-        assert reply.status_code == 400 and "needs a tokenizer" in reply.json()["error"]["message"]

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -198,22 +197,6 @@ def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     wait_for(lambda: beats, 5)
     beat.is_alive = sys.exit  # ends its thread
     wait_for(lambda: not any(one.name == "megatron-infer-beat" for one in threading.enumerate()))
-
-
-def test_processes_end_with_their_parent(tmp_path):
-    code = (
-        "import sys, time\nfrom megatron_infer.server.supervisor import ProcessSpec, Supervisor\n"
-        f"options = {{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}}\n"
-        "one = Supervisor([ProcessSpec(name='c', role='coordinator', options=options)])\n"
-        "one.start()\nwhile one.processes[0].ready is None: time.sleep(0.01)\n"
-        "print(one.processes[0].pid, flush=True)\ntime.sleep(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
-    assert not gone(child)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: gone(child))
 
 
 @pytest.mark.asyncio
