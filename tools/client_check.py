@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server"), str(ROOT / "tests" / "dist")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("server", "coordinator", "support"))]
 
 RECORDED = {
     "recorded_calls.json": "test_calls_of_a_training_loop_are_answered_with_what_it_reads",

@@ -14,12 +14,10 @@ from functools import partial
 import httpx
 import pytest
 from control_case import serving_with_control
-from server_case import post, serving, tokenizer, wait_for
+from server_case import post, serving, tiny_engine, tokenizer, wait_for
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.server import structured_outputs
 from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.inspect import inspect
@@ -219,9 +217,8 @@ def test_grammar_of_a_caller_who_has_left_is_not_compiled(monkeypatch):
 
 
 def engine_of(**options):
-    base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
-    config = InferenceConfig(**{**base, "max_tokens": 64, "enable_chunked_prefill": True, **options})
-    return DynamicInferenceEngine(tiny_gpt(vocab_size=320, max_sequence_length=256), config, tokenizer=tokenizer())
+    rows = {"buffer_size_gb": 0.01, "max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
+    return tiny_engine(tiny_gpt(vocab_size=320, max_sequence_length=256), **rows, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "enable_prefix_caching": True, "check_invariants": True}])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import httpx
+import openai
 import tokenizers
 from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
@@ -104,6 +105,27 @@ def serving(
             assert not thread.is_alive() and done.error is None, done.error
 
 
+def client_of(case):
+    """OpenAI's client of a server."""
+    return openai.OpenAI(base_url=f"{case.url}/v1", api_key=case.config.api_key or "none", max_retries=0)
+
+
+def tiny_model(**settings):
+    """A small model with random weights, for the tokenizer of bytes."""
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    return tiny_gpt(**{"vocab_size": 320, "max_sequence_length": 256, "init_method_std": 0.2, **settings})
+
+
+def tiny_engine(model=None, **settings):
+    """An engine of a model, a small one by default, and the tokenizer of bytes."""
+    from engines import make_engine
+
+    asked = {"max_sequence_length": 256, "max_tokens": None, "buffer_size_gb": 0.02, **settings}
+    model = model or tiny_model(max_sequence_length=asked["max_sequence_length"])
+    return make_engine(model, tokenizer=tokenizer(), **{"check_invariants": False, **asked})
+
+
 def post(case, path, **body):
     return case.http.post(path, json=body)
 
@@ -139,4 +161,17 @@ def free_blocks(case):
     return [engine.context.num_free_blocks for engine in case.engines]
 
 
-__all__ = ["events", "free_blocks", "post", "raw_stream", "serving", "stream", "time", "tokenizer", "wait_for"]
+__all__ = [
+    "client_of",
+    "events",
+    "free_blocks",
+    "post",
+    "raw_stream",
+    "serving",
+    "stream",
+    "time",
+    "tiny_engine",
+    "tiny_model",
+    "tokenizer",
+    "wait_for",
+]

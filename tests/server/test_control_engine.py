@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from control_case import Background, call, get, serving_with_control, state_of, wait_for
+from engines import make_engine
 from safetensors.torch import save, save_file
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.loading.checkpoint import save_checkpoint
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.testing.inspect import inspect
@@ -29,8 +28,7 @@ def model_of(seed):
 
 
 def engine_of(model):
-    settings = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
-    return DynamicInferenceEngine(model, InferenceConfig(**settings, check_invariants=True))
+    return make_engine(model, buffer_size_gb=0.02, max_sequence_length=256, max_requests=8)
 
 
 def tensors_of(model):

@@ -6,18 +6,15 @@ import random
 
 import pytest
 import tokenizers
-from server_case import END, START, events, post, serving, stream, tokenizer
+from server_case import END, START, events, post, serving, stream, tiny_engine, tokenizer
 from tokenizers import decoders, models
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.requests.request_state import SequenceState
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.server.output_detokenizer import INLINE_TOKENS, RequestDetokenizer
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
-from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -61,11 +58,8 @@ def streamed(chunks):
 
 
 def replies_of(decodes):
-    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
-    config = InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16)
-    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
     found = {}
-    with serving(engine, decodes=decodes, control=True) as case:
+    with serving(tiny_engine(), decodes=decodes, control=True) as case:
         for name, (path, ask) in ASKS.items():
             reply = post(case, path, **ask)
             assert reply.status_code == 200, f"{name}: {reply.text}"

@@ -5,14 +5,10 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-import openai
 import pytest
-from server_case import post, serving, tokenizer
+from server_case import client_of, post, serving, tiny_engine, tokenizer
 
-from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.embeddings import params_for, vector_of
-from megatron_infer.testing.tiny import tiny_gpt
 
 TEXTS = ["Once upon a time", "there was", "a " * 60]
 PATH = "/v1/embeddings"
@@ -20,10 +16,7 @@ PATH = "/v1/embeddings"
 
 @pytest.fixture(scope="module")
 def engine():
-    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
-    settings = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
-    chunks = {"enable_chunked_prefill": True, "max_tokens": 48}
-    return DynamicInferenceEngine(model, InferenceConfig(**settings, **chunks), tokenizer=tokenizer())
+    return tiny_engine(max_requests=8, enable_chunked_prefill=True, max_tokens=48)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +28,6 @@ def offline(engine):
 @pytest.fixture(scope="module")
 def case(offline, engine):
     with serving(engine) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(case):
-    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as one:
         yield one
 
 
@@ -88,7 +75,7 @@ def test_each_token_has_a_vector_with_pooling_all(case, offline):
 def test_a_server_that_does_not_pool_gives_each_token_its_vector_unless_asked(engine, offline):
     with (
         serving(engine, pool_embeddings=False) as one,
-        openai.OpenAI(base_url=f"{one.url}/v1", api_key="none") as client,
+        client_of(one) as client,
     ):
         found = client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float").data
         for each, output in zip(found, offline["all"], strict=True):

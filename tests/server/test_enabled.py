@@ -5,11 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from server_case import post, serving, tokenizer
+from server_case import post, serving, tiny_engine
 
-from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
 
 OFF = {"enable_echo": False, "enable_structured_output": False, "enable_penalties": False, "enable_min_tokens": False}
@@ -62,10 +59,7 @@ def test_other_calls_are_taken(case):
 
 
 def test_a_server_whose_requests_need_metadata_refuses_calls_over_http_by_its_label():
-    config = InferenceConfig(
-        buffer_size_gb=0.01, max_sequence_length=64, request_metadata_types=[("target", "int64", True)]
-    )
-    with serving(DynamicInferenceEngine(tiny_gpt(vocab_size=258), config), encoder=tokenizer()) as one:
+    with serving(tiny_engine(request_metadata_types=[("target", "int64", True)])) as one:
         for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT | {"metadata": {"target": "3"}})):
             reply = post(one, path, **body)
             assert reply.status_code == 400, reply.text

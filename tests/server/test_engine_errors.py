@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 from control_case import serving_with_control
-from server_case import events, post, tokenizer
+from server_case import client_of, events, post, tokenizer
 
 from megatron_infer.engine.executor import FailedStep
 from megatron_infer.testing.echo import EchoEngine
@@ -85,7 +85,7 @@ def test_a_stream_of_which_nothing_was_sent_has_an_error_status(case):
 
 
 def test_openai_clients_raise_and_other_calls_go_on(case):
-    client = openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0)
+    client = client_of(case)
     with pytest.raises(openai.InternalServerError, match="broken"):
         client.completions.create(model="tiny", prompt=[DOOMED, 2])
     with pytest.raises(openai.APIError, match="broken"):
@@ -97,7 +97,7 @@ def test_openai_clients_raise_and_other_calls_go_on(case):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_chat_raises_too(case, streams):
-    client = openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0)
+    client = client_of(case)
     with pytest.raises(openai.APIError, match="broken"):
         messages = [{"role": "user", "content": "Boo"}]
         list(client.chat.completions.create(model="tiny", messages=messages, n=2, stream=streams))

@@ -7,16 +7,12 @@ import json
 from types import SimpleNamespace
 
 import msgspec
-import openai
 import pytest
-from server_case import END, START, serving, tokenizer
+from server_case import END, START, client_of, serving, tiny_engine, tokenizer
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.structured_output import StructuredOutput
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.server import tool_calls
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
 from megatron_infer.text.grammar import GrammarCache
 from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
@@ -46,9 +42,7 @@ SPECIAL = tool_parsers.CallFormat(name="special_mark", opening="<|im_start|>", i
 
 @pytest.fixture(scope="module")
 def engine():
-    model = tiny_gpt(vocab_size=320, max_sequence_length=1024, init_method_std=0.2)
-    config = InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=1024, max_requests=8)
-    return DynamicInferenceEngine(model, config, tokenizer=tokenizer())
+    return tiny_engine(max_sequence_length=1024, max_requests=8)
 
 
 def calls_of(client, **asked):
@@ -74,7 +68,7 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
     monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
     with (
         serving(engine, tool_call_parser=name, reasoning_parser="deepseek_r1") as case,
-        openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(case) as client,
     ):
         for seed in range(3):
             given = {"tools": [TURN, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}

@@ -7,12 +7,9 @@ import math
 import httpx
 import openai
 import pytest
-from server_case import END, TEMPLATE, serving, tokenizer, wait_for
+from server_case import END, TEMPLATE, client_of, serving, tiny_engine, tokenizer, wait_for
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 TEXT = "Once upon a time"
@@ -20,16 +17,7 @@ TEXT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def engine():
-    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
-    config = InferenceConfig(
-        buffer_size_gb=0.02,
-        block_size_tokens=16,
-        max_sequence_length=256,
-        max_requests=16,
-        enable_prefix_caching=True,
-        prefix_caching_eviction_policy="lru",
-    )
-    return DynamicInferenceEngine(model, config, tokenizer=tokenizer())
+    return tiny_engine(prefix="lru")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +35,6 @@ def offline(engine):
 @pytest.fixture(scope="module")
 def case(offline, engine):
     with serving(engine, api_key="a key", show_cached_tokens=True, served_model_name=("tiny", "alias")) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(case):
-    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="a key", max_retries=0) as one:
         yield one
 
 
@@ -232,7 +214,7 @@ def test_errors_are_the_clients_own_classes(client, case):
         ask(model="tiny", prompt="x", extra_body={"temperatur": 1})
     assert caught.value.param == "temperatur"
     with (
-        openai.OpenAI(base_url=f"{case.url}/v1", api_key="wrong", max_retries=0) as refused,
+        client_of(case) as refused,
         pytest.raises(openai.AuthenticationError),
     ):
         refused.models.list()

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 from scripted import ScriptedEngine
-from server_case import serving, tokenizer
+from server_case import client_of, serving, tokenizer
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 WEATHER = {
@@ -38,12 +38,6 @@ def engine():
 @pytest.fixture(scope="module")
 def case(engine):
     with serving(engine, encoder=tokenizer(TEMPLATE), reasoning_parser="qwen3") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(case):
-    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as one:
         yield one
 
 
@@ -153,7 +147,7 @@ def test_tool_choice_is_that_of_chats(client, engine):
 def test_error_of_a_stream_reaches_the_client():
     with (
         serving(ScriptedEngine(step_s=0.05), request_timeout_s=0.3) as case,
-        openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(case) as client,
     ):
         case.engines[0].set_script("a" * 500, 1)
         with pytest.raises(openai.APIError, match="time allowed"):

@@ -6,25 +6,20 @@ import math
 
 import pytest
 import torch
-from server_case import post, serving, tokenizer
+from server_case import post, serving, tiny_engine, tiny_model, tokenizer
 
-from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server import score
-from megatron_infer.testing.tiny import tiny_gpt
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def case(model):
-    config = InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16)
-    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
-    with serving(engine, control=True, commands_of=lambda one: WeightReceiver(one).commands()) as one:
+    with serving(tiny_engine(model), control=True, commands_of=lambda one: WeightReceiver(one).commands()) as one:
         yield one
 
 

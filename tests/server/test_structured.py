@@ -8,14 +8,10 @@ import threading
 import time
 
 import httpx
-import openai
 import pydantic
 import pytest
-from server_case import post, serving, tokenizer, wait_for
+from server_case import post, serving, tiny_engine, tokenizer, wait_for
 
-from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -35,18 +31,7 @@ class Person(pydantic.BaseModel, extra="forbid", strict=True):
 
 @pytest.fixture(scope="module")
 def case():
-    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
-    config = InferenceConfig(
-        buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16, overlap=True
-    )
-    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
-    with serving(engine, max_schema_bytes=4096, max_schema_depth=8, control=True) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(case):
-    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="any", max_retries=0) as one:
+    with serving(tiny_engine(overlap=True), control=True) as one:
         yield one
 
 

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 from scripted import ScriptedEngine
-from server_case import post, serving, tokenizer
+from server_case import client_of, post, serving, tokenizer
 
 from megatron_infer.text import tool_parsers, tool_prompt
 from megatron_infer.text.tool_parsers import HERMES
@@ -50,12 +50,6 @@ def engine():
 @pytest.fixture(scope="module")
 def case(engine):
     with serving(engine, encoder=tokenizer(KNOWS_TOOLS), reasoning_parser="qwen3") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(case):
-    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as one:
         yield one
 
 
@@ -224,7 +218,7 @@ def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
         {"role": "tool", "tool_call_id": "call_2", "content": "3"},
     ]
     engine.set_script(CALLS, 9)
-    with serving(engine) as case, openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client:
+    with serving(engine) as case, client_of(case) as client:
         asked = {**ASK, "messages": turns}
         assert whole(client, **asked, tools=[ADD]) == streamed(client, **asked, tools=[ADD])
         assert whole(client, **asked, tools=[ADD])[2] == WANTED
