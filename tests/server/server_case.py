@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import httpx
-import openai
 import tokenizers
 from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
@@ -42,6 +41,37 @@ def tokenizer(template: str = TEMPLATE) -> Tokenizer:
 
 
 @contextlib.contextmanager
+def running(server, config, *, fails=()):
+    """A server in a thread: .url, .port, .server, .thread; .failure is the error of the kind `fails` that ended it."""
+    ready, error = threading.Event(), None
+    with contextlib.closing(listen(config.host, config.port)) as listening:
+        case = SimpleNamespace(url=url_of(listening), port=listening.getsockname()[1], server=server, failure=None)
+
+        def run():
+            nonlocal error
+            try:
+                server.run(listening, on_ready=lambda url: ready.set())
+            except fails as failure:
+                case.failure = failure
+            except BaseException as unexpected:
+                error = unexpected
+                raise
+
+        case.thread = threading.Thread(target=run, daemon=True)
+        case.thread.start()
+        try:
+            assert ready.wait(60), "it did not come up"
+            yield case
+        finally:
+            server.shut_down()
+            case.thread.join(3)
+            if case.thread.is_alive():
+                server.shut_down()
+                case.thread.join(10)
+            assert not case.thread.is_alive() and error is None, error
+
+
+@contextlib.contextmanager
 def serving(
     *engines,
     modules=(),
@@ -56,8 +86,7 @@ def serving(
     """A server for engines (one EchoEngine by default): .url, .port, .http (a client), .server, .coordinator.
 
     address: of a coordinator that is there already. commands_of: engine -> commands of its replica besides the engine's
-    controls. decodes: whether the server
-    detokenizes; None: except for an EchoEngine, whose tokens have no text of their own.
+    controls. decodes: whether the server detokenizes; None: except for an EchoEngine, whose tokens have no text.
     """
     engines = engines or (EchoEngine(),)
     if decodes is None:
@@ -72,41 +101,18 @@ def serving(
         for i, engine in enumerate(engines):
             commands = None if commands_of is None else commands_of(engine)
             replicas.append(stack.enter_context(replica(one.address, engine, name=f"r{i}", commands=commands)))
-        listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
         encoder = (encoder or tokenizer()) if text else None
         server = HttpServer(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
-        ready = threading.Event()
-        done = SimpleNamespace(error=None)
-
-        def run():
-            try:
-                server.run(listening, on_ready=lambda url: ready.set())
-            except BaseException as error:
-                done.error = error
-                raise
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        assert ready.wait(20), "it did not come up"
-        url = url_of(listening)
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
-        case = SimpleNamespace(
-            url=url, port=listening.getsockname()[1], http=client, server=server, coordinator=one, replicas=replicas,
-            thread=thread, engines=engines, config=config,
-        )  # fmt: skip
-        try:
-            yield case
-        finally:
-            server.shut_down()
-            thread.join(3)
-            if thread.is_alive():
-                server.shut_down()
-                thread.join(10)
-            assert not thread.is_alive() and done.error is None, done.error
+        case = stack.enter_context(running(server, config))
+        case.http = stack.enter_context(httpx.Client(base_url=case.url, timeout=60))
+        case.coordinator, case.replicas, case.engines, case.config = one, replicas, engines, config
+        yield case
 
 
 def client_of(case):
     """OpenAI's client of a server."""
+    import openai
+
     return openai.OpenAI(base_url=f"{case.url}/v1", api_key=case.config.api_key or "none", max_retries=0)
 
 
@@ -144,6 +150,37 @@ def stream(case, path, **body):
         return events(list(reply.iter_lines()))
 
 
+class Streams:
+    """Streams of completions in threads, one connection each; `begun` has the places of those that have begun."""
+
+    def __init__(self, url, bodies, *, field="token_ids"):
+        """field: of the choices, which `join` puts together."""
+        self.found, self.begun = [None] * len(bodies), set()
+        self._url, self._field = f"{url}/v1/completions", field
+        self._threads = [threading.Thread(target=self._run, args=work) for work in enumerate(bodies)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, place, body):
+        lines = []
+        try:
+            with httpx.stream("POST", self._url, json={**body, "stream": True}, timeout=100) as reply:
+                for line in reply.iter_lines():
+                    self.begun.add(place)
+                    lines.append(line)
+        except httpx.HTTPError as error:
+            self.found[place] = error
+        else:
+            pieces = [chunk["choices"][0][self._field] for chunk in events(lines)]
+            self.found[place] = "".join(pieces) if self._field == "text" else [one for piece in pieces for one in piece]
+
+    def join(self):
+        """The text or the tokens of each stream, or its error."""
+        for thread in self._threads:
+            thread.join()
+        return self.found
+
+
 def raw_stream(case, path, *, receive_buffer=None, **body):
     """A socket with a stream request sent and no reply read."""
     connection = socket.socket()
@@ -162,11 +199,13 @@ def free_blocks(case):
 
 
 __all__ = [
+    "Streams",
     "client_of",
     "events",
     "free_blocks",
     "post",
     "raw_stream",
+    "running",
     "serving",
     "stream",
     "time",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -18,12 +17,14 @@ from pathlib import Path
 import httpx
 import pytest
 from coordinator_case import replica, wait_for
-from server_case import post, serving, stream
+from server_case import Streams, post, serving, stream
 from test_command import Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.server import supervisor
+from megatron_infer.server.process_options import HttpOptions
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 COMPLETION = "/v1/completions"
@@ -36,10 +37,13 @@ def ask(**changes):
 # ---------------------------------------------------------------------- processes
 
 
+def coordinator_at(folder):
+    return supervisor.coordinator_process({"bind": f"ipc://{folder}/c", "max_queue": 7})
+
+
 @contextlib.contextmanager
 def supervised_coordinator(folder, **changes):
-    spec = supervisor.coordinator_process({"bind": f"ipc://{folder}/c", "max_queue": 7})
-    one = supervisor.Supervisor([dataclasses.replace(spec, is_worker=True, **changes)])
+    one = supervisor.Supervisor([dataclasses.replace(coordinator_at(folder), is_worker=True, **changes)])
     one.start()
     try:
         process = one.processes[0]
@@ -62,10 +66,19 @@ def test_process_that_hangs_is_killed_and_started_again_and_what_waits_for_it_go
             assert future.result(60).outputs[0].token_ids == echo_tokens([1, 2], 100)
 
 
+def specs_of(folder):
+    """Processes that send heartbeats."""
+    settings, tokenizer = ServerConfig(port=0), {"name": "echo", "eos_ids": None}
+    asked = {"settings": settings, "coordinator": f"ipc://{folder}/none", "tokenizer": tokenizer}
+    http = HttpOptions(**asked, folder=str(folder), model="echo").process()
+    return {"coordinator": coordinator_at(folder), "http": http}
+
+
 @pytest.mark.long
-def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("role", ["coordinator", "http"])
+def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkeypatch, role):
     monkeypatch.setattr(supervisor, "LOADING_FACTOR", 1)
-    spec = supervisor.coordinator_process({"bind": f"ipc://{tmp_path}/c", "max_queue": 7})
+    spec = specs_of(tmp_path)[role]
     one = supervisor.Supervisor([dataclasses.replace(spec, hang_timeout_s=3.0)])
     one.start()
     try:
@@ -75,7 +88,9 @@ def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkey
         wait_for(lambda: process.last_exit)
         assert process.last_exit == "signal 9 (it hung)"
         monkeypatch.undo()  # it has its time to load again
-        wait_for(lambda: process.ready)
+        wait_for(lambda: process.ready or (role == "http" and process.restarts))
+        time.sleep(4.0 if role == "http" else 0.0)  # it waits for an engine, and beats meanwhile
+        assert process.restarts == 1
     finally:
         one.stop(number=signal.SIGTERM, timeout_s=5)
 
@@ -149,30 +164,9 @@ def test_call_over_its_time_is_aborted_with_an_error_and_its_stream_logged_and_c
 # ---------------------------------------------------------------------- the whole command
 
 
-class Streams:
-    """Streams of a server in threads; each ends with its text or its error."""
-
-    def __init__(self, url, count, num_tokens):
-        self.texts = [None] * count
-        body = {"prompt": "The capital of France is", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-        self._url, self._body = f"{url}{COMPLETION}", body | {"stream": True}
-        self.threads = [threading.Thread(target=self._run, args=(index,)) for index in range(count)]
-        for thread in self.threads:
-            thread.start()
-
-    def _run(self, index):
-        text = ""
-        with httpx.stream("POST", self._url, json=self._body, timeout=100) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    text += chunk["choices"][0]["text"] if "choices" in chunk else f"<{chunk}>"
-        self.texts[index] = text
-
-    def join(self):
-        for thread in self.threads:
-            thread.join()
-        return set(self.texts)
+def streams(url, count, num_tokens):
+    body = {"prompt": "The capital of France is", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return Streams(url, [body] * count, field="text")
 
 
 def is_serving(url, restarts):
@@ -190,15 +184,15 @@ def test_streams_of_a_server_outlive_its_processes():
     command = Command("smollm2", "--dtype", "float32", "--logging-step-interval", "10", *sizes)
     try:
         url, parent = command.wait_ready(), command.process.pid
-        expected, engines = Streams(url, 1, 60).join(), 0
-        assert next(iter(expected)).startswith(" Paris")
+        (expected,), engines = streams(url, 1, 60).join(), 0
+        assert expected.startswith(" Paris")
         wait_for(lambda: command.matches(r"step 50: .* tokens"))  # metrics without a writer are console lines
         for role, number in (
             (b"coordinator", signal.SIGKILL),
             (b"engine", signal.SIGTERM),
             (b"engine", signal.SIGSTOP),
         ):
-            streams = Streams(url, 2, 60)
+            running = streams(url, 2, 60)
             time.sleep(1.0)
             (pid,) = processes(parent, role)
             os.kill(pid, number)
@@ -207,11 +201,11 @@ def test_streams_of_a_server_outlive_its_processes():
                 health = httpx.get(f"{url}/health")
                 assert health.status_code == 503
                 assert health.json()["workers"][0]["last_exit"] == "signal 9 (it hung)"
-            assert streams.join() == expected, (role, number)
+            assert running.join() == [expected] * 2, (role, number)
             wait_for(lambda pid=pid, role=role: processes(parent, role) not in ([], [pid]))
             engines += role == b"engine"
             wait_for(lambda: is_serving(url, engines))  # noqa: B023
-        last, ending = Streams(url, 1, 40), processes(parent, b"engine") + processes(parent, b"coordinator")
+        last, ending = streams(url, 1, 40), processes(parent, b"engine") + processes(parent, b"coordinator")
         time.sleep(1.0)
         command.process.send_signal(signal.SIGTERM)
         assert len(last.join()) == 1

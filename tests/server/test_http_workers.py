@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import httpx
 import pytest
 from coordinator_case import coordinator, replica, wait_for
-from server_case import events
+from server_case import Streams, events, running
 
 from megatron_infer.server import http_workers
-from megatron_infer.server.http_server import HttpServer, listen, url_of
+from megatron_infer.server.http_server import HttpServer
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.server_config import ServerConfig
@@ -35,28 +33,15 @@ def workers(folder, *, step_s=0.0, count=2, **settings):
         mock.patch.object(http_workers, "GATHER_S", 0.3),
         coordinator(heartbeat_s=0.2, timeout_s=20.0) as one,
         replica(one.address, EchoEngine(step_s=step_s)),
-        contextlib.closing(listen(config.host, config.port)) as listening,
     ):
         tokenizer = {"name": "echo", "eos_ids": None}
         options = HttpOptions(
             settings=config, coordinator=one.address, tokenizer=tokenizer, folder=str(folder), model="echo"
         )
         frontend = HttpFrontend(options)
-        ready = threading.Event()
-        run = lambda: frontend.run(listening, on_ready=lambda url: ready.set())  # noqa: E731
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            assert ready.wait(60), "it did not come up"
-            processes = frontend._http.processes
-            pids = lambda: [process.pid for process in processes]  # noqa: E731
-            yield SimpleNamespace(url=url_of(listening), frontend=frontend, pids=pids, thread=thread)
-        finally:
-            frontend.shut_down()
-            thread.join(5)
-            frontend.shut_down()
-            thread.join(10)
-            assert not thread.is_alive()
+        with running(frontend, config) as case:
+            case.frontend, case.pids = frontend, lambda: [process.pid for process in frontend._http.processes]
+            yield case
 
 
 @contextlib.contextmanager
@@ -122,33 +107,9 @@ def test_processes_answer_at_one_port_and_any_of_them_shows_the_figures_of_all(t
             wait_for(lambda: figures(case.url)[CALLS] == 4, LONG_S)
 
 
-class Streams:
-    """Streams in threads, one connection each."""
-
-    def __init__(self, url, count, num_tokens):
-        self.found, self.begun = [None] * count, set()
-        self._url, self._num_tokens = url, num_tokens
-        self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
-        for thread in self.threads:
-            thread.start()
-
-    def _run(self, number):
-        body = {"prompt": [number, 2], "max_tokens": self._num_tokens, "temperature": 0, "return_token_ids": True}
-        try:
-            with httpx.stream("POST", self._url + COMPLETION, json={**body, "stream": True}, timeout=60) as reply:
-                lines = []
-                for line in reply.iter_lines():
-                    self.begun.add(number)
-                    lines.append(line)
-            chunks = events(lines)
-            self.found[number] = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
-        except httpx.HTTPError as error:
-            self.found[number] = error
-
-    def join(self):
-        for thread in self.threads:
-            thread.join()
-        return self.found
+def streams(url, count, num_tokens):
+    body = {"max_tokens": num_tokens, "temperature": 0, "return_token_ids": True}
+    return Streams(url, [{**body, "prompt": [number, 2]} for number in range(count)])
 
 
 @pytest.mark.long
@@ -156,11 +117,11 @@ def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp
     with workers(tmp_path, step_s=0.01) as case:
         first, second = case.pids()
         with stopped(second):
-            lost = Streams(case.url, 2, 10_000)
+            lost = streams(case.url, 2, 10_000)
             wait_for(lambda: len(lost.begun) == 2, LONG_S)
             wait_for(lambda: httpx.get(case.url + "/load", timeout=LONG_S).json()["server_load"] == 2, LONG_S)
         with stopped(first):
-            kept = Streams(case.url, 3, 200)
+            kept = streams(case.url, 3, 200)
             wait_for(lambda: len(kept.begun) == 3, LONG_S)
         os.kill(first, signal.SIGKILL)
         assert all(isinstance(one, httpx.HTTPError) for one in lost.join())
@@ -168,7 +129,7 @@ def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp
         wait_for(lambda: case.frontend.status()[0]["restarts"] == 1, LONG_S)
         wait_for(lambda: case.frontend.status()[0]["state"] == "running", LONG_S)
 
-        last = Streams(case.url, 4, 100)
+        last = streams(case.url, 4, 100)
         wait_for(lambda: len(last.begun) == 4, LONG_S)
         case.frontend.shut_down()
         assert last.join() == [echo_tokens([number, 2], 100) for number in range(4)]
@@ -182,16 +143,8 @@ def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp
 def server_of(address, **settings):
     """The URL of a server of a coordinator, in this process."""
     config = ServerConfig(port=0, log_requests=False, **settings)
-    with contextlib.closing(listen(config.host, config.port)) as listening:
-        server, ready = HttpServer(config, coordinator=address, tokenizer=None, model="echo"), threading.Event()
-        thread = threading.Thread(target=lambda: server.run(listening, on_ready=lambda url: ready.set()))
-        thread.start()
-        try:
-            assert ready.wait(60), "it did not come up"
-            yield url_of(listening)
-        finally:
-            server.shut_down()
-            thread.join(20)
+    with running(HttpServer(config, coordinator=address, tokenizer=None, model="echo"), config) as case:
+        yield case.url
 
 
 def test_second_server_of_a_coordinator_controls_the_engines():

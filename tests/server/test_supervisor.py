@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,16 +15,16 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from coordinator_case import coordinator, replica
-from server_case import wait_for
+from server_case import running, wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
-from megatron_infer.server.http_server import EnginesFailed, listen, url_of
+from megatron_infer.server.http_server import EnginesFailed
 from megatron_infer.server.launch import http_server
 from megatron_infer.server.process_options import EngineOptions, HttpOptions
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor
 from megatron_infer.testing.echo import EchoEngine
 
 
@@ -60,6 +60,40 @@ def test_dead_process_is_restarted_and_serves(tmp_path):
     finally:
         supervisor.stop(number=signal.SIGTERM, timeout_s=5)
     assert gone(process.pid) and process.exit_code == 0
+
+
+def test_error_while_a_process_is_watched_is_that_processs_and_the_others_go_on(tmp_path, monkeypatch):
+    whole, child, refused = Process.check, supervisor_module.ChildProcess, []
+
+    def check(process):
+        if process.spec.name == "second" and process.restarts:
+            raise ValueError("a report of another kind")
+        whole(process)
+
+    def start_child(*arguments, **options):
+        if refused:
+            raise refused.pop()
+        return child(*arguments, **options)
+
+    monkeypatch.setattr(Process, "check", check)
+    monkeypatch.setattr(supervisor_module, "ChildProcess", start_child)
+    monkeypatch.setattr(supervisor_module, "FIRST_WAIT_S", 0.01)
+    (tmp_path / "two").mkdir()
+    specs = [coordinator_process(tmp_path), dataclasses.replace(coordinator_process(tmp_path / "two"), name="second")]
+    supervisor = Supervisor(specs)
+    supervisor.start()
+    try:
+        first, second = supervisor.processes
+        wait_for(lambda: first.ready and second.ready)
+        second.signal(signal.SIGKILL)
+        wait_for(lambda: second.is_given_up)
+        assert second.error == "second cannot be watched: ValueError: a report of another kind"
+        refused.append(OSError("no memory"))
+        first.signal(signal.SIGKILL)
+        wait_for(lambda: first.restarts == 2 and first.ready)
+        assert supervisor.failure() is None
+    finally:
+        supervisor.stop(number=signal.SIGKILL, timeout_s=5)
 
 
 def test_wrong_option_is_reported_and_not_retried(tmp_path):
@@ -106,29 +140,16 @@ def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_it
         options = HttpOptions(
             settings=settings, coordinator=one.address, tokenizer=tokenizer, folder=str(tmp_path), model="echo"
         )
-        server = http_server(options, engines)
-        ready, box = threading.Event(), SimpleNamespace(error=None)
-
-        def serve():
-            try:
-                with contextlib.closing(listen("127.0.0.1", 0)) as listening:
-                    box.url = url_of(listening)
-                    server.run(listening, on_ready=lambda url: ready.set())
-            except EnginesFailed as error:
-                box.error = error
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert ready.wait(60)
-        body = {"prompt": [1], "max_tokens": 5000, "stream": True, "return_token_ids": True}
-        with httpx.stream("POST", f"{box.url}/v1/completions", json=body, timeout=60) as reply:
-            lines = reply.iter_lines()
-            assert "choices" in (first := next(lines)), first
-            engines.reason = "replica0 has ended (signal 9) and was given up"
-            rest = list(lines)
-        assert engines.reason in "".join(rest[-4:]), rest[-4:]
-        thread.join(60)
-        assert not thread.is_alive() and engines.reason in str(box.error)
+        with running(http_server(options, engines), settings, fails=EnginesFailed) as case:
+            body = {"prompt": [1], "max_tokens": 5000, "stream": True, "return_token_ids": True}
+            with httpx.stream("POST", f"{case.url}/v1/completions", json=body, timeout=60) as reply:
+                lines = reply.iter_lines()
+                assert "choices" in (first := next(lines)), first
+                engines.reason = "replica0 has ended (signal 9) and was given up"
+                rest = list(lines)
+            assert engines.reason in "".join(rest[-4:]), rest[-4:]
+            case.thread.join(60)
+            assert not case.thread.is_alive() and engines.reason in str(case.failure)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,6 +16,8 @@ import numpy as np
 import openai
 import pytest
 from audio_case import NUM_SPEECH, SPEECH, TEXTS, write_model, write_voice
+from server_case import wait_for
+from test_command import ROOT, Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import AudioGenerationConfig, AudioGenerationRequest, AudioGeneratorPipeline
@@ -32,30 +31,14 @@ ENGINE = {"buffer_size_gb": 0.02, "threads": 1, "dtype": "float32"}
 SAMPLING = {"seed": 4, "max_tokens": 60}
 
 
-class Server:
+class Server(Command):
     def __init__(self, folder, *flags: str, launcher: tuple[str, ...] = ()) -> None:
-        command = [sys.executable, *launcher, "-m", "megatron_infer", "serve", str(folder), "--port", "0"]
-        command += ["--threads", "1", "--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice"]
-        paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        command += flags
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        self.lines: list[str] = []
-        self.url = self._url()
+        sizes = ("--threads", "1", "--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice")
+        paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
+        super().__init__(str(folder), *sizes, *flags, launcher=launcher, path=paths)
+        self.url = self.wait_ready()
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def _url(self) -> str:
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if "serving" in line and " at http" in line:
-                threading.Thread(target=self.lines.extend, args=(self.process.stderr,), daemon=True).start()
-                return line.rsplit(" at ", 1)[1].strip()
-        raise AssertionError("".join(self.lines))
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(20)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +52,7 @@ def server(folder, tmp_path_factory):
     own = ("--audio-decoder", "audio_case:open_own")
     one = Server(folder, "--voice", f"ben={ben}", "--speech-chunk-size", "5,10", *own)
     yield one
-    one.close()
+    one.end()
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +92,12 @@ def test_openais_client_gets_the_pipelines_sound_streaming_and_not(server, expec
 
 
 def test_many_at_once_sound_as_alone(server, expected):
-    results: dict[int, list[int]] = {}
-
-    def speak(number: int) -> None:
-        text = TEXTS[number % len(TEXTS)]
+    def speak(text: str) -> list[int]:
         reply = httpx.post(f"{server.url}/v1/audio/speech", json=body(text, response_format="pcm"), timeout=60)
-        results[number] = TONES.encoder.encode(sound_of(reply.content))
+        return TONES.encoder.encode(sound_of(reply.content))
 
-    threads = [threading.Thread(target=speak, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(8):
-        assert results[number] == list(expected[TEXTS[number % len(TEXTS)]].tokens)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(speak, TEXTS * 2)) == [list(expected[text].tokens) for text in TEXTS * 2]
 
 
 def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
@@ -156,37 +131,19 @@ def test_two_ranks_under_torchrun_serve_the_same_sound(folder, expected):
         assert reply.content == pcm16(expected[TEXTS[0]].audio)
         assert [voice["id"] for voice in one.http.get("/v1/audio/voices").json()["data"]] == ["anna"]
     finally:
-        one.close()
-
-
-def children(server: Server, role: str) -> list[int]:
-    """Processes of a role that the server has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server.process.pid and (path / "cmdline").read_bytes().rstrip(b"\0").endswith(role.encode()):
-                found.append(int(path.name))
-    return found
-
-
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
+        one.end()
 
 
 def test_a_decoder_that_is_killed_is_started_again_and_loses_nothing(server, expected):
-    (pid,) = children(server, "audio_decoder")
+    (pid,) = processes(server.process.pid, b"audio_decoder")
     os.kill(pid, signal.SIGKILL)
     reply = server.http.post("/v1/audio/speech", json=body(response_format="pcm"))
     assert TONES.encoder.encode(sound_of(reply.content)) == list(expected[TEXTS[0]].tokens)
-    assert children(server, "audio_decoder") not in ([], [pid])
+    assert processes(server.process.pid, b"audio_decoder") not in ([], [pid])
 
 
 def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound_goes_on(server, expected):
-    (pid,) = children(server, "engine")
+    (pid,) = processes(server.process.pid, b"engine")
     pieces = []
     with server.http.stream("POST", "/v1/audio/speech", json=body(response_format="pcm", chunk_size=[2])) as reply:
         for piece in reply.iter_raw():
@@ -194,7 +151,7 @@ def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound
             if len(pieces) == 3:
                 os.kill(pid, signal.SIGKILL)
     assert TONES.encoder.encode(sound_of(b"".join(pieces))) == list(expected[TEXTS[0]].tokens)
-    assert children(server, "engine") != [pid]
+    assert processes(server.process.pid, b"engine") != [pid]
 
 
 def test_a_client_that_leaves_frees_its_request(server):
