@@ -18,7 +18,7 @@ from coordinator_case import coordinator, replica
 from server_case import running, wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
-from megatron_infer.server import subprocess_main
+from megatron_infer.server import launch, subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
 from megatron_infer.server.http_server import EnginesFailed
 from megatron_infer.server.launch import http_server
@@ -154,7 +154,7 @@ def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_it
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, lost):
-    from megatron_infer.server import launch, torchrun
+    from megatron_infer.server import torchrun
 
     made = []
 
@@ -187,7 +187,7 @@ def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, l
 
 
 def test_coordinator_of_several_machines_comes_back_at_the_port_that_its_peers_know(monkeypatch):
-    from megatron_infer.server import launch, torchrun
+    from megatron_infer.server import torchrun
 
     monkeypatch.setattr(launch, "save_tokenizer_in_subprocess", lambda *_: {"name": "m", "eos_ids": None})
     monkeypatch.setattr(torchrun, "_own_address", lambda: "127.0.0.1")
@@ -218,6 +218,18 @@ def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     wait_for(lambda: beats, 5)
     beat.is_alive = sys.exit  # ends its thread
     wait_for(lambda: not any(one.name == "megatron-infer-beat" for one in threading.enumerate()))
+
+
+def test_http_process_under_torchrun_beats_while_its_event_loop_runs(tmp_path, monkeypatch):
+    beat, beats = SimpleNamespace(is_alive=lambda: True), []
+    server = SimpleNamespace(pass_s=0.0, run=lambda listening, on_ready: beats.append(beat.is_alive()))
+    monkeypatch.setattr(subprocess_main, "ParentHeartbeat", lambda: beat)
+    monkeypatch.setattr(launch, "http_server", lambda options: server)
+    asked = {"settings": ServerConfig(port=0), "tokenizer": {"name": "echo", "eos_ids": None}, "model": "echo"}
+    spec = HttpOptions(**asked, coordinator="ipc://c", folder=str(tmp_path)).process()
+    subprocess_main.http(**spec.options)
+    server.pass_s = spec.hang_timeout_s
+    assert beats == [True] and not beat.is_alive()
 
 
 @pytest.mark.asyncio
