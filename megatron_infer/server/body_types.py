@@ -16,6 +16,9 @@ IdKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Penalty = Annotated[float, Meta(ge=PENALTIES[0], le=PENALTIES[1])]
 Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
+Texts = Annotated[list[Text], Meta(min_length=1)]
+Prompts = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
+"""Text, token ids, or a list of either; not a mixture."""
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """A smaller value is scheduled sooner."""
 ShortText = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -173,7 +173,7 @@ class ChatReply(OpenAIReply):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         reply = self.head("chat.completion")
-        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": self.usage.of(outputs)}
+        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": self.usage(outputs)}
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = by_id(output.prompt_logprobs)
         if self._has_tokens:

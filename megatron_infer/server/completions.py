@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server import call_limits
-from megatron_infer.server.body_types import (
-    Count,
-    NumTokensOrNone,
-    OpenAIBody,
-    ShareOrNone,
-    Text,
-    TokenId,
-    TokenIds,
-    TopCount,
-)
+from megatron_infer.server.body_types import Count, NumTokensOrNone, OpenAIBody, Prompts, ShareOrNone, TopCount
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
@@ -52,8 +41,7 @@ FIELDS = FieldTable(
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
-    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
-    """Text, token ids, or a list of either; not a mixture."""
+    prompt: Prompts
     max_tokens: NumTokensOrNone | None = None
     echo: bool | None = None
     logprobs: TopCount | None = None
@@ -122,8 +110,7 @@ def _prompt_bytes(body: CompletionBody) -> Callable[[int, int], float]:
 class CompletionReply(OpenAIReply):
     def __init__(self, prepared: PreparedCall) -> None:
         self._body: CompletionBody = prepared.body
-        self._hides_output = self._body.max_tokens == 0
-        super().__init__(prepared, prefix="cmpl", chunk_kind=KIND, hides_output=self._hides_output)
+        super().__init__(prepared, prefix="cmpl", chunk_kind=KIND, hides_output=self._body.max_tokens == 0)
         self._echoed = prepared.prompt_texts
         self._num_sequences = prepared.requests[0].params.n
         self._offsets = [0] * (len(prepared.requests) * self._num_sequences)
@@ -135,7 +122,7 @@ class CompletionReply(OpenAIReply):
             for one in _best(output.outputs, self._body.n or 1):
                 echoed = self._echoed[place] if self._echoed else ""
                 choices.append(self._choice(len(choices), output, one, whole_delta(one), echoed))
-        return {**self.head(KIND), "choices": choices, "usage": self.usage.of(outputs)}
+        return {**self.head(KIND), "choices": choices, "usage": self.usage(outputs)}
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         for index, text in enumerate(text for text in self._echoed for _ in range(self._num_sequences)):
@@ -162,7 +149,7 @@ class CompletionReply(OpenAIReply):
     ) -> dict[str, Any]:
         """delta: what the choice shows of the sequence, all of it in a whole reply. offset: of the first token."""
         body = self._body
-        if self._hides_output:
+        if self.hides_output:
             delta = delta.without_output()
         choice = _plain_choice(index, echoed + delta.text)
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

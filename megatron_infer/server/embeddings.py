@@ -11,14 +11,13 @@ from msgspec import Meta
 
 from megatron_infer.outputs.embeddings import flattened, params_for, vector_of
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.body_types import Body, Text, TokenId, TokenIds
+from megatron_infer.server.body_types import Body, Prompts
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
-from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
@@ -38,8 +37,7 @@ FIELDS = FieldTable(
 
 class EmbeddingBody(Body, kw_only=True):
     model: str | None = None
-    input: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
-    """Text, token ids, or a list of either; not a mixture."""
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     pooling: Literal["last", "mean", "all"] | None = None
@@ -53,33 +51,18 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     async def embeddings(call: Call) -> Reply:
         body: EmbeddingBody = call.body
         check_model(client, body.model)
-        params = params_for(body.pooling or default)
-        prompts = await client.encode_prompts(
-            body.input, field="input", add_special=body.add_special_tokens is not False
-        )
-        if (
-            body.add_special_tokens is not None
-            and not isinstance(body.input, str)
-            and not isinstance(body.input[0], str)
-        ):
+        add_special = body.add_special_tokens
+        prompts = await client.encode_prompts(body.input, field="input", add_special=add_special is not False)
+        if add_special is not None and not isinstance(body.input, str) and not isinstance(body.input[0], str):
             raise bad_request("add_special_tokens goes with texts; token ids are taken as given", "add_special_tokens")
-        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
-        outputs = await prompt_outputs(client, requests, call, field="input")
+        outputs = await prompt_outputs(client, call, prompts, params_for(body.pooling or default), field="input")
         data = await client.run_in_thread(_data, outputs, body)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return Reply({"object": "list", "data": data, "model": shown_name(client, body.model), "usage": usage})
 
-    summary = "Vectors of texts or token ids"
-    routes.add(
-        "POST",
-        "/v1/embeddings",
-        embeddings,
-        summary,
-        body=EmbeddingBody,
-        fields=FIELDS,
-        statuses=GENERATION_STATUSES,
-    )
+    options = {"body": EmbeddingBody, "fields": FIELDS, "statuses": GENERATION_STATUSES}
+    routes.add("POST", "/v1/embeddings", embeddings, "Vectors of texts or token ids", **options)
 
 
 def _data(outputs: list[RequestOutput], body: EmbeddingBody) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server import call_limits
 from megatron_infer.server.body_types import Message
@@ -245,18 +246,29 @@ def in_pieces(value: Any) -> Any:
 
 
 async def prompt_outputs(
-    client: EngineClient, requests: Sequence[EngineRequest], call: Call, *, field: str
+    client: EngineClient,
+    call: Call,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    *,
+    field: str,
+    prompt_bytes: float | None = None,
 ) -> list[RequestOutput]:
-    """The last outputs of requests for vectors or log probabilities of their prompts. field: with the prompts.
+    """The outputs of prompts whose vectors or log probabilities are asked for. field: the body's, with the prompts.
 
-    Raises ApiError 503 where one was aborted before its prompt was computed.
+    Raises ApiError 503 where a request was aborted before its prompt was computed.
     """
-    requests = client.checked(requests, call, field=field)
-    async with client.submit(requests, abort_ids=(call.id,)) as inflight:
+    requests = [EngineRequest(prompt_ids=ids, params=params, prompt_bytes=prompt_bytes) for ids in prompts]
+    async with client.submit(client.checked(requests, call, field=field), abort_ids=(call.id,)) as inflight:
         outputs = await inflight.results()
     if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
         raise unavailable("a request was aborted before its prompt was computed; ask again", "aborted")
     return outputs
+
+
+def scoring_params(num_top: int) -> SamplingParams:
+    """Parameters of a prompt whose log probabilities are asked for, those of `num_top` other tokens with each."""
+    return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_top, detokenize=False, ignore_eos=True)
 
 
 async def _events(client: EngineClient, requests: Sequence[EngineRequest], reply: ReplyFormat) -> AsyncGenerator[Any]:

@@ -16,26 +16,23 @@ if TYPE_CHECKING:
     from megatron_infer.server.generation import PreparedCall
 
 
-def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0, shows_cached: bool) -> dict[str, Any]:
+def usage_of(outputs: Iterable[RequestOutput], *, shows_cached: bool, hides_output: bool = False) -> dict[str, Any]:
     """`usage` of a call.
 
-    num_hidden: sampled tokens that the reply leaves out, and that do not count. shows_cached: with the number of prompt
-    tokens that were cached.
+    shows_cached: with the number of prompt tokens that were cached. hides_output: the reply has no sampled token, and
+    none counts.
     """
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    num_completion = num_output_tokens(outputs) - num_hidden
+    sequences = [] if hides_output else [one for output in outputs for one in output.outputs]
+    num_completion = sum(len(one.token_ids) for one in sequences)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached} if shows_cached else None,
     }
-
-
-def num_output_tokens(outputs: Iterable[RequestOutput]) -> int:
-    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
 
 def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
@@ -56,28 +53,6 @@ def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
 def sampled_logprobs(entries: Iterable[dict[int, Logprob]]) -> list[float]:
     """The log probability of each sampled token, which is the first of its entry."""
     return [next(iter(entry.values())).logprob for entry in entries]
-
-
-class CallUsage:
-    """`usage` of a call's reply, and of the chunks of its stream as its stream_options ask."""
-
-    def __init__(self, options: StreamOptions | None, *, shows_cached: bool, hides_output: bool = False) -> None:
-        """shows_cached: see `usage_of`. hides_output: no sampled token is in the reply, and none counts."""
-        self._shows_cached, self._hides_output = shows_cached, hides_output
-        self.at_end = options is not None and bool(options.include_usage)
-        """Whether a last chunk without choices has the usage of the call."""
-        self._in_every = self.at_end and options is not None and bool(options.continuous_usage_stats)
-
-    def of(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-        outputs = list(outputs)
-        num_hidden = num_output_tokens(outputs) if self._hides_output else 0
-        return usage_of(outputs, num_hidden=num_hidden, shows_cached=self._shows_cached)
-
-    def of_chunk(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-        """The field of a chunk before the last. outputs: the newest of each request."""
-        if self._in_every:
-            return {"usage": self.of(outputs)}
-        return {"usage": None} if self.at_end else {}
 
 
 @dataclass(slots=True)
@@ -171,20 +146,28 @@ class OpenAIReply(ReplyFormat):
     """The head of completions and chat completions, and the chunks of their streams."""
 
     def __init__(self, prepared: PreparedCall, *, prefix: str, chunk_kind: str, hides_output: bool = False) -> None:
-        """prefix: of the reply's id. chunk_kind: `object` of a chunk. hides_output: see `CallUsage`."""
+        """prefix: of the reply's id. chunk_kind: `object` of a chunk. hides_output: see `usage_of`."""
         super().__init__(prepared, f"{prefix}-{prepared.asked.request_id or uuid.uuid4().hex}")
         self._created, self._chunk_kind = int(time.time()), chunk_kind
         self.token_texts = prepared.token_texts
-        options = prepared.asked.stream_options
-        self.usage = CallUsage(options, shows_cached=self.shows_cached, hides_output=hides_output)
+        self.hides_output = hides_output
+        options = prepared.asked.stream_options or StreamOptions()
+        self._has_usage = bool(options.include_usage)
+        """Whether a last chunk without choices has the usage of the call."""
+        self._has_usage_in_all = self._has_usage and bool(options.continuous_usage_stats)
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
 
+    def usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        return usage_of(outputs, shows_cached=self.shows_cached, hides_output=self.hides_output)
+
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = self.usage.of_chunk(self.latest.values())
-        return {**self.head(self._chunk_kind), "choices": [choice], **usage}
+        chunk = {**self.head(self._chunk_kind), "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = self.usage(self.latest.values()) if self._has_usage_in_all else None
+        return chunk
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self.usage.at_end:
-            yield {**self.head(self._chunk_kind), "choices": [], "usage": self.usage.of(self.latest.values())}
+        if self._has_usage:
+            yield {**self.head(self._chunk_kind), "choices": [], "usage": self.usage(self.latest.values())}

@@ -9,22 +9,19 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.body_types import Body, Text, TokenIds
+from megatron_infer.server.body_types import Body, Text, Texts, TokenIds
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
-from megatron_infer.server.generation import prompt_outputs
+from megatron_infer.server.generation import prompt_outputs, scoring_params
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
-from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
-Texts = Text | Annotated[list[Text], Meta(min_length=1)]
 FIELDS = FieldTable(
     SHARED
     | rows(
@@ -51,12 +48,12 @@ class ScoreBody(Body):
     apply_softmax: bool | None = None
     """Probabilities among the labels alone; otherwise among all tokens."""
     item_first: bool | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
+    queries: Text | Texts | None = None
+    documents: Text | Texts | None = None
+    text_1: Text | Texts | None = None
+    text_2: Text | Texts | None = None
+    data_1: Text | Texts | None = None
+    data_2: Text | Texts | None = None
 
 
 PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
@@ -86,10 +83,9 @@ async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
         text = f"{len(items)} items with {len(labels)} labels are more than {limit:,} prompts (max_prompts)"
         raise bad_request(f"items: {text}; send fewer", "items")
     # The engine scores a token as the last one of a prompt; prompts of one item share all that is before it.
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
     prompts = [item + query if body.item_first else query + item for item in items]
-    requests = [EngineRequest(prompt_ids=[*prompt, label], params=params) for prompt in prompts for label in labels]
-    outputs = await prompt_outputs(client, requests, call, field="items")
+    labelled = [[*prompt, label] for prompt in prompts for label in labels]
+    outputs = await prompt_outputs(client, call, labelled, scoring_params(0), field="items")
     rows = []
     for place in range(len(items)):
         found = [_last_logprob(output) for output in outputs[place * len(labels) : (place + 1) * len(labels)]]
@@ -127,10 +123,8 @@ async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
     if len(left) != len(right):
         text = f"{given[0]} has {len(left)} texts, {given[1]} has {len(right)}; give one, or as many"
         raise bad_request(text, given[0], "invalid_value")
-    params = params_for("last")
     prompts = await client.encode_prompts([*left, *right], field=given[0])
-    requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
-    outputs = await prompt_outputs(client, requests, call, field=given[0])
+    outputs = await prompt_outputs(client, call, prompts, params_for("last"), field=given[0])
     vectors = [vector_of(output) for output in outputs]
     pairs = zip(vectors[: len(left)], vectors[len(left) :], strict=True)
     data = [

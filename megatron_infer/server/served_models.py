@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_infer.server.http_errors import ApiError
+
+if TYPE_CHECKING:
+    from megatron_infer.server.engine_client import EngineClient
 
 SHOWN = 20
 """Names in an error."""
 
 
-class Served(Protocol):
-    """The part of an `EngineClient` that names are found with."""
-
-    @property
-    def model_names(self) -> Sequence[str]: ...
-
-    @property
-    def adapters(self) -> Sequence[str]: ...
-
-    @property
-    def limits(self) -> Any: ...
-
-
-def adapter_of(client: Served, name: str | None) -> str | None:
+def adapter_of(client: EngineClient, name: str | None) -> str | None:
     """The adapter that a call's `model` names; None: it names the model itself, or nothing."""
     return name if name and name not in client.model_names and name in client.adapters else None
 
 
-def shown_name(client: Served, name: str | None) -> str:
+def shown_name(client: EngineClient, name: str | None) -> str:
     """The name of a call's model in its reply."""
     return adapter_of(client, name) or client.model_names[0]
 
 
-def check_model(client: Served, name: str | None) -> None:
+def check_model(client: EngineClient, name: str | None) -> None:
     """Raises ApiError 404 for a model that this server does not serve, 503 while it is loading.
 
     None or "": no name is given.

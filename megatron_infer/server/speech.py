@@ -19,7 +19,6 @@ import numpy as np
 from msgspec import Meta
 from starlette.responses import Response
 
-from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks
 from megatron_infer.server.audio.layout import FrameReader
@@ -29,10 +28,11 @@ from megatron_infer.server.audio.speech_model import FILE, SpeechModel, check_te
 from megatron_infer.server.audio.voices import read_voice
 from megatron_infer.server.audio.wav import pcm16, wav_header
 from megatron_infer.server.audio_decoder import AudioDecoderClient, Hello
-from megatron_infer.server.body_types import Body
+from megatron_infer.server.body_types import Body, NumTokens, Seed, Temperature, TopK
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import LABELS
+from megatron_infer.server.generation_request import params_from, sampling_of
 from megatron_infer.server.http_errors import api_error_of, bad_request, unavailable
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.inflight import EngineRequest
@@ -68,13 +68,11 @@ class SpeechBody(Body, kw_only=True):
     """audio: the sound as it is made; sse: the same as events; json: all of it as float32, base64."""
     speed: float | None = None
     instructions: str | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    chunk_size: Annotated[list[Annotated[int, Meta(ge=1, le=2**31 - 1)]], Meta(min_length=1, max_length=64)] | None = (
-        None
-    )
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    max_tokens: NumTokens | None = None
+    chunk_size: Annotated[list[NumTokens], Meta(min_length=1, max_length=64)] | None = None
     """New speech tokens of each block; the last entry repeats."""
 
 
@@ -109,18 +107,9 @@ class SpeechRoutes:
         self._decoder = AudioDecoderClient(self._path)
         self._meter = SpeechMeter(client.meter.registry)
         self._names = tuple(voice_files(settings.voice))
-        summary = "A text as sound"
         media = (*FORMATS.values(), "text/event-stream", "application/json")
-        routes.add(
-            "POST",
-            "/v1/audio/speech",
-            self._speak,
-            summary,
-            body=SpeechBody,
-            fields=FIELDS,
-            statuses=GENERATION_STATUSES,
-            media_types=media,
-        )
+        options = {"body": SpeechBody, "fields": FIELDS, "statuses": GENERATION_STATUSES, "media_types": media}
+        routes.add("POST", "/v1/audio/speech", self._speak, "A text as sound", **options)
         routes.add("GET", "/v1/audio/voices", self._voices, "The voices that texts can be spoken with")
 
     async def _voices(self, call: Call) -> Reply:
@@ -174,14 +163,8 @@ class SpeechRoutes:
         texts = {"text": await client.encode(body.input, field="input", add_special=False)}
         if body.instructions:
             texts["instructions"] = await client.encode(body.instructions, field="instructions", add_special=False)
-        given = {"temperature": body.temperature, "top_k": body.top_k, "seed": body.seed}
-        params = SamplingParams(
-            max_tokens=body.max_tokens,
-            allowed_token_ids=speech.drawable(),
-            stop_token_ids=(speech.end_token,),
-            detokenize=False,
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
+        own = {"allowed_token_ids": speech.drawable(), "stop_token_ids": [speech.end_token], "detokenize": False}
+        params = params_from(sampling_of(body) | own)
         return EngineRequest(prompt_ids=speech.prompt_ids(texts, voice), params=params)
 
     def _schedule(self, body: SpeechBody, hello: Hello) -> BlockSchedule:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from megatron_infer.config.structured_output import StructuredOutput, check_schema, check_size
 from megatron_infer.errors import RequestError
+from megatron_infer.server.body_types import Text, Texts
 from megatron_infer.server.call_limits import turned_off
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.generation_request import ExtraField, GenerationRequest
@@ -24,8 +25,6 @@ from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.grammar import COMPILE_TIMEOUT_S, GrammarCache, timed_out
 
-Text = Annotated[str, Meta(min_length=1)]
-Texts = Annotated[list[Text], Meta(min_length=1)]
 Schema = dict[str, Any] | bool
 
 

@@ -224,6 +224,7 @@ def test_http_process_under_torchrun_beats_while_its_event_loop_runs(tmp_path, m
     beat, beats = SimpleNamespace(is_alive=lambda: True), []
     server = SimpleNamespace(pass_s=0.0, run=lambda listening, on_ready: beats.append(beat.is_alive()))
     monkeypatch.setattr(subprocess_main, "ParentHeartbeat", lambda: beat)
+    monkeypatch.setattr(subprocess_main, "log_to_stderr", lambda *_, **__: None)
     monkeypatch.setattr(launch, "http_server", lambda options: server)
     asked = {"settings": ServerConfig(port=0), "tokenizer": {"name": "echo", "eos_ids": None}, "model": "echo"}
     spec = HttpOptions(**asked, coordinator="ipc://c", folder=str(tmp_path)).process()

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import Logprob, RequestOutput
 from megatron_infer.server.body_types import Body, Message, Text, TokenId, TokenIds
 from megatron_infer.server.call_limits import ID_BYTES
@@ -21,12 +20,11 @@ from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_sampl
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
-from megatron_infer.server.generation import Dialect, Generator, PreparedCall, prompt_outputs
+from megatron_infer.server.generation import Dialect, Generator, PreparedCall, prompt_outputs, scoring_params
 from megatron_infer.server.generation_request import GenerationRequest, check_limit
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused
-from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import Entry, by_rank
 from megatron_infer.server.reply_format import ReplyFormat
 from megatron_infer.server.structured_outputs import StructuredOutputFields
@@ -161,19 +159,17 @@ class TrlRoutes:
             if length > len(ids):
                 raise bad_request(f"prompt_lengths has {length} for a sequence of {len(ids)} tokens", "prompt_lengths")
         check_limit("top_logprobs", num_top, settings.max_logprobs, "max_logprobs")
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=num_top, detokenize=False, ignore_eos=True
+        tokens = [ids[length:] for ids, length in zip(body.sequences, body.prompt_lengths, strict=True)]
+        is_binary = body.response_format == "binary"
+        padded = max(map(len, tokens)) * (num_top + 1) * 2 * ID_BYTES if is_binary else None
+        outputs = await prompt_outputs(
+            self._client, call, body.sequences, scoring_params(num_top), field="sequences", prompt_bytes=padded
         )
-        longest = max(len(ids) - length for ids, length in zip(body.sequences, body.prompt_lengths, strict=True))
-        padded = longest * (num_top + 1) * 2 * ID_BYTES if body.response_format == "binary" else None
-        requests = [EngineRequest(prompt_ids=ids, params=params, prompt_bytes=padded) for ids in body.sequences]
-        outputs = await prompt_outputs(self._client, requests, call, field="sequences")
         entries = [
             (output.prompt_logprobs or [])[length:] for output, length in zip(outputs, body.prompt_lengths, strict=True)
         ]
-        if body.response_format == "json":
+        if not is_binary:
             return Reply(_logprob_fields(entries))
-        tokens = [ids[length:] for ids, length in zip(body.sequences, body.prompt_lengths, strict=True)]
         return Reply(await self._client.run_in_thread(_binary, entries, tokens, num_top))
 
 
