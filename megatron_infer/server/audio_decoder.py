@@ -10,7 +10,6 @@ windows that have no sound yet. Where none comes, they fail after AWAY_TIMEOUT_S
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -163,11 +162,8 @@ class AudioDecoderClient:
         """What the decoder is. Raises ApiError 503 while its process does not serve."""
         try:
             async with asyncio.timeout(AWAY_TIMEOUT_S):
-                while True:
-                    with contextlib.suppress(OSError, LinkClosed, msgspec.MsgspecError):
-                        found: Hello = await self._ask(None)
-                        return found
-                    await asyncio.sleep(RECONNECT_S)
+                found: Hello = await self._ask_again(None)
+                return found
         except TimeoutError:
             raise _away() from None
 
@@ -179,31 +175,28 @@ class AudioDecoderClient:
         """
         self.num_waiting += 1
         try:
-            reply = await self._answer_to(window)
+            reply: Sound | Failed = await self._ask_again(window)
         finally:
             self.num_waiting -= 1
         if isinstance(reply, Failed):
             raise ApiError(500, f"the audio decoder failed: {reply.message}", code="decoder_error")
         return reply.samples
 
-    async def _answer_to(self, window: Window) -> Sound | Failed:
+    async def _ask_again(self, question: Window | None) -> Any:
+        """The answer, of a later process where one ends before it answers. Raises ApiError 503, see `decode`."""
         tries, away_since = 0, time.monotonic()
         while True:
             try:
-                found: Sound | Failed = await self._ask(window)
-                return found
+                return _answer.decode(await ask(self._path, _encode(question)))
             except (FileNotFoundError, ConnectionRefusedError):
                 if time.monotonic() - away_since > AWAY_TIMEOUT_S:
                     raise _away() from None
             except (OSError, LinkClosed, msgspec.MsgspecError):
                 tries, away_since = tries + 1, time.monotonic()
-                if tries == MAX_TRIES:
+                if question is not None and tries == MAX_TRIES:
                     text = f"the audio decoder ended {MAX_TRIES} times with this sound"
                     raise unavailable(text, "decoder_failed") from None
             await asyncio.sleep(RECONNECT_S)
-
-    async def _ask(self, question: Window | None) -> Any:
-        return _answer.decode(await ask(self._path, _encode(question)))
 
 
 def _away() -> ApiError:

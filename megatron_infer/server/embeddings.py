@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import sys
-from array import array
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -18,6 +15,7 @@ from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.reply_format import as_base64
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
@@ -76,9 +74,4 @@ def _data(outputs: list[RequestOutput], body: EmbeddingBody) -> list[dict[str, A
 
 def _encoded(vector: Any, encoding: str | None) -> Any:
     """The vector, or a list of them, as numbers, or for base64 as little-endian fp32, one after the other."""
-    if encoding != "base64":
-        return vector
-    values = array("f", flattened(vector) or ())
-    if sys.byteorder == "big":
-        values.byteswap()
-    return base64.b64encode(values.tobytes()).decode()
+    return vector if encoding != "base64" else as_base64(flattened(vector) or (), "<f4")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server.body_types import StreamOptions
@@ -33,6 +36,11 @@ def usage_of(outputs: Iterable[RequestOutput], *, shows_cached: bool, hides_outp
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached} if shows_cached else None,
     }
+
+
+def as_base64(values: Any, dtype: str) -> str:
+    """An array, or numbers, in this dtype, one after the other, as base64."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode("ascii")
 
 
 def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:

@@ -36,6 +36,7 @@ from megatron_infer.server.generation_request import params_from, sampling_of
 from megatron_infer.server.http_errors import api_error_of, bad_request, unavailable
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.reply_format import as_base64
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
@@ -250,8 +251,7 @@ async def _whole(blocks: AsyncGenerator[np.ndarray], spoken: _Spoken, kind: str 
             "processing_time": time.monotonic() - spoken.began,
             "final_chunk": True,
         }
-        audio = base64.b64encode(sound.astype("<f4").tobytes()).decode()
-        return Reply({"audio_data": audio, "metadata": metadata, "usage": spoken.usage})
+        return Reply({"audio_data": as_base64(sound, "<f4"), "metadata": metadata, "usage": spoken.usage})
     header = wav_header(rate, len(sound)) if kind == "wav" else b""
     return Response(header + pcm16(sound), media_type=_media_type(FORMATS[kind], rate))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused, rows
-from megatron_infer.server.reply_format import ReplyFormat, version_spans_of
+from megatron_infer.server.reply_format import ReplyFormat, as_base64, version_spans_of
 from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
@@ -264,7 +263,8 @@ class SglangReply(ReplyFormat):
         if prompt.has_logprobs:
             meta |= self._logprobs(prompt, output, one)
         if self._body.return_routed_experts and one.routing is not None:
-            meta["routed_experts"] = routed_experts_field(one)
+            # int32 [prompt + output - 1, layers, top-k]
+            meta["routed_experts"] = as_base64(one.routing, "<i4")
         if one.support is not None:
             meta |= support_fields(one.support)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
@@ -309,21 +309,12 @@ def _without_output(one: CompletionOutput) -> CompletionOutput:
     )
 
 
-def routed_experts_field(one: CompletionOutput) -> str:
-    """int32 [prompt + output - 1, layers, top-k] as base64."""
-    return _int32_base64(one.routing)
-
-
 def support_fields(support: TokenSupport) -> dict[str, str]:
     """Token i was sampled among ids[offsets[i] : offsets[i + 1]]: the whole vocabulary where none was filtered."""
     rows = [support.ids_at(position) for position in range(len(support))]
     offsets = np.cumsum([0, *map(len, rows)])
     ids = np.concatenate([np.empty(0, np.int32), *rows])
-    return {"top_p_token_ids": _int32_base64(ids), "top_p_token_offsets": _int32_base64(offsets)}
-
-
-def _int32_base64(values: Any) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, np.int32).tobytes()).decode()
+    return {"top_p_token_ids": as_base64(ids, "<i4"), "top_p_token_offsets": as_base64(offsets, "<i4")}
 
 
 def _finish_reason(one: CompletionOutput) -> dict[str, Any] | None:

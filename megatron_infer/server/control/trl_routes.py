@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -26,7 +25,7 @@ from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.openai_logprobs import Entry, by_rank
-from megatron_infer.server.reply_format import ReplyFormat
+from megatron_infer.server.reply_format import ReplyFormat, as_base64
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES
@@ -212,14 +211,10 @@ def _binary(sequences: Sequence[Sequence[Entry]], tokens: Sequence[Sequence[int]
             own_ids[row, place] = token
             own_values[row, place] = entry[token].logprob
     return {
-        "logprobs_b64": _base64(top_values),
-        "token_ids_b64": _base64(top_ids),
-        "actual_logprobs_b64": _base64(own_values),
-        "actual_token_ids_b64": _base64(own_ids),
+        "logprobs_b64": as_base64(top_values, "<f4"),
+        "token_ids_b64": as_base64(top_ids, "<i4"),
+        "actual_logprobs_b64": as_base64(own_values, "<f4"),
+        "actual_token_ids_b64": as_base64(own_ids, "<i4"),
         "shape": list(shape),
         "completion_lengths": [len(one) for one in sequences],
     }
-
-
-def _base64(values: Any) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")

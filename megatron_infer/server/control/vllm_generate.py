@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from megatron_infer.server.generation_request import GenerationRequest, sampling
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.reply_format import Delta, ReplyFormat, usage_of, version_spans_of, whole_delta
+from megatron_infer.server.reply_format import Delta, ReplyFormat, as_base64, usage_of, version_spans_of, whole_delta
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 FIELDS = FieldTable(
@@ -159,5 +158,4 @@ class VllmReply(ReplyFormat):
 def _packed_experts(routing: Any) -> dict[str, Any]:
     """Expert ids [positions, layers, top-k] in the smallest dtype that SkyRL knows and that holds them."""
     dtype = "uint8" if not routing.size or int(routing.max()) < 1 << 8 else "int16"
-    data = base64.b64encode(routing.astype(dtype).tobytes()).decode("ascii")
-    return {"data": data, "shape": list(routing.shape), "dtype": dtype}
+    return {"data": as_base64(routing, dtype), "shape": list(routing.shape), "dtype": dtype}
