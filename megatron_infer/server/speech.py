@@ -164,8 +164,8 @@ class SpeechRoutes:
         texts = {"text": await client.encode(body.input, field="input", add_special=False)}
         if body.instructions:
             texts["instructions"] = await client.encode(body.instructions, field="instructions", add_special=False)
-        own = {"allowed_token_ids": speech.drawable(), "stop_token_ids": [speech.end_token], "detokenize": False}
-        params = params_from(sampling_of(body) | own)
+        speaking = {"allowed_token_ids": speech.drawable(), "stop_token_ids": [speech.end_token], "detokenize": False}
+        params = params_from(sampling_of(body) | speaking | {"max_tokens": body.max_tokens})
         return EngineRequest(prompt_ids=speech.prompt_ids(texts, voice), params=params)
 
     def _schedule(self, body: SpeechBody, hello: Hello) -> BlockSchedule:
