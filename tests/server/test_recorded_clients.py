@@ -126,9 +126,8 @@ def test_old_trls_routes_say_what_openais_say(http):
 @pytest.mark.parametrize("script", client_check.SCRIPTS)
 def test_scripts_of_installed_clients_run(http, script):
     """docs/clients.md has what came of all of them."""
-    package = client_check.SCRIPTS[script]
+    package = client_check.SCRIPTS[script].package
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"not installed: {package}")
-    url = str(http.base_url).rstrip("/")
-    arguments = [url, "next"] if package == "areal" else [url]
-    assert importlib.import_module(script).main(*arguments)["client"]
+    arguments = client_check.arguments_of(script, str(http.base_url).rstrip("/"), "next")
+    importlib.import_module(script).main(*arguments)

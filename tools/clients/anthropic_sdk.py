@@ -1,10 +1,9 @@
 """The official client of Anthropic: messages whole and streamed, tools, count_tokens."""
 
-import json
-import sys
-
 import anthropic
 import pydantic
+
+RAN = "messages whole and streamed, tools, `parse` also with tools, a begun answer, `count_tokens`"
 
 
 class Answer(pydantic.BaseModel):
@@ -22,7 +21,7 @@ TOOL = {
 }
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     asked = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}]}
     asked["extra_body"] = {"temperature": 0}  # the client's newest versions have no such argument
@@ -50,12 +49,3 @@ def main(url: str) -> dict:
         client.messages.create(**asked | {"model": "other"})
     except anthropic.NotFoundError as error:
         assert error.body["type"] == "error" and error.body["error"]["type"] == "not_found_error"
-    return {
-        "client": "anthropic",
-        "version": anthropic.__version__,
-        "ran": "messages whole and streamed, tools, `parse` also with tools, a begun answer, `count_tokens`",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,9 +1,6 @@
 """AReaL's remote engines, SGLang's and vLLM's dialect: rollouts, teacher scores, pause, weights from disk, continue."""
 
 import asyncio
-import importlib.metadata
-import json
-import sys
 
 import requests
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
@@ -11,6 +8,8 @@ from areal.api.io_struct import ModelRequest
 from areal.engine.sglang_remote import SGLangBackend
 from areal.engine.vllm_remote import VLLMBackend
 from areal.infra import RemoteInfEngine, workflow_context
+
+RAN = "`agenerate`, scores, pause, weights from disk, continue; by `SGLangBackend` and `VLLMBackend`"
 
 
 class Meta:
@@ -53,14 +52,5 @@ async def run(url: str, weights: str) -> None:
     await (await workflow_context.get_aiohttp_session()).close()
 
 
-def main(url: str, weights: str) -> dict:
+def main(url: str, weights: str) -> None:
     asyncio.run(run(url, weights))
-    return {
-        "client": "AReaL",
-        "version": importlib.metadata.version("areal"),
-        "ran": "`agenerate`, scores, pause, weights from disk, continue; by `SGLangBackend` and `VLLMBackend`",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:3])))

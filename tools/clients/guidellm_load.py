@@ -1,6 +1,5 @@
 """GuideLLM, vLLM's load generator: chats and completions at 1 and at 4 at once, streamed; each must succeed."""
 
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+RAN = "`run`, profile concurrent: chats and completions streamed at 1 and at 4 at once, none failed"
 NUM_REQUESTS, NUM_TOKENS = 12, 8
 
 
@@ -40,7 +40,7 @@ def run(url: str, folder: str, path: str, streams: int) -> list[dict]:
     return requests["successful"]
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bytes_tokenizer(folder)
         for path in ("/v1/chat/completions", "/v1/completions"):
@@ -48,12 +48,3 @@ def main(url: str) -> dict:
                 replies = run(url, folder, path, streams)
                 assert len(replies) == NUM_REQUESTS
                 assert {one["output_metrics"]["text_tokens"] for one in replies} == {NUM_TOKENS}
-    return {
-        "client": "guidellm",
-        "version": importlib.metadata.version("guidellm"),
-        "ran": "`run`, profile concurrent: chats and completions streamed at 1 and at 4 at once, none failed",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,8 +1,5 @@
 """Instructor: every mode of its OpenAI and Anthropic clients."""
 
-import importlib.metadata
-import json
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Literal
@@ -29,6 +26,7 @@ FORCED = (
 FREE = (Mode.PARALLEL_TOOLS, Mode.JSON, Mode.MD_JSON, Mode.ANTHROPIC_JSON, Mode.ANTHROPIC_PARALLEL_TOOLS)
 """Modes in which the model decides; random weights give no answer of the type, so that only the calls count."""
 PARALLEL = (Mode.PARALLEL_TOOLS, Mode.ANTHROPIC_PARALLEL_TOOLS)
+RAN = f"{len(FORCED)} modes that hold a model to a type, and {len(FREE)} that do not"
 
 
 class Answer(pydantic.BaseModel, extra="forbid"):
@@ -48,7 +46,7 @@ def ask(url: str, mode: Mode) -> object:
     return client.chat.completions.create(**asked, **{limit: 200})
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     warnings.simplefilter("ignore")  # some of its modes go by other names now
     for mode in FORCED:
         assert isinstance(ask(url, mode), Answer), mode
@@ -60,12 +58,3 @@ def main(url: str) -> dict:
             assert not isinstance(error.__cause__, refused) and error.last_completion is not None, (mode, error)
         except IncompleteOutputException:
             pass  # max_tokens cut the text
-    return {
-        "client": "instructor",
-        "version": importlib.metadata.version("instructor"),
-        "ran": f"{len(FORCED)} modes that hold a model to a type, and {len(FREE)} that do not",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,12 +1,10 @@
 """LangChain: ChatOpenAI with strict tools, structured output and the Responses API."""
 
-import importlib.metadata
-import json
-import sys
-
 import pydantic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+
+RAN = "`invoke`, `stream`, `bind_tools(strict=True)`, `with_structured_output` also with tools, responses"
 
 
 class Answer(pydantic.BaseModel):
@@ -21,7 +19,7 @@ def get_weather(dry: bool) -> str:
     return "Rain."
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     options = {"model": "tiny", "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "seed": 1}
     chat = ChatOpenAI(**options, max_tokens=100, reasoning_effort="low", verbosity="low")
     assert chat.invoke("Hi").content
@@ -36,12 +34,3 @@ def main(url: str) -> dict:
     newer = ChatOpenAI(**{**options, "seed": None}, use_responses_api=True, max_tokens=20)
     assert newer.invoke("Hi").text
     assert "".join(chunk.text for chunk in newer.stream("Hi"))
-    return {
-        "client": "langchain-openai",
-        "version": importlib.metadata.version("langchain-openai"),
-        "ran": "`invoke`, `stream`, `bind_tools(strict=True)`, `with_structured_output` also with tools, responses",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,14 +1,13 @@
 """LiteLLM: chats through its OpenAI and vLLM providers, and messages through its Anthropic one."""
 
-import importlib.metadata
-import json
 import os
-import sys
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
 import pydantic
+
+RAN = "chats whole and streamed, replies sent back, forms with tools; `responses`; three providers"
 
 
 class Answer(pydantic.BaseModel, extra="forbid"):
@@ -21,7 +20,7 @@ TOOL = {
 }
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     turns = [{"role": "user", "content": "Hi"}]
     for provider in ("openai", "hosted_vllm"):
         asked = {"model": f"{provider}/tiny", "api_base": f"{url}/v1", "api_key": "none", "messages": turns}
@@ -38,12 +37,3 @@ def main(url: str) -> dict:
     assert litellm.completion(**asked, temperature=0).choices[0].message.content
     responses = litellm.responses(model="openai/tiny", input="Hi", api_base=f"{url}/v1", api_key="none")
     assert responses.output
-    return {
-        "client": "litellm",
-        "version": importlib.metadata.version("litellm"),
-        "ran": "chats whole and streamed, replies sent back, forms with tools; `responses`; three providers",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

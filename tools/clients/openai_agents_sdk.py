@@ -1,15 +1,13 @@
 """OpenAI's Agents SDK: agents with a tool, with and without an output type, by chats and by responses."""
 
 import asyncio
-import importlib.metadata
-import json
-import sys
 from typing import Literal
 
 import agents
 import openai
 import pydantic
 
+RAN = "agents with a strict tool, with and without `output_type`, run and streamed, by chats and by responses"
 CALLED = []
 
 
@@ -58,14 +56,5 @@ async def run(url: str) -> None:
         assert isinstance(streamed.final_output, Answer)
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     asyncio.run(run(url))
-    return {
-        "client": "openai-agents",
-        "version": importlib.metadata.version("openai-agents"),
-        "ran": "agents with a strict tool, with and without `output_type`, run and streamed, by chats and by responses",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,10 +1,11 @@
 """The official client of OpenAI: chats, tools, structured output, responses."""
 
 import json
-import sys
 
 import openai
 import pydantic
+
+RAN = "chats whole and streamed, strict and forced tools, `parse` also with tools, responses, embeddings"
 
 
 class Weather(pydantic.BaseModel):
@@ -13,7 +14,7 @@ class Weather(pydantic.BaseModel):
     place: bool
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
     turns = [{"role": "user", "content": "Hi"}]
@@ -53,12 +54,3 @@ def main(url: str) -> dict:
     )
     assert isinstance(either.output_parsed or Weather(**json.loads(either.output[0].arguments)), Weather)
     assert len(client.embeddings.create(model=model, input="Hi").data[0].embedding) > 0
-    return {
-        "client": "openai",
-        "version": openai.__version__,
-        "ran": "chats whole and streamed, strict and forced tools, `parse` also with tools, responses, embeddings",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

@@ -1,9 +1,6 @@
 """Pydantic AI: an agent with a tool and a typed output in each of its forms, by chats, responses and messages."""
 
 import asyncio
-import importlib.metadata
-import json
-import sys
 from typing import Literal
 
 import anthropic
@@ -16,6 +13,7 @@ from pydantic_ai.profiles.anthropic import AnthropicModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+RAN = "an agent with a tool, `NativeOutput` and `ToolOutput`, run and streamed, by chats, responses, messages"
 CALLED = []
 
 
@@ -53,14 +51,5 @@ async def run(url: str) -> None:
     assert CALLED
 
 
-def main(url: str) -> dict:
+def main(url: str) -> None:
     asyncio.run(run(url))
-    return {
-        "client": "pydantic-ai",
-        "version": importlib.metadata.version("pydantic-ai-slim"),
-        "ran": "an agent with a tool, `NativeOutput` and `ToolOutput`, run and streamed, by chats, responses, messages",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

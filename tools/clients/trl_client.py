@@ -1,13 +1,11 @@
 """TRL's VLLMClient, by which its synchronous trainers ask a server: texts, chats, scores of sequences."""
 
-import importlib.metadata
-import json
-import sys
-
 from trl.generation import vllm_client
 
+RAN = "`VLLMClient`: `generate`, `chat`, `get_sequence_logprobs`, `get_world_size`, `reset_prefix_cache`"
 
-def main(url: str) -> dict:
+
+def main(url: str) -> None:
     vllm_client.is_vllm_available = lambda *_, **__: True  # it asks for the package, for NCCL's sake only
     client = vllm_client.VLLMClient(base_url=url, connection_timeout=20)
     assert client.get_world_size() == 1
@@ -24,12 +22,3 @@ def main(url: str) -> dict:
     scores = client.get_sequence_logprobs([[1, 2, 3, 4]], [2], top_logprobs=3)
     assert len(scores["logprobs"][0]) == 2 and len(scores["logprobs"][0][0]) == 3
     client.reset_prefix_cache()
-    return {
-        "client": "TRL",
-        "version": importlib.metadata.version("trl"),
-        "ran": "`VLLMClient`: `generate`, `chat`, `get_sequence_logprobs`, `get_world_size`, `reset_prefix_cache`",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

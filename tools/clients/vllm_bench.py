@@ -13,6 +13,10 @@ NUM_REQUESTS, NUM_TOKENS = 12, 8
 COMMAND = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+RAN = "`--dataset-name random`: completions and chats streamed at 1 and at 4 at once, none failed"
+
+
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
@@ -47,8 +51,7 @@ def run(url: str, folder: str, backend: str, path: str, concurrency: int) -> dic
     return json.loads((Path(folder) / "report.json").read_text())
 
 
-def main(url: str) -> dict:
-    import vllm
+def main(url: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         bytes_tokenizer(folder)
@@ -57,12 +60,3 @@ def main(url: str) -> dict:
                 report = run(url, folder, backend, path, concurrency)
                 assert (report["completed"], report["failed"]) == (NUM_REQUESTS, 0), report
                 assert report["total_output_tokens"] == NUM_REQUESTS * NUM_TOKENS, report
-    return {
-        "client": "vllm bench serve",
-        "version": vllm.__version__,
-        "ran": "`--dataset-name random`: completions and chats streamed at 1 and at 4 at once, none failed",
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
