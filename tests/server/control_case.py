@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from types import SimpleNamespace
 
-from server_case import serving, wait_for
+from server_case import Background, serving, wait_for
 
 GREEDY = {"prompt": [1, 2, 3], "temperature": 0}
 
@@ -92,31 +90,6 @@ def put_weights(folder, name="step1", **changes):
     (folder / name).mkdir()
     (folder / name / "model.safetensors").write_bytes(safetensors(**{**WEIGHTS, **changes}))
     return name
-
-
-class Background:
-    """A call in a thread; `.result()` waits for its reply."""
-
-    def __init__(self, case, path, body):
-        self.box = SimpleNamespace(reply=None, error=None)
-
-        def run():
-            try:
-                self.box.reply = case.http.post(path, json=body)
-            except Exception as error:
-                self.box.error = error
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-    @property
-    def is_done(self):
-        return not self.thread.is_alive()
-
-    def result(self, timeout_s=30):
-        self.thread.join(timeout_s)
-        assert self.is_done and self.box.error is None, self.box.error
-        return self.box.reply
 
 
 def num_requests(case):

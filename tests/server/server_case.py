@@ -7,7 +7,8 @@ import json
 import socket
 import threading
 import time
-from functools import lru_cache
+from concurrent.futures import Future
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -150,6 +151,28 @@ def stream(case, path, **body):
         return events(list(reply.iter_lines()))
 
 
+class Background:
+    """A call in a thread; `.result()` waits for its reply."""
+
+    def __init__(self, case, path, body, **headers):
+        self._call = partial(case.http.post, path, json=body, headers=headers)
+        self._done = Future()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        try:
+            self._done.set_result(self._call())
+        except Exception as error:
+            self._done.set_exception(error)
+
+    @property
+    def is_done(self):
+        return self._done.done()
+
+    def result(self, timeout_s=30):
+        return self._done.result(timeout_s)
+
+
 class Streams:
     """Streams of completions in threads, one connection each; `begun` has the places of those that have begun."""
 
@@ -199,6 +222,7 @@ def free_blocks(case):
 
 
 __all__ = [
+    "Background",
     "Streams",
     "client_of",
     "events",

@@ -167,18 +167,11 @@ def test_abort_ends_the_named_request_alone_also_one_that_waits(slow):
 
 def test_abort_takes_the_ids_that_openai_s_replies_and_the_caller_s_header_name(slow):
     one = Background(slow, COMPLETION, ask([1], 500))
-    two = slow.http.build_request("POST", COMPLETION, json=ask([2], 500), headers={"X-Request-Id": "mine"})
+    two = Background(slow, COMPLETION, ask([2], 500), **{"X-Request-Id": "mine"})
     three = Background(slow, COMPLETION, ask([3], 500))
-    with httpx.Client(timeout=30) as other:
-        import threading
-
-        replies = []
-        thread = threading.Thread(target=lambda: replies.append(other.send(two)))
-        thread.start()
-        all_running(slow, 3)
-        assert call(slow, "/abort_requests", {"request_ids": ["mine"]})["num_aborted"] == 1
-        thread.join(10)
-    assert replies[0].json()["choices"][0]["finish_reason"] == "abort"
+    all_running(slow, 3)
+    assert call(slow, "/abort_requests", {"request_ids": ["mine"]})["num_aborted"] == 1
+    assert two.result().json()["choices"][0]["finish_reason"] == "abort"
     assert not one.is_done and not three.is_done
     call(slow, "/abort_requests")
     assert {x.result().json()["choices"][0]["finish_reason"] for x in (one, three)} == {"abort"}

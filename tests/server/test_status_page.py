@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
 from importlib import resources
 
 import httpx
 import pytest
-from server_case import post, serving, wait_for
+from server_case import Background, serving, wait_for
 
 from megatron_infer.server.status_page import FILES
 from megatron_infer.testing.echo import EchoEngine
@@ -90,11 +89,10 @@ def test_status_has_requests_and_blocks_of_each_replica():
         wait_for(lambda: sorted(sum(one["blocks"].values()) for one in status()["replicas"]) == [64, 128])
         assert status()["controls"] == [] and status()["model"] == "tiny"
         body = {"prompt": [[1, 2], [3, 4]], "max_tokens": 200, "temperature": 0}
-        thread = threading.Thread(target=lambda: post(case, "/v1/completions", **body))
-        thread.start()
+        both = Background(case, "/v1/completions", body)
         wait_for(lambda: sum(one["running"] for one in status()["replicas"]) == 2)
         wait_for(lambda: sum(one["blocks"]["used"] for one in status()["replicas"]) > 0)
-        thread.join()
+        assert both.result().status_code == 200
         wait_for(lambda: sum(one["running"] + one["blocks"]["used"] for one in status()["replicas"]) == 0)
         assert sum(one["blocks"]["cached"] for one in status()["replicas"]) > 0, "prefixes are kept"
 

@@ -10,7 +10,7 @@ import time
 import httpx
 import pydantic
 import pytest
-from server_case import post, serving, tiny_engine, tokenizer, wait_for
+from server_case import Background, post, serving, tiny_engine, tokenizer, wait_for
 
 from megatron_infer.text.grammar import GrammarCache
 
@@ -123,16 +123,11 @@ def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(case, monk
         return whole(self, wanted)
 
     monkeypatch.setattr(GrammarCache, "_compile", slow)
-    replies = []
-    thread = threading.Thread(
-        target=lambda: replies.append(post(case, COMPLETIONS, prompt="x", max_tokens=9, guided_regex="slow{3}"))
-    )
-    thread.start()
+    late = Background(case, COMPLETIONS, {"prompt": "x", "max_tokens": 9, "guided_regex": "slow{3}"})
     assert begun.wait(20)
     assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200
     go.set()
-    thread.join(30)
-    assert replies[0].json()["choices"][0]["text"] == "slowww"
+    assert late.result().json()["choices"][0]["text"] == "slowww"
 
 
 def test_an_engine_serves_others_and_takes_aborts_while_a_grammar_compiles(case, monkeypatch):
@@ -146,22 +141,15 @@ def test_an_engine_serves_others_and_takes_aborts_while_a_grammar_compiles(case,
         return whole(wanted)
 
     monkeypatch.setattr(grammars, "_compile", slow)
-    replies = []
-
-    def ask(**how):
-        replies.append(post(case, COMPLETIONS, prompt="x", max_tokens=9, guided_regex="late", **how))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    late = Background(case, COMPLETIONS, {"prompt": "x", "max_tokens": 9, "guided_regex": "late"})
     time.sleep(0.3)
-    assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200 and not replies
+    assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200 and not late.is_done
     with pytest.raises(httpx.ReadTimeout):  # a client that disconnects
         gone = {"prompt": "x", "max_tokens": 200, "guided_regex": "gone*", "ignore_eos": True}
         httpx.post(f"{case.url}{COMPLETIONS}", json=gone, timeout=0.5)
     time.sleep(0.3)
     go.set()
-    thread.join(30)
-    assert replies[0].json()["choices"][0]["text"] == "late"
+    assert late.result().json()["choices"][0]["text"] == "late"
     (replica,) = case.replicas
     wait_for(lambda: not (len(engine.output_processor) or replica._preparing or replica._requests))
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.conv_stack import ConvSpec, ConvStack
 from megatron_infer.kernels.native import native_build
-from megatron_infer.server.audio.decoder import OpenedDecoder, Sound
+from megatron_infer.server.audio.decoder import FrameCodec, OpenedDecoder, Sound
 from megatron_infer.server.audio.layout import SpeechFormat
 from megatron_infer.utils.files import regular, save_tensors
 
@@ -256,45 +256,33 @@ def _native_stack(decoder: nn.Sequential) -> ConvStack | None:
     return ConvStack(library, specs, step=ACTIVATION_STEP, limit=ACTIVATION_LIMIT, slope=SLOPE)
 
 
-class CodecDecoder:
+class CodecDecoder(FrameCodec):
     """A trained `Codec` as an `AudioDecoder` and `AudioEncoder`."""
-
-    takes_mask = False
-    right_context = 0
 
     def __init__(self, codec: Codec) -> None:
         config = codec.config
-        self._codec, self._config = codec.exact(), config
+        super().__init__(
+            sample_rate=config.sample_rate,
+            codebooks=config.codebooks,
+            hop=config.hop,
+            left_frames=config.left_frames,
+            right_frames=0,
+        )
+        self._codec = codec.exact()
         self._stack = _native_stack(self._codec.decoder)
-        self.sample_rate, self.samples_per_token = config.sample_rate, Fraction(config.hop, config.codebooks)
-        self.left_context = config.left_frames * config.codebooks
 
-    def decode(self, tokens_BT: Tensor, lengths_B: Tensor, mask_BTT: Tensor | None) -> Tensor:
-        """See `AudioDecoder`."""
-        rows, books = tokens_BT.shape[0], self._config.codebooks
-        codes_BTQ = tokens_BT.reshape(rows, -1, books)
-        frames_BTC = sum(self._codec.codes[q][codes_BTQ[:, :, q]] for q in range(books))
+    def _sound(self, codes_BTQ: Tensor) -> Tensor:
+        frames_BTC = sum(self._codec.codes[q][codes_BTQ[:, :, q]] for q in range(self.codebooks))
         assert isinstance(frames_BTC, Tensor)
         if self._stack is not None:
-            sound_BS = self._stack.run(frames_BTC).clamp(-1.0, 1.0)
-        else:
-            together = max(1, CACHED_FRAMES // frames_BTC.shape[1])
-            parts = [self._codec.sound(part) for part in frames_BTC.split(together)]
-            sound_BS = torch.cat(parts).clamp(-1.0, 1.0).to(torch.float32)
-        is_there_BS = torch.arange(sound_BS.shape[1]) < (lengths_B // books * self._config.hop)[:, None]
-        return sound_BS * is_there_BS
+            return self._stack.run(frames_BTC).clamp(-1.0, 1.0)
+        together = max(1, CACHED_FRAMES // frames_BTC.shape[1])
+        parts = [self._codec.sound(part) for part in frames_BTC.split(together)]
+        return torch.cat(parts).clamp(-1.0, 1.0).to(torch.float32)
 
-    def encode(self, sound: Sound) -> list[int]:
-        """See `AudioEncoder`."""
-        hop = self._config.hop
-        count = len(sound) // hop
-        if count == 0:
-            return []
-        with torch.inference_mode():
-            whole = torch.from_numpy(np.ascontiguousarray(sound[: count * hop], dtype=np.float64))[None]
-            tokens_TQ = self._codec.quantise(self._codec.frames(_round(whole)))[0][0]
-        tokens: list[int] = tokens_TQ.flatten().tolist()
-        return tokens
+    def _codes(self, sound: Sound) -> Tensor:
+        whole = torch.from_numpy(np.ascontiguousarray(sound, dtype=np.float64))[None]
+        return self._codec.quantise(self._codec.frames(_round(whole)))[0][0]
 
 
 def open_codec(weights: Path) -> OpenedDecoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -63,6 +64,45 @@ class OpenedDecoder:
     decoder: AudioDecoder
     format: SpeechFormat
     encoder: AudioEncoder | None = None
+
+
+class FrameCodec(ABC):
+    """An `AudioDecoder` and `AudioEncoder` whose frames have one code of each codebook and `hop` samples each."""
+
+    takes_mask = False
+
+    def __init__(
+        self, *, sample_rate: int, codebooks: int, hop: int, left_frames: int | None, right_frames: int
+    ) -> None:
+        """left_frames, right_frames: that the sound of a frame depends on; None: all before it."""
+        self.sample_rate, self.codebooks, self.hop = sample_rate, codebooks, hop
+        self.samples_per_token = Fraction(hop, codebooks)
+        self.left_context = None if left_frames is None else left_frames * codebooks
+        self.right_context = right_frames * codebooks
+
+    def decode(self, tokens_BT: Tensor, lengths_B: Tensor, mask_BTT: Tensor | None) -> Tensor:
+        """See `AudioDecoder`."""
+        sound_BS = self._sound(tokens_BT.reshape(tokens_BT.shape[0], -1, self.codebooks))
+        is_there_BS = torch.arange(sound_BS.shape[1]) < (lengths_B // self.codebooks * self.hop)[:, None]
+        return sound_BS * is_there_BS
+
+    def encode(self, sound: Sound) -> list[int]:
+        """See `AudioEncoder`."""
+        count = len(sound) // self.hop
+        if count == 0:
+            return []
+        with torch.inference_mode():
+            codes_TQ = self._codes(sound[: count * self.hop])[:count]
+        tokens: list[int] = codes_TQ.flatten().tolist()
+        return tokens
+
+    @abstractmethod
+    def _sound(self, codes_BTQ: Tensor) -> Tensor:
+        """float32 [B, T * hop]."""
+
+    @abstractmethod
+    def _codes(self, sound: Sound) -> Tensor:
+        """[T or more, codebooks] of T whole frames."""
 
 
 def decode_windows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.audio.decoder import OpenedDecoder, Sound
+from megatron_infer.server.audio.decoder import FrameCodec, OpenedDecoder, Sound
 from megatron_infer.server.audio.layout import SpeechFormat
 from megatron_infer.utils.files import regular
 
@@ -20,43 +21,27 @@ DAC_KERNEL, DAC_DILATIONS = 7, (1, 3, 9)
 """Sizes of its decoder's convolutions; they are constants of the model's code."""
 
 
-class LibraryCodec:
+class LibraryCodec(FrameCodec):
     """A model of transformers as an `AudioDecoder` and `AudioEncoder`."""
 
-    takes_mask = False
-
     def __init__(self, model: Any, *, codebooks: int, hop: int, left_frames: int | None, right_frames: int) -> None:
-        self.model, self.codebooks, self._hop = model.eval(), codebooks, hop
-        self.sample_rate: int = model.config.sampling_rate
-        self.samples_per_token = Fraction(hop, codebooks)
-        self.left_context = None if left_frames is None else left_frames * codebooks
-        self.right_context = right_frames * codebooks
+        contexts = {"left_frames": left_frames, "right_frames": right_frames}
+        super().__init__(sample_rate=model.config.sampling_rate, codebooks=codebooks, hop=hop, **contexts)
+        self.model = model.eval()
 
-    def decode(self, tokens_BT: Tensor, lengths_B: Tensor, mask_BTT: Tensor | None) -> Tensor:
-        """See `AudioDecoder`."""
-        rows = tokens_BT.shape[0]
-        codes_BQT = tokens_BT.reshape(rows, -1, self.codebooks).transpose(1, 2)
-        sound_BS = self._sound(codes_BQT).reshape(rows, -1).to(torch.float32)
-        num_samples = codes_BQT.shape[2] * self._hop
-        sound_BS = F.pad(sound_BS, (0, max(0, num_samples - sound_BS.shape[1])))[:, :num_samples]
-        is_there_BS = torch.arange(num_samples) < (lengths_B // self.codebooks * self._hop)[:, None]
-        return sound_BS * is_there_BS
+    def _sound(self, codes_BTQ: Tensor) -> Tensor:
+        rows, num_samples = codes_BTQ.shape[0], codes_BTQ.shape[1] * self.hop
+        sound_BS = self._decoded(codes_BTQ.transpose(1, 2)).reshape(rows, -1).to(torch.float32)
+        return F.pad(sound_BS, (0, max(0, num_samples - sound_BS.shape[1])))[:, :num_samples]
 
-    def encode(self, sound: Sound) -> list[int]:
-        """See `AudioEncoder`."""
-        count = len(sound) // self._hop
-        if count == 0:
-            return []
-        with torch.inference_mode():
-            codes_QT = self._codes(torch.from_numpy(sound[: count * self._hop]).float()[None, None])
-        tokens: list[int] = codes_QT[: self.codebooks, :count].T.flatten().tolist()
-        return tokens
+    def _codes(self, sound: Sound) -> Tensor:
+        return self._encoded(torch.from_numpy(sound).float()[None, None])[: self.codebooks].T
 
-    def _sound(self, codes_BQT: Tensor) -> Tensor:
+    def _decoded(self, codes_BQT: Tensor) -> Tensor:
         out: Tensor = self.model.decode(audio_codes=codes_BQT).audio_values
         return out
 
-    def _codes(self, sound_11S: Tensor) -> Tensor:
+    def _encoded(self, sound_11S: Tensor) -> Tensor:
         """[codebooks, frames]."""
         codes: Tensor = self.model.encode(sound_11S).audio_codes[0]
         return codes
@@ -65,11 +50,11 @@ class LibraryCodec:
 class EncodecCodec(LibraryCodec):
     """EnCodec's calls have an axis of parts, of which there is one."""
 
-    def _sound(self, codes_BQT: Tensor) -> Tensor:
+    def _decoded(self, codes_BQT: Tensor) -> Tensor:
         out: Tensor = self.model.decode(codes_BQT[None], [None]).audio_values
         return out
 
-    def _codes(self, sound_11S: Tensor) -> Tensor:
+    def _encoded(self, sound_11S: Tensor) -> Tensor:
         codes: Tensor = self.model.encode(sound_11S, bandwidth=self.model.config.target_bandwidths[-1]).audio_codes
         return codes[0, 0]
 
@@ -79,7 +64,7 @@ def open_mimi(weights: Path, *, codebooks: int = 8) -> OpenedDecoder:
     config, model = _load("MimiModel", weights, codebooks, "num_quantizers")
     hop = round(config.sampling_rate / config.frame_rate)
     decoder = LibraryCodec(model, codebooks=codebooks, hop=hop, left_frames=None, right_frames=0)
-    return _opened(decoder, config, hop)
+    return _opened(decoder, config)
 
 
 def open_encodec(weights: Path, *, codebooks: int = 8) -> OpenedDecoder:
@@ -87,18 +72,18 @@ def open_encodec(weights: Path, *, codebooks: int = 8) -> OpenedDecoder:
     config, model = _load("EncodecModel", weights, codebooks, "num_quantizers")
     if not config.use_causal_conv or config.normalize or config.chunk_length_s is not None:
         raise ConfigError("encodec: only the causal model without normalisation is decoded here (encodec_24khz)")
-    hop = _product(config.upsampling_ratios)
+    hop = math.prod(config.upsampling_ratios)
     decoder = EncodecCodec(model, codebooks=codebooks, hop=hop, left_frames=None, right_frames=0)
-    return _opened(decoder, config, hop)
+    return _opened(decoder, config)
 
 
 def open_dac(weights: Path, *, codebooks: int = 9) -> OpenedDecoder:
     """Its convolutions look both ways."""
     config, model = _load("DacModel", weights, codebooks, "n_codebooks")
-    hop = _product(config.upsampling_ratios)
+    hop = math.prod(config.upsampling_ratios)
     frames = _dac_reach(config.upsampling_ratios)
     decoder = LibraryCodec(model, codebooks=codebooks, hop=hop, left_frames=frames, right_frames=frames)
-    return _opened(decoder, config, hop)
+    return _opened(decoder, config)
 
 
 def _dac_reach(ratios: Sequence[int]) -> int:
@@ -133,14 +118,7 @@ def _load(kind: str, weights: Path, codebooks: int, limit_name: str) -> tuple[An
     return model.config, model
 
 
-def _opened(decoder: LibraryCodec, config: Any, hop: int) -> OpenedDecoder:
-    rate = Fraction(decoder.sample_rate, hop)
+def _opened(decoder: LibraryCodec, config: Any) -> OpenedDecoder:
+    rate = Fraction(decoder.sample_rate, decoder.hop)
     speech = SpeechFormat(vocab_size=config.codebook_size, codebooks=decoder.codebooks, frame_rate=rate)
     return OpenedDecoder(decoder=decoder, format=speech, encoder=decoder)
-
-
-def _product(ratios: Sequence[int]) -> int:
-    total = 1
-    for one in ratios:
-        total *= one
-    return total

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from megatron_infer.coordinator import protocol
@@ -20,6 +21,19 @@ CLIENT_ERRORS = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError
 """Errors of replicas that the client's arguments caused."""
 REFUSALS = (*CLIENT_ERRORS, "WrongState", "AdapterInUse", "UnknownAdapter", "AccessRefused", "WeightsPathRefused")
 """Errors of replicas that have changed nothing."""
+
+OF_ALL = {
+    ("WrongState",): (409, "wrong_state"),
+    ("AdapterInUse",): (409, "adapter_in_use"),
+    ("UnknownAdapter",): (404, "model_not_found"),
+    CLIENT_ERRORS: (400, "invalid_value"),
+}
+OF_ANY = {
+    ("AccessRefused", "WeightsPathRefused"): (403, "refused_by_engine"),
+    ("ConnectionLost", "ReplicaLost"): (503, "engine_unavailable"),
+    ("TransitionTimeout",): (504, "timeout"),
+}
+"""Status and code of a command that failed on replicas, by the kinds of their errors: of all of them, else of one."""
 
 RECONNECT_S, AGAIN_S = 30.0, 0.2
 """Seconds for which a command that ends another one is sent again while the coordinator is away, and between tries."""
@@ -98,21 +112,9 @@ class Fanout:
 
 def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, state: str) -> FanoutFailed:
     kinds = {answer.kind for answer in failed.values()}
-    status, code = 500, "engine_error"
-    if kinds == {"WrongState"}:
-        status, code = 409, "wrong_state"
-    elif kinds == {"AdapterInUse"}:
-        status, code = 409, "adapter_in_use"
-    elif kinds == {"UnknownAdapter"}:
-        status, code = 404, "model_not_found"
-    elif kinds <= set(CLIENT_ERRORS):
-        status, code = 400, "invalid_value"
-    elif kinds & {"AccessRefused", "WeightsPathRefused"}:
-        status, code = 403, "refused_by_engine"
-    elif kinds & {"ConnectionLost", "ReplicaLost"}:
-        status, code = 503, "engine_unavailable"
-    elif "TransitionTimeout" in kinds:
-        status, code = 504, "timeout"
+    alike = (reply for errors, reply in OF_ALL.items() if kinds <= set(errors))
+    among = (reply for errors, reply in OF_ANY.items() if kinds & set(errors))
+    status, code = next(chain(alike, among), (500, "engine_error"))
     texts = "; ".join(f"replica {name}: {answer.message}" for name, answer in failed.items())
     message = f"{phase} failed on {len(failed)} of {total} replicas, {texts}; the engines are {state}"
     replicas = [{"name": name, "kind": one.kind, "message": one.message} for name, one in failed.items()]

@@ -17,6 +17,7 @@ from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeec
 from megatron_infer.server.audio.codec import Codec, CodecConfig
 from megatron_infer.server.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.server.audio.layout import SpeechFormat
+from megatron_infer.server.audio.measure import snr_db
 from megatron_infer.server.audio.registry import open_decoder
 
 NEVER, ONCE, ROLLING = PrependPromptSpeechTokens
@@ -50,11 +51,6 @@ def codec_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("codec") / "codec.safetensors"
     Codec(SMALL).save(path)
     return path
-
-
-def snr_db(wanted: np.ndarray, found: np.ndarray) -> float:
-    noise = float(((wanted - found) ** 2).sum())
-    return float("inf") if noise == 0 else 10 * np.log10(float((wanted**2).sum()) / noise)
 
 
 # ------------------------------------------------------------------ tones

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,6 @@ import numpy as np
 import openai
 import pytest
 from audio_case import NUM_SPEECH, SPEECH, TEXTS, write_model, write_voice
-from server_case import wait_for
 from test_command import ROOT, Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -91,15 +89,6 @@ def test_openais_client_gets_the_pipelines_sound_streaming_and_not(server, expec
     assert data[:4] == b"RIFF" and data[44:] == whole.content
 
 
-def test_many_at_once_sound_as_alone(server, expected):
-    def speak(text: str) -> list[int]:
-        reply = httpx.post(f"{server.url}/v1/audio/speech", json=body(text, response_format="pcm"), timeout=60)
-        return TONES.encoder.encode(sound_of(reply.content))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(speak, TEXTS * 2)) == [list(expected[text].tokens) for text in TEXTS * 2]
-
-
 def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
     """As `curl -N ... | aplay -r 16000 -f S16_LE` is fed."""
     url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format="pcm"))
@@ -152,18 +141,6 @@ def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound
                 os.kill(pid, signal.SIGKILL)
     assert TONES.encoder.encode(sound_of(b"".join(pieces))) == list(expected[TEXTS[0]].tokens)
     assert processes(server.process.pid, b"engine") != [pid]
-
-
-def test_a_client_that_leaves_frees_its_request(server):
-    with server.http.stream("POST", "/v1/audio/speech", json=body(max_tokens=400, chunk_size=[1])) as reply:
-        next(reply.iter_raw())
-
-    def idle() -> bool:
-        metrics = server.http.get("/metrics").text
-        running = [line for line in metrics.splitlines() if line.startswith("megatron_infer_engine_requests{")]
-        return bool(running) and all(line.endswith(" 0.0") for line in running)
-
-    wait_for(idle)
 
 
 def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start(folder, tmp_path, monkeypatch):
