@@ -46,7 +46,7 @@ def case():
         ("/v1/responses", {"model": "tiny", "input": "hi", "text": {"format": FORMAT}}, "enable_structured_output"),
     ],
 )
-def test_what_is_turned_off_is_refused_in_every_dialect_before_a_grammar_is_compiled(case, path, body, option):
+def test_what_is_turned_off_is_refused_by_the_name_of_its_option(case, path, body, option):
     with mock.patch.object(GrammarCache, "compile", side_effect=AssertionError("it was compiled")):
         reply = post(case, path, **body)
     assert reply.status_code == 400, reply.text
