@@ -25,7 +25,7 @@ class LibraryCodec(FrameCodec):
     """A model of transformers as an `AudioDecoder` and `AudioEncoder`."""
 
     def __init__(self, model: Any, *, codebooks: int, hop: int, left_frames: int | None, right_frames: int) -> None:
-        contexts = {"left_frames": left_frames, "right_frames": right_frames}
+        contexts: dict[str, Any] = {"left_frames": left_frames, "right_frames": right_frames}
         super().__init__(sample_rate=model.config.sampling_rate, codebooks=codebooks, hop=hop, **contexts)
         self.model = model.eval()
 

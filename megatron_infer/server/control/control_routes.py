@@ -18,7 +18,8 @@ SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "n
 
 def query_values(call: Call, name: str) -> list[str]:
     """Every value of a query parameter that may be given several times."""
-    return call.request.query_params.getlist(name)
+    values: list[str] = call.request.query_params.getlist(name)
+    return values
 
 
 def query_text(call: Call, name: str, default: str) -> str:

@@ -100,19 +100,19 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         add(method, "/get_weight_version", routes.get_version, "The weight version")
         add(method, "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
         add(method, "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
-        checker = {"body": CheckerBody, "fields": CHECKER_FIELDS}
+        checker: dict[str, Any] = {"body": CheckerBody, "fields": CHECKER_FIELDS}
         add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
     resume = replying(routes.reply, "Generation continued successfully.", machine.resume)
-    resuming = {"body": ContinueBody, "fields": CONTINUE_FIELDS}
-    load = {"body": DiskBody, "fields": DISK_FIELDS, "optional_body": False}
+    resuming: dict[str, Any] = {"body": ContinueBody, "fields": CONTINUE_FIELDS}
+    load: dict[str, Any] = {"body": DiskBody, "fields": DISK_FIELDS, "optional_body": False}
     for prefix, weights in (("/", "update_weights_from_disk"), ("/areal_", "update_weights")):
         add("POST", f"{prefix}pause_generation", routes.pause, "Pause", body=PauseBody)
         add("POST", f"{prefix}continue_generation", resume, "Resume after a pause", **resuming)
         add("POST", f"{prefix}{weights}", routes.load, "Update weights from files", **load)
-    aborting = {"body": SglangAbortBody, "fields": ABORT_FIELDS}
+    aborting: dict[str, Any] = {"body": SglangAbortBody, "fields": ABORT_FIELDS}
     add("POST", "/abort_request", routes.abort, "Abort requests, which reply with what they have", **aborting)
     begin = replying(routes.reply, "The weight update has begun.", updates.start)
-    beginning = {"body": BeginUpdateBody, "fields": UPDATE_FIELDS}
+    beginning: dict[str, Any] = {"body": BeginUpdateBody, "fields": UPDATE_FIELDS}
     add("POST", "/begin_weight_update", begin, "Begin a weight update", **beginning)
     add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
     control_routes.add_not_served(dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)

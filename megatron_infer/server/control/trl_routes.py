@@ -96,7 +96,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         generator.register(control_routes.add, dialect)
     routes = TrlRoutes(machine)
     add = control_routes.add
-    options = {"body": TrlScoreBody, "fields": SCORE_FIELDS, "optional_body": False}
+    options: dict[str, Any] = {"body": TrlScoreBody, "fields": SCORE_FIELDS, "optional_body": False}
     add("POST", "/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", **options)
     add("POST", "/reset_prefix_cache/", routes.reset_prefix_cache, "Empty the prefix cache (TRL's API)")
     add("GET", "/health/", routes.health, "Whether requests are served (TRL's API)")

@@ -89,7 +89,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("POST", "/sleep", routes.sleep, "Release memory", query=("level", "mode", "tags"))
     add("POST", "/wake_up", routes.wake_up, "Restore memory", query=("tags",))
     add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
-    resetting = {"body": ResetBody, "query": ("reset_running_requests", "reset_external")}
+    resetting: dict[str, Any] = {"body": ResetBody, "query": ("reset_running_requests", "reset_external")}
     add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", **resetting)
     # SkyRL's router keeps sessions; an engine finds a prefix by its tokens.
     add("POST", "/finish_session", done("ok"), "Nothing is kept of a session", query=("session_id",))
@@ -97,11 +97,11 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         add("GET", path, routes.world_size, "Ranks of all engines together", query=("include_dp",))
     add("POST", "/init_weight_transfer_engine", routes.init_transfer, "Choose the weight transfer", body=InitBody)
     add("POST", "/start_weight_update", done("ok", updates.start), "Begin a weight update")
-    octets = {"body": None, "body_limit": "max_weight_bytes"}
+    octets: dict[str, Any] = {"body": None, "body_limit": "max_weight_bytes"}
     add("POST", "/update_weights", routes.update_weights, "Weights: a path, or safetensors bytes", **octets)
     add("POST", "/finish_weight_update", routes.finish_update, "Finish a weight update", body=FinishBody)
     add("POST", "/cancel_weight_update", done("ok", updates.cancel), "Undo a weight update")
-    versions = {"body": VersionBody, "query": ("new_version",)}
+    versions: dict[str, Any] = {"body": VersionBody, "query": ("new_version",)}
     add("POST", "/update_weight_version", routes.set_version, "Set the weight version", **versions)
     add("GET", "/weight_info", routes.weight_info, "Version and state of the weights")
     add("POST", "/weight_checker", routes.check, "Checksums of the weights", body=VllmCheckerBody, optional_body=False)
