@@ -110,11 +110,12 @@ def serving(
         yield case
 
 
-def client_of(case):
-    """OpenAI's client of a server."""
+def client_of(case, *, api_key=None):
+    """OpenAI's client of a server. api_key: by default the server's."""
     import openai
 
-    return openai.OpenAI(base_url=f"{case.url}/v1", api_key=case.config.api_key or "none", max_retries=0)
+    key = api_key or case.config.api_key or "none"
+    return openai.OpenAI(base_url=f"{case.url}/v1", api_key=key, max_retries=0)
 
 
 def tiny_model(**settings):

@@ -213,10 +213,7 @@ def test_errors_are_the_clients_own_classes(client, case):
     with pytest.raises(openai.BadRequestError, match=r"temperatur.*did you mean 'temperature'") as caught:
         ask(model="tiny", prompt="x", extra_body={"temperatur": 1})
     assert caught.value.param == "temperatur"
-    with (
-        client_of(case) as refused,
-        pytest.raises(openai.AuthenticationError),
-    ):
+    with client_of(case, api_key="wrong") as refused, pytest.raises(openai.AuthenticationError):
         refused.models.list()
     with pytest.raises(openai.BadRequestError, match="audio: this server makes text"):
         client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"audio": {}})
