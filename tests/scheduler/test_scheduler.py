@@ -11,7 +11,6 @@ from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import CacheUse, FinishReason, Status, VersionSpan
 from megatron_infer.scheduler.step_plan import StepResult
-from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 NEVER = frozenset()
 
@@ -292,16 +291,6 @@ def test_abort_of_a_request_that_was_never_added_is_caught():
 # ------------------------------------------------------------------ prefix cache and weights
 
 
-def test_later_request_hits_what_an_earlier_one_computed_and_generated():
-    world = World(caching=True, keep_cached=True)
-    first = world.add(endless("a", 10, 8))
-    world.drain()
-    again = world.add(make_request("b", first.tokens, 2, stop_ids=NEVER))
-    world.drain()
-    assert again.history.cached_tokens == 16, "17 of 18 tokens were computed: 4 full blocks"
-    assert world.scheduler.stats.prefix_hits == 1 and world.scheduler.stats.prefix_hit_tokens == 16
-
-
 def test_prompt_logprobs_forbid_a_hit_until_a_token_is_drawn():
     world = World(caching=True, keep_cached=True)
     world.add(endless("a", 10, 8))
@@ -370,35 +359,8 @@ def test_events_agree_with_the_counters_and_the_requests():
     assert stats.as_dict()["finished"] == 3
 
 
-def test_two_schedulers_with_equal_input_decide_alike():
-    plans = []
-    for _ in range(2):
-        world = starved(paused_limit=3, overlap=True, caching=True, keep_cached=True)
-        world.add(make_group("g", prompt(5), 4, 3))
-        steps = []
-        while world.scheduler.has_unfinished:
-            plan = world.step()
-            chunks = [(p.request.id, p.start, p.n, names(p.forks)) for p in plan.prefill]
-            steps.append((names(plan.decode), list(plan.decode_starts), chunks, plan.copies_after))
-        plans.append(steps)
-    assert plans[0] == plans[1]
-
-
 def test_nothing_to_do_is_an_empty_plan():
     world = World()
     plan = world.scheduler.schedule()
     assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == ((), [])
     assert not world.scheduler.has_unfinished
-
-
-def test_evicted_requests_wait_by_arrival_ahead_of_the_others():
-    queue = WaitingQueue()
-    requests = [endless(f"r{i}", 2, 2) for i in range(5)]
-    for arrival, request in enumerate(requests):
-        request.arrival = arrival
-    queue.append(requests[1])
-    queue.append(requests[4])
-    for index in (2, 3, 0):
-        requests[index].history.num_evictions = 1
-        queue.insert_evicted(requests[index])
-    assert names(queue.requests) == ["r0", "r2", "r3", "r1", "r4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,10 +16,14 @@ import safetensors.torch
 import torch
 import vocabularies
 from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_model, pool_of
+from model_kinds import RECURRENT
 from safetensors import safe_open
 
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.durable import file_format, request_codec
+from megatron_infer.engine.durable.kv_restore import check_places, describe, difference, num_places
 from megatron_infer.errors import RequestError, SnapshotError
 from megatron_infer.outputs.schema import ids_to_bytes, output_record
 from megatron_infer.testing.inspect import inspect
@@ -217,3 +222,82 @@ def test_a_full_disk_is_an_oserror_that_names_the_file_and_leaves_the_old_one(so
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == good and os.listdir(tmp_path) == ["requests"]
+
+
+# ---------------------------------------------------------------------- keys, values and states in a file
+
+STATE = StateShape(num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32")
+HYBRID = ModelShape(
+    num_layers=5,
+    num_attention_layers=2,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=128,
+    padded_vocab_size=128,
+    max_position=None,
+    kv_dtype_bytes=4,
+    dtype="float32",
+    num_parameters=1000,
+    state=STATE,
+)
+PLAIN = dataclasses.replace(HYBRID, state=None)
+
+
+def with_state(**changes) -> ModelShape:
+    return dataclasses.replace(HYBRID, state=dataclasses.replace(STATE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("here", "saved", "message"),
+    [
+        (HYBRID, HYBRID, None),
+        (PLAIN, HYBRID, "the model's state.num_layers is None, it was 3"),
+        (HYBRID, PLAIN, "the model's state.num_layers is 3, it was None"),
+        (with_state(ssm_dtype="bfloat16"), HYBRID, "the model's state.ssm_dtype is bfloat16, it was float32"),
+        (with_state(conv_dtype="float32"), HYBRID, "the model's state.conv_dtype is float32, it was bfloat16"),
+        (with_state(ssm_shape=(2, 4, 16)), HYBRID, "the model's state.ssm_shape is [2, 4, 16], it was [2, 4, 8]"),
+        (with_state(conv_shape=(12, 4)), HYBRID, "the model's state.conv_shape is [12, 4], it was [10, 4]"),
+        (with_state(num_layers=4), HYBRID, "the model's state.num_layers is 4, it was 3"),
+    ],
+)
+def test_what_differs_of_another_model_is_named_with_the_figures(here, saved, message):
+    assert difference(here, json.loads(json.dumps(describe(saved)))) == message
+
+
+def test_a_state_or_block_that_the_file_lacks_is_an_error():
+    tensors = {"blocks": torch.zeros(4, 1), "states": torch.zeros(2, 1)}
+    counts, kv = num_places(None, tensors), request_codec.SavedKV(num_tokens=3, blocks=[0, 3], state=1)
+    check_places(kv, counts)
+    for change, places, message in (
+        ({"state": 2}, counts, r"states \[2\] of 2"),
+        ({"blocks": [0, 4]}, counts, r"blocks \[4\] of 4"),
+        ({"blocks": [], "state": 0}, num_places(None, {}), r"states \[0\] of 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_places(dataclasses.replace(kv, **change), places)
+    with pytest.raises(ValueError, match="4 blocks, 5 are named"):
+        num_places({"num_blocks": 5, "shape": {}}, tensors)
+
+
+def test_a_file_that_lost_its_blocks_is_refused_whole(source, model, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path, kv=True)
+    manifest, tensors = file_format.read(path)
+    for left in ({**tensors, "blocks": tensors["blocks"][:1].clone()}, {"records": tensors["records"]}):
+        file_format.write(path, manifest, left)
+        assert f"{len(left.get('blocks', ()))} blocks, " in refused(make_engine(model), path)
+
+
+@pytest.mark.parametrize("kind", RECURRENT, indirect=True)
+def test_states_of_another_dtype_are_computed_again(model, tmp_path):
+    source = make_engine(model)
+    source.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    Collector().step(source, 2)
+    source.save_requests(tmp_path / "requests", kv=True)
+    state = dataclasses.replace(MambaInferenceStateConfig.from_model(model), ssm_states_dtype="bfloat16")
+    engine = make_engine(model, mamba_inference_state_config=state)
+    report = engine.load_requests(tmp_path / "requests")
+    assert report.recomputed == {"0": "the model's state.ssm_dtype is bfloat16, it was float32"}
+    assert Collector().step(engine).finished["0"].finished

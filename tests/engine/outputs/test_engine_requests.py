@@ -42,16 +42,6 @@ def test_n_samples_share_one_prefill_and_equal_n_single_requests(model):
     assert [s.token_ids for s in again.outputs] == [s.token_ids for s in output.outputs]
 
 
-def test_seeded_tokens_do_not_depend_on_the_company(model):
-    params = SamplingParams(seed=3, temperature=1.3, max_tokens=20, ignore_eos=True)
-    alone = make_engine(model).generate(PROMPT, params)[0].outputs[0].token_ids
-    others = [list(range(i, i + 9)) for i in range(8)]
-    mixed = make_engine(model).generate(
-        [*others, PROMPT], [*[SamplingParams(temperature=0.0, max_tokens=9)] * 8, params]
-    )
-    assert mixed[-1].outputs[0].token_ids == alone
-
-
 def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(model):
     params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
     first, second = (o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params))
@@ -112,26 +102,6 @@ def test_prompt_logprobs_equal_a_full_forward(model, settings):
             assert abs(entry[PROMPT[position]].logprob - float(full[position - 1, PROMPT[position]])) < 1e-4
             best = min(entry.items(), key=lambda item: item[1].rank)
             assert best[0] == int(full[position - 1].argmax())
-
-
-def test_streaming_deltas_add_up_to_the_final_answer(model):
-    params = SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True, logprobs=0)
-    whole = make_engine(model).generate(PROMPT, params)[0].outputs[0]
-    engine = make_engine(model)
-    engine.add_request(PROMPT, params, stream="delta")
-    engine.add_request(PROMPT, params, stream="cumulative", request_id="c")
-    pieces, last, num_logprobs = [], [], 0
-    while engine.has_unfinished():
-        for output in engine.step():
-            tokens = output.outputs[0].token_ids
-            if output.request_id == "c":
-                assert tokens[: len(last)] == last
-                last = tokens
-            else:
-                assert tokens or output.finished
-                pieces += tokens
-                num_logprobs += len(output.outputs[0].logprobs)
-    assert pieces == last == whole.token_ids and num_logprobs == 15
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -243,24 +213,6 @@ def test_a_failing_forward_ends_its_requests_and_not_the_engine(model, monkeypat
     monkeypatch.setattr(inspect(engine).runner.model, "hidden", real)
     assert engine.generate(PROMPT, params)[0].outputs[0].token_ids == expected
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
-
-
-def test_an_interrupt_loses_nothing(model, monkeypatch):
-    engine = make_engine(model, overlap=True)
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    expected = make_engine(model).generate(PROMPT, params)[0].outputs[0].token_ids
-    rid = engine.add_request(PROMPT, params)
-    engine.step()
-    real = inspect(engine).adopted.hidden
-
-    def interrupted(step: object) -> torch.Tensor:
-        monkeypatch.setattr(inspect(engine).runner.model, "hidden", real)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(inspect(engine).runner.model, "hidden", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert finish(engine)[rid].outputs[0].token_ids == expected
 
 
 def test_logits_that_are_no_numbers_fail_only_their_request(model):

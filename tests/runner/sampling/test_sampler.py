@@ -130,32 +130,11 @@ def test_draws_follow_the_filtered_distribution():
         assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, f"{params}: chi-square {statistic:.1f}"
 
 
-def test_successive_positions_of_one_seed_follow_the_distribution():
-    logits, count = torch.tensor([[1.0, 0.0, -1.0, 0.5]]), 4000
-    request = make_request([0], seed=77)
-    rows = Rows([request], 4)
-    seen = np.zeros(4)
-    for _ in range(count):
-        seen[rows.sample(logits).tokens_S.item()] += 1
-        request.tokens.append(0)
-        rows.pool = torch.zeros(2, len(request.tokens) + 1, dtype=torch.int32)
-    wanted = torch.softmax(logits[0], 0).numpy() * count
-    assert ((seen - wanted) ** 2 / wanted).sum() < 3 + 4.5 * 6**0.5
-
-
 def test_same_seed_and_position_give_the_same_token_after_a_restart():
     logits = torch.randn(1, 500)
     first = Rows([make_request([1, 2, 3], seed=-5)], 500).sample(logits).tokens_S
     again = Rows([make_request([9], [8, 7], seed=2**64 - 5)], 500).sample(logits).tokens_S
     assert torch.equal(first, again)
-
-
-def test_min_tokens_masks_stop_ids_until_it_is_reached():
-    logits = torch.zeros(1, 40)
-    logits[0, 7], logits[0, 8] = 9.0, 8.0
-    for num_output, wanted in ((0, 8), (2, 8), (3, 7), (4, 7)):
-        request = make_request([1, 2], [5] * num_output, temperature=0, min_tokens=3, stop_ids=[7])
-        assert Rows([request], 40).sample(logits).tokens_S.item() == wanted, f"{num_output} tokens so far"
 
 
 def test_min_tokens_ends_for_a_row_that_stays_in_the_batch():
@@ -261,17 +240,3 @@ def test_a_draw_that_was_interrupted_leaves_no_counts_behind(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             rows.sample(logits)
     assert rows.sample(logits).tokens_S.tolist() == [7]
-
-
-def test_penalties_ignore_what_lies_beyond_the_context():
-    rng = np.random.default_rng(8)
-    requests = [
-        make_request([5, 6], [7] * n, temperature=0, repetition_penalty=2.0, frequency_penalty=1.0) for n in (0, 3)
-    ]
-    rows = Rows(requests, 30)
-    logits = random_logits(rng, 2, 30)
-    first = rows.sample(logits).tokens_S
-    for filler in range(30):
-        for row, request in enumerate(requests):
-            rows.pool[row, len(request.tokens) :] = filler
-        assert torch.equal(rows.sample(logits).tokens_S, first)
