@@ -6,10 +6,11 @@ d = log p_train - log p_rollout of a token that the rollout drew; importance rat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_infer.engine.metrics.definitions import MISMATCH
 from megatron_infer.engine.metrics.registry import Registry
 from megatron_infer.errors import ConfigError
 from megatron_infer.scheduler.request import VersionSpan
@@ -18,10 +19,6 @@ BAND = (0.9, 1.1)
 """Clipped objectives treat ratios inside as no change."""
 LARGEST = 700.0
 """exp() of more overflows."""
-
-
-def _figure(help: str, unit: str = "", default: float = 0.0) -> Any:
-    return field(default=default, metadata={"help": help, "unit": unit})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,45 +45,53 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchFigures:
-    """Figures of the tokens of one window. Every number has a help text and a unit: see `described`."""
+    """Figures of the tokens of one window. Units: MISMATCH in `engine.metrics.definitions`."""
 
-    num_tokens: int = _figure("drawn tokens that were scored by the trainer's forward", "tokens", 0)
-    num_samples: int = _figure("samples they belong to", "samples", 0)
-    num_stale_tokens: int = _figure("tokens of chosen samples drawn by, or from keys of, other weights", "tokens", 0)
-    num_unscored: int = _figure("chosen samples without log probabilities to compare with", "samples", 0)
-    abs_diff_mean: float = _figure("mean of |log p_train - log p_rollout|", "nats")
-    abs_diff_max: float = _figure("largest |log p_train - log p_rollout|", "nats")
-    kl_k1: float = _figure("KL(rollout || train), estimator k1: mean of -d; noisy, unbiased", "nats")
-    kl_k3: float = _figure("KL(rollout || train), estimator k3: mean of exp(d) - 1 - d; never negative", "nats")
-    token_mult_prob_error: float = _figure("mean of exp(|d|); 1 where both agree, as NeMo-RL has it", "", 1.0)
-    ratio_mean: float = _figure("mean of exp(d); 1 for distributions that agree", "", 1.0)
-    share_outside: float = _figure("share of tokens with exp(d) outside 0.9 .. 1.1")
-    num_processed: int = _figure("tokens whose log probability after the sampler was scored too", "tokens", 0)
-    processed_abs_diff_mean: float = _figure(
-        "mean difference of what the sampler drew from, times the temperature where that is below 1", "nats"
-    )
-    processed_abs_diff_max: float = _figure("the largest of them", "nats")
-    sampler_excess_mean: float = _figure("mean of those differences beyond |d| of the same token", "nats")
-    seconds: float = _figure("spent on scoring", "seconds")
-    weight_version: int = _figure("of the weights that both sides have", "", 0)
+    num_tokens: int = 0
+    """Drawn tokens that were scored by the trainer's forward."""
+    num_samples: int = 0
+    """Samples they belong to."""
+    num_stale_tokens: int = 0
+    """Tokens of chosen samples drawn by, or from keys of, other weights."""
+    num_unscored: int = 0
+    """Chosen samples without log probabilities to compare with."""
+    abs_diff_mean: float = 0.0
+    """Mean of |log p_train - log p_rollout|."""
+    abs_diff_max: float = 0.0
+    kl_k1: float = 0.0
+    """KL(rollout || train), estimator k1: mean of -d; noisy, unbiased."""
+    kl_k3: float = 0.0
+    """KL(rollout || train), estimator k3: mean of exp(d) - 1 - d; never negative."""
+    token_mult_prob_error: float = 1.0
+    """Mean of exp(|d|); 1 where both agree, as NeMo-RL has it."""
+    ratio_mean: float = 1.0
+    """Mean of exp(d); 1 for distributions that agree."""
+    share_outside: float = 0.0
+    """Share of tokens with exp(d) outside BAND."""
+    num_processed: int = 0
+    """Tokens whose log probability after the sampler was scored too."""
+    processed_abs_diff_mean: float = 0.0
+    """Mean difference of what the sampler drew from, times the temperature where that is below 1."""
+    processed_abs_diff_max: float = 0.0
+    sampler_excess_mean: float = 0.0
+    """Mean of those differences beyond |d| of the same token."""
+    seconds: float = 0.0
+    """Spent on scoring."""
+    weight_version: int = 0
+    """Of the weights that both sides have."""
     worst: WorstToken | None = None
-
-    @classmethod
-    def described(cls) -> Iterator[tuple[str, str, str]]:
-        """(name, unit, help) of every number."""
-        for entry in fields(cls):
-            if entry.metadata:
-                yield entry.name, entry.metadata["unit"], entry.metadata["help"]
 
     def as_metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
         """Flat names and numbers for a metrics writer (see `WandbSink.write_mismatch`)."""
-        return {prefix + name: float(getattr(self, name)) for name, _, _ in self.described()}
+        names = [entry.name for entry in fields(self) if entry.name != "worst"]
+        return {prefix + name: float(getattr(self, name)) for name in names}
 
-    def set_gauges(self, registry: Registry, prefix: str = "megatron_infer_mismatch_") -> None:
-        """Set a gauge for each figure; the unit ends the gauge's name."""
-        for name, unit, help in self.described():
-            suffix = f"_{unit}" if unit and not name.endswith(unit) else ""
-            registry.gauge(f"{prefix}{name}{suffix}", help).set(float(getattr(self, name)))
+    def set_gauges(self, registry: Registry) -> None:
+        """Set the gauges MISMATCH. A gauge's name is the figure's, with its unit at the end where that lacks it."""
+        for gauge, spec in MISMATCH.items():
+            name = gauge.removeprefix("mismatch_")
+            value = getattr(self, name if hasattr(self, name) else name.removesuffix(f"_{spec.unit}"))
+            registry.gauge(spec.full_name, spec.help).set(float(value))
 
     def __str__(self) -> str:
         return (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mismatch_case import rollout, session_of
 
+from megatron_infer.engine.metrics.definitions import MISMATCH
 from megatron_infer.engine.metrics.registry import Registry
 from megatron_infer.engine.metrics.wandb import WandbSink
 from megatron_infer.errors import ConfigError
@@ -136,10 +137,9 @@ def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():
     rollout(session, meter)
     assert len(rows) == 2 and rows[0]["mismatch/num_tokens"] == 144
     assert axes.count(("mismatch/*", "mismatch/weight_version")) == 1
-    names = {name for name, _, _ in MismatchFigures.described()}
-    assert {f"mismatch/{name}" for name in names} == set(rows[0])
+    assert set(rows[0]) == {f"mismatch/{name}" for name in MismatchFigures.__dataclass_fields__} - {"mismatch/worst"}
     families = {family.name: family for family in registry.collect()}
-    assert len(families) == len(names) and all(family.help and family.kind == "gauge" for family in families.values())
+    assert list(families) == [spec.full_name for spec in MISMATCH.values()] and len(families) == len(rows[0])
     gauge = families["megatron_infer_mismatch_abs_diff_mean_nats"]
     assert next(iter(gauge.series.values())).value == meter.last.figures.abs_diff_mean > 0
     assert report.figures.worst.position > 0 and meter.num_tokens == 288
@@ -148,8 +148,8 @@ def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():
 def test_figures_are_exported_with_the_engines_own_unless_a_registry_is_given():
     session = session_of("attention")
     report = rollout(session, MismatchMeter(session, share=1.0))
-    beside = {one.name: one.value for one in session.engine.figures().beside}
-    assert len(beside) == len(list(MismatchFigures.described()))
+    beside = {one.name: one.series[()].value for one in session.engine.figures().beside}
+    assert len(beside) == len(MISMATCH)
     assert beside["megatron_infer_mismatch_kl_k3_nats"] == report.figures.kl_k3
     assert beside["megatron_infer_mismatch_num_tokens"] == report.figures.num_tokens == 144
 

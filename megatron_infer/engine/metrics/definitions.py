@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_infer.engine.metrics.engine_snapshot import GRAPH_STEPS, BucketCounts, EngineSnapshot, Reading
-from megatron_infer.engine.metrics.registry import Counter, Family, Gauge, Histogram, Registry
+from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.engine.metrics.registry import (
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
+    Labels,
+    Metric,
+    Registry,
+    labels_of,
+)
 
 PREFIX = "megatron_infer_"
-STATES = ("running", "paused", "suspended", "changing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +93,26 @@ ENGINE = _specs(
     ("engine_itl_seconds", "histogram", "seconds", "Between two tokens of a sequence"),
     ("engine_e2e_seconds", "histogram", "seconds", "From arrival to the end, of completed requests"),
 )
-"""Metrics of an engine; behind a coordinator with the label replica."""
+"""Metrics of an engine; behind a coordinator with the label replica. The value is the field of `EngineSnapshot` that
+FIELDS names, or the one of the same name."""
+FIELDS: dict[str, str | dict[str, str]] = {
+    "engine_state": "states",
+    "engine_requests": {"waiting": "num_waiting", "running": "num_running", "paused": "num_paused"},
+    "engine_blocks": {kind: f"blocks_{kind}" for kind in ("used", "cached", "paused", "free")},
+    "engine_state_slots": {kind: f"state_slots_{kind}" for kind in ("used", "cached", "free")},
+    "engine_steps_total": "num_steps",
+    "engine_requests_ended_total": "ended",
+    "engine_swaps_total": {"out": "swaps_out", "in": "swaps_in"},
+    "engine_drafted_tokens_total": "drafted",
+    "engine_accepted_drafts_total": "drafts_accepted",
+    "engine_draft_depth_total": "draft_depths",
+    "engine_adapters": {"device": "adapters_on_device", "host": "adapters_on_host"},
+    "engine_adapter_output_tokens_total": "adapter_tokens",
+    "engine_ttft_seconds": "ttft",
+    "engine_itl_seconds": "itl",
+    "engine_e2e_seconds": "e2e",
+}
+"""By name of a metric; for a metric with a label also the fields by its values."""
 MISMATCH = _specs(
     ("mismatch_num_tokens", "gauge", "tokens", "Sampled tokens that the trainer's forward scored"),
     ("mismatch_num_samples", "gauge", "samples", "Samples with such tokens"),
@@ -208,96 +235,38 @@ class MetricSet:
 
 
 def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
-    """An engine's series, each with `labels`."""
-    metrics = MetricSet()
-    f = snapshot
-
-    def gauge(name: str, value: float, **more: str) -> None:
-        metrics.gauge(name, **labels, **more).set(value)
-
-    def count(name: str, value: float, **more: str) -> None:
-        metrics.counter(name, **labels, **more).inc(value)
-
-    current = f.state if f.state in STATES else "changing"
-    for state in STATES:
-        gauge("engine_state", float(state == current), state=state)
-    gauge("engine_weight_version", f.weight_version)
-    for status, value in (("waiting", f.num_waiting), ("running", f.num_running), ("paused", f.num_paused)):
-        gauge("engine_requests", value, status=status)
-    gauge("engine_capacity", f.capacity)
-    blocks = {"used": f.blocks_used, "cached": f.blocks_cached, "paused": f.blocks_paused, "free": f.blocks_free}
-    for kind, value in blocks.items():
-        gauge("engine_blocks", value, kind=kind)
-    slots = {"used": f.state_slots_used, "cached": f.state_slots_cached, "free": f.state_slots_free}
-    for kind, value in slots.items():
-        gauge("engine_state_slots", value, kind=kind)
-    for place, value in (("device", f.adapters_on_device), ("host", f.adapters_on_host)):
-        gauge("engine_adapters", value, place=place)
-    for adapter, value in f.adapter_requests.items():
-        count("engine_adapter_requests_total", value, adapter=adapter)
-        count("engine_adapter_output_tokens_total", f.adapter_tokens.get(adapter, 0), adapter=adapter)
-    gauge("engine_graphs", f.graphs)
-    gauge("engine_graph_bytes", f.graph_bytes)
-    for name, total in _plain_counts(f).items():
-        count(name, total)
-    for way, value in (("out", f.swaps_out), ("in", f.swaps_in)):
-        count("engine_swaps_total", value, way=way)
-    for how in GRAPH_STEPS:
-        count("engine_graph_steps_total", f.graph_steps.get(how, 0), how=how)
-    for name, by_position in (
-        ("engine_drafted_tokens_total", f.drafted),
-        ("engine_accepted_drafts_total", f.drafts_accepted),
-    ):
-        for position, value in by_position.items():
-            count(name, value, position=position)
-    for depth, value in f.draft_depths.items():
-        count("engine_draft_depth_total", value, depth=depth)
-    for outcome, value in f.ended.items():
-        count("engine_requests_ended_total", value, outcome=outcome)
-    for command, value in f.transitions.items():
-        count("engine_transitions_total", value, command=command)
-        count("engine_transition_seconds_total", f.transition_seconds[command], command=command)
-    for name, buckets in (("ttft", f.ttft), ("itl", f.itl), ("e2e", f.e2e)):
-        if buckets is not None:
-            _fill(metrics.histogram(f"engine_{name}_seconds", buckets.bounds, **labels), buckets)
-    return [*metrics.families(), *_external_families(f.beside, labels)]
+    """An engine's series, each with `labels`, and those of `snapshot.beside`."""
+    families = []
+    for spec in ENGINE.values():
+        series: dict[Labels, Metric] = {}
+        for more, value in _values_of(spec, snapshot):
+            series[labels_of(labels | more)] = _metric(spec, value)
+        if series:
+            families.append(Family(spec.full_name, spec.kind, spec.help, series))
+    for family in snapshot.beside:
+        shown = {labels_of(dict(own) | labels): metric for own, metric in family.series.items()}
+        families.append(replace(family, series=shown))
+    return families
 
 
-def _plain_counts(f: EngineSnapshot) -> dict[str, float]:
-    return {
-        "engine_verifications_total": f.verifications,
-        "engine_drafting_seconds_total": f.drafting_seconds,
-        "engine_steps_total": f.num_steps,
-        "engine_prompt_tokens_total": f.prompt_tokens,
-        "engine_cached_prompt_tokens_total": f.cached_prompt_tokens,
-        "engine_output_tokens_total": f.output_tokens,
-        "engine_prefix_queries_total": f.prefix_queries,
-        "engine_prefix_hits_total": f.prefix_hits,
-        "engine_prefix_hit_tokens_total": f.prefix_hit_tokens,
-        "engine_pauses_total": f.pauses,
-        "engine_evictions_total": f.evictions,
-        "engine_retracted_steps_total": f.retracted_steps,
-        "engine_recomputed_tokens_total": f.recomputed_tokens,
-        "engine_adapter_loads_total": f.adapter_loads,
-        "engine_graph_captures_total": f.graph_captures,
-        "engine_graph_draws_outside_total": f.graph_draws_outside,
-    }
+def _values_of(spec: MetricSpec, snapshot: EngineSnapshot) -> Iterator[tuple[dict[str, str], Any]]:
+    """(labels, value) of each series of a metric of ENGINE."""
+    source = FIELDS.get(spec.name) or spec.name.removeprefix("engine_").removesuffix("_total")
+    if isinstance(source, str):
+        values = getattr(snapshot, source)
+    else:
+        values = {label: getattr(snapshot, name) for label, name in source.items()}
+    if spec.labels:
+        (name,) = spec.labels
+        yield from (({name: label}, value) for label, value in values.items())
+    elif values is not None:
+        yield {}, values
 
 
-def _external_families(readings: Iterable[Reading], labels: Mapping[str, str]) -> list[Family]:
-    registry = Registry()
-    for one in readings:
-        shown = {**dict(one.labels), **labels}
-        if one.kind == "counter":
-            registry.counter(one.name, one.help, **shown).inc(one.value)
-        else:
-            registry.gauge(one.name, one.help, **shown).set(one.value)
-    return list(registry.collect())
-
-
-def _fill(histogram: Histogram, buckets: BucketCounts) -> None:
-    histogram.counts = list(buckets.counts)
-    histogram.total = buckets.total
+def _metric(spec: MetricSpec, value: Any) -> Metric:
+    if spec.kind == "histogram":
+        return Histogram(spec.full_name, value.bounds, value.counts, value.total)
+    return (Counter if spec.kind == "counter" else Gauge)(spec.full_name, float(value))
 
 
 def as_row(families: Iterable[Family], prefix: str = "inference/") -> dict[str, float]:

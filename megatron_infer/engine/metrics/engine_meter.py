@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from megatron_infer.engine.metrics.engine_snapshot import BucketCounts, Reading
-from megatron_infer.engine.metrics.registry import Histogram, Registry
+from megatron_infer.engine.metrics.registry import Histogram, Registry, copied
 
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10, 60)
@@ -92,10 +92,10 @@ class EngineMeter:
             "adapter_tokens": dict(self.adapter_tokens),
             "transitions": dict(self.transitions),
             "transition_seconds": dict(self.transition_seconds),
-            "ttft": BucketCounts.of(self.ttft),
-            "itl": BucketCounts.of(self.itl),
-            "e2e": BucketCounts.of(self.e2e),
-            "beside": Reading.all_of(self.registry),
+            "ttft": replace(self.ttft),
+            "itl": replace(self.itl),
+            "e2e": replace(self.e2e),
+            "beside": tuple(copied(self.registry.collect())),
         }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from megatron_infer.engine.metrics.registry import Histogram, Labels, Registry
+from megatron_infer.engine.metrics.registry import Family, Histogram, families_of, plain_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,46 +55,7 @@ class StepSnapshot:
         return {f"inference/{name}": value for name, value in values.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketCounts:
-    """A histogram's content: counts[i] observations with bounds[i-1] < x <= bounds[i], the last above all bounds."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-    """Sum of the observations."""
-
-    @classmethod
-    def of(cls, histogram: Histogram) -> BucketCounts:
-        return cls(bounds=histogram.bounds, counts=tuple(histogram.counts), total=histogram.total)
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A counter or gauge that is not the engine's own, such as those of the mismatch meter."""
-
-    name: str
-    """The full name."""
-    kind: str
-    help: str
-    value: float
-    labels: Labels = ()
-
-    @classmethod
-    def all_of(cls, registry: Registry) -> tuple[Reading, ...]:
-        """Every counter and gauge of a registry, with its value now; histograms are left out."""
-        return tuple(
-            cls(name=family.name, kind=family.kind, help=family.help, value=metric.value, labels=labels)
-            for family in list(registry.collect())
-            for labels, metric in list(family.series.items())
-            if not isinstance(metric, Histogram)
-        )
-
-
+STATES = ("running", "paused", "suspended", "changing")
 GRAPH_STEPS = ("replayed", "padded", "eager")
 
 
@@ -161,7 +122,7 @@ class EngineSnapshot:
     """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""
     graph_bytes: int = 0
     graph_captures: int = 0
-    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_steps: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(GRAPH_STEPS, 0))
     """Steps by GRAPH_STEPS: replayed from a graph, padded to a shape without a graph, or eager."""
     graph_draws_outside: int = 0
     """Replayed and padded steps with a row that the captured draw cannot serve: see `CapturedDraw.drawn_outside`."""
@@ -170,30 +131,28 @@ class EngineSnapshot:
     transitions: Mapping[str, int] = field(default_factory=dict)
     """Number of suspends and resumes."""
     transition_seconds: Mapping[str, float] = field(default_factory=dict)
-    ttft: BucketCounts | None = None
-    itl: BucketCounts | None = None
-    e2e: BucketCounts | None = None
-    beside: tuple[Reading, ...] = ()
+    ttft: Histogram | None = None
+    itl: Histogram | None = None
+    e2e: Histogram | None = None
+    beside: tuple[Family, ...] = ()
     """Metrics that others keep in `EngineMeter.registry`, such as the mismatch meter's."""
 
     @property
-    def num_blocks(self) -> int:
-        return self.blocks_used + self.blocks_cached + self.blocks_paused + self.blocks_free
+    def states(self) -> dict[str, float]:
+        """1 for the one of STATES that the engine is in, 0 for the others."""
+        current = self.state if self.state in STATES else "changing"
+        return {state: float(state == current) for state in STATES}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values to send; `from_dict` is the inverse."""
-        return asdict(self)
+        return asdict(replace(self, beside=())) | {"beside": plain_of(self.beside)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineSnapshot:
         """Ignores unknown names: a replica may be newer."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
         for name in ("ttft", "itl", "e2e"):
-            one = known.get(name)
-            if one is not None:
-                known[name] = BucketCounts(bounds=tuple(one["bounds"]), counts=tuple(one["counts"]), total=one["total"])
-        known["beside"] = tuple(
-            Reading(**{**one, "labels": tuple((name, value) for name, value in one["labels"])})
-            for one in known.get("beside", ())
-        )
+            if known.get(name) is not None:
+                known[name] = Histogram(**known[name])
+        known["beside"] = tuple(families_of(known.get("beside", ())))
         return cls(**known)

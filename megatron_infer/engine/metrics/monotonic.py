@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from megatron_infer.engine.metrics.registry import Counter, Family, Gauge, Histogram, Labels, Metric
+from megatron_infer.engine.metrics.registry import Family, Histogram, Labels, Metric
 
 MAX_ABSENT = 256
 """Most absent sources whose counts are kept."""
@@ -103,31 +104,12 @@ def summed(families: Iterable[Family]) -> list[Family]:
     return list(by_name.values())
 
 
-def copied(family: Family) -> Family:
-    """A copy that later changes do not reach."""
-    return Family(family.name, family.kind, family.help, {key: _copy(one) for key, one in family.series.items()})
-
-
-def _copy(metric: Metric) -> Metric:
-    copy: Metric
-    if isinstance(metric, Histogram):
-        copy = Histogram(metric.name, metric.bounds, metric.labels)
-        copy.counts, copy.total = list(metric.counts), metric.total
-        return copy
-    copy = Counter(metric.name, metric.labels) if isinstance(metric, Counter) else Gauge(metric.name, metric.labels)
-    copy.value = metric.value
-    return copy
-
-
 def _sum(base: Metric, now: Metric) -> Metric:
-    total = _copy(now)
-    if isinstance(total, Histogram):
-        assert isinstance(base, Histogram)
-        if base.bounds != total.bounds:  # another release's buckets cannot be added
-            return total
-        total.counts = [a + b for a, b in zip(base.counts, total.counts, strict=True)]
-        total.total += base.total
-    else:
+    if not isinstance(now, Histogram):
         assert not isinstance(base, Histogram)
-        total.value += base.value
-    return total
+        return replace(now, value=base.value + now.value)
+    assert isinstance(base, Histogram)
+    if base.bounds != now.bounds:  # another release's buckets cannot be added
+        return now
+    counts = [a + b for a, b in zip(base.counts, now.counts, strict=True)]
+    return replace(now, counts=counts, total=base.total + now.total)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 Labels = tuple[tuple[str, str], ...]
 
 
+@dataclass(slots=True)
 class Counter:
     """A sum that only grows."""
 
-    __slots__ = ("labels", "name", "value")
-    kind = "counter"
-
-    def __init__(self, name: str, labels: Labels = ()) -> None:
-        self.name = name
-        self.labels = labels
-        self.value = 0.0
+    name: str
+    value: float = 0.0
+    kind: ClassVar[str] = "counter"
 
     def inc(self, amount: float = 1.0) -> None:
         if not amount >= 0:
@@ -29,16 +26,13 @@ class Counter:
         self.value += amount
 
 
+@dataclass(slots=True)
 class Gauge:
     """The latest value of something."""
 
-    __slots__ = ("labels", "name", "value")
-    kind = "gauge"
-
-    def __init__(self, name: str, labels: Labels = ()) -> None:
-        self.name = name
-        self.labels = labels
-        self.value = 0.0
+    name: str
+    value: float = 0.0
+    kind: ClassVar[str] = "gauge"
 
     def set(self, value: float) -> None:
         self.value = value
@@ -47,22 +41,27 @@ class Gauge:
         self.value += amount
 
 
+@dataclass(slots=True)
 class Histogram:
     """Observations counted in fixed buckets: bucket i holds bounds[i-1] < x <= bounds[i], the last one the rest."""
 
-    __slots__ = ("bounds", "counts", "labels", "name", "total")
-    kind = "histogram"
+    name: str
+    bounds: Sequence[float]
+    counts: Sequence[int] = ()
+    """Of each bucket."""
+    total: float = 0.0
+    """Sum of the observations."""
+    kind: ClassVar[str] = "histogram"
 
-    def __init__(self, name: str, bounds: Sequence[float], labels: Labels = ()) -> None:
-        if not bounds or any(not a < b for a, b in pairwise(bounds)):
-            raise ValueError(f"histogram {name}: bounds must be non-empty and increasing, got {list(bounds)}")
-        if not all(map(math.isfinite, bounds)):
-            raise ValueError(f"histogram {name}: bounds must be finite, got {list(bounds)}; the last bucket is added")
-        self.name = name
-        self.labels = labels
-        self.bounds = tuple(float(b) for b in bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+    def __post_init__(self) -> None:
+        if not self.bounds or any(not a < b for a, b in pairwise(self.bounds)):
+            raise ValueError(f"histogram {self.name}: bounds must be non-empty and increasing, got {list(self.bounds)}")
+        if not all(map(math.isfinite, self.bounds)):
+            raise ValueError(
+                f"histogram {self.name}: bounds must be finite, got {list(self.bounds)}; the last bucket is added"
+            )
+        self.bounds = tuple(map(float, self.bounds))
+        self.counts = list(self.counts or [0] * (len(self.bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` times."""
@@ -96,9 +95,11 @@ class Histogram:
 
 
 Metric = Counter | Gauge | Histogram
+M = TypeVar("M", Counter, Gauge, Histogram)
+_CLASSES: dict[str, Any] = {one.kind: one for one in (Counter, Gauge, Histogram)}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Family:
     """All series of one name, which a text exposition groups under one help line."""
 
@@ -108,10 +109,18 @@ class Family:
     series: dict[Labels, Metric]
 
 
+def copied(families: Iterable[Family]) -> list[Family]:
+    """Copies that later changes do not reach."""
+    return [
+        replace(family, series={labels: replace(metric) for labels, metric in list(family.series.items())})
+        for family in list(families)
+    ]
+
+
 def plain_of(families: Iterable[Family]) -> list[Any]:
     """Families as lists, texts and numbers, for another process (`families_of`)."""
     return [
-        [one.name, one.kind, one.help, [[labels, _plain_value(metric)] for labels, metric in one.series.items()]]
+        [one.name, one.kind, one.help, [[labels, asdict(metric)] for labels, metric in one.series.items()]]
         for one in families
     ]
 
@@ -120,26 +129,9 @@ def families_of(plain: Iterable[Any]) -> list[Family]:
     """What `plain_of` made."""
     found = []
     for name, kind, help, series in plain:
-        family = Family(name, kind, help, {})
-        for given, value in series:
-            labels: Labels = tuple((label, text) for label, text in given)
-            family.series[labels] = _metric_of(name, kind, labels, value)
-        found.append(family)
+        shown = {tuple((label, text) for label, text in labels): _CLASSES[kind](**value) for labels, value in series}
+        found.append(Family(name, kind, help, shown))
     return found
-
-
-def _plain_value(metric: Metric) -> Any:
-    return [metric.bounds, metric.counts, metric.total] if isinstance(metric, Histogram) else metric.value
-
-
-def _metric_of(name: str, kind: str, labels: Labels, value: Any) -> Metric:
-    if kind == "histogram":
-        histogram = Histogram(name, value[0], labels)
-        histogram.counts, histogram.total = list(value[1]), value[2]
-        return histogram
-    metric = Counter(name, labels) if kind == "counter" else Gauge(name, labels)
-    metric.value = value
-    return metric
 
 
 class Registry:
@@ -149,24 +141,13 @@ class Registry:
         self._families: dict[str, Family] = {}
 
     def counter(self, name: str, help: str, **labels: str) -> Counter:
-        key = _labels(labels)
-        series = self._family(name, "counter", help).series
-        metric = series.setdefault(key, Counter(name, key))
-        assert isinstance(metric, Counter)
-        return metric
+        return self._metric(Counter(name), help, labels)
 
     def gauge(self, name: str, help: str, **labels: str) -> Gauge:
-        key = _labels(labels)
-        series = self._family(name, "gauge", help).series
-        metric = series.setdefault(key, Gauge(name, key))
-        assert isinstance(metric, Gauge)
-        return metric
+        return self._metric(Gauge(name), help, labels)
 
     def histogram(self, name: str, help: str, bounds: Sequence[float], **labels: str) -> Histogram:
-        key = _labels(labels)
-        series = self._family(name, "histogram", help).series
-        metric = series.setdefault(key, Histogram(name, bounds, key))
-        assert isinstance(metric, Histogram)
+        metric = self._metric(Histogram(name, bounds), help, labels)
         if metric.bounds != tuple(bounds):
             raise ValueError(f"histogram {name} exists with bounds {metric.bounds}, asked again with {tuple(bounds)}")
         return metric
@@ -175,12 +156,14 @@ class Registry:
         """Families in the order they were declared."""
         yield from self._families.values()
 
-    def _family(self, name: str, kind: str, help: str) -> Family:
-        family = self._families.setdefault(name, Family(name, kind, help, {}))
-        if family.kind != kind:
-            raise ValueError(f"metric {name} is a {family.kind}, asked for as a {kind}; give it another name")
-        return family
+    def _metric(self, new: M, help: str, labels: dict[str, str]) -> M:
+        family = self._families.setdefault(new.name, Family(new.name, new.kind, help, {}))
+        if family.kind != new.kind:
+            raise ValueError(f"metric {new.name} is a {family.kind}, asked for as a {new.kind}; give it another name")
+        metric = family.series.setdefault(labels_of(labels), new)
+        assert isinstance(metric, type(new))
+        return metric
 
 
-def _labels(labels: dict[str, str]) -> Labels:
+def labels_of(labels: Mapping[str, str]) -> Labels:
     return tuple(sorted(labels.items()))

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_infer.engine.metrics.definitions import MetricSet, coordinator_families, engine_families
 from megatron_infer.engine.metrics.engine_meter import E2E_BOUNDS, ITL_BOUNDS, TTFT_BOUNDS, outcome_of
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
-from megatron_infer.engine.metrics.monotonic import MonotonicCounts, copied, merged
-from megatron_infer.engine.metrics.registry import Family, Registry
+from megatron_infer.engine.metrics.monotonic import MonotonicCounts, merged
+from megatron_infer.engine.metrics.registry import Family, Registry, copied
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -127,7 +127,7 @@ class ServerMeter:
     def own_families(self) -> list[Family]:
         """What this process counts of its calls and requests."""
         with self._lock:
-            return [copied(family) for family in self._own.families()]
+            return copied(self._own.families())
 
     def _update_engine(self, name: str, stats: dict[str, Any]) -> None:
         try:

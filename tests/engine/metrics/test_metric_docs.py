@@ -12,9 +12,7 @@ import pytest
 from megatron_infer.engine.metrics.definitions import MISMATCH, SPECS, engine_families
 from megatron_infer.engine.metrics.engine_meter import EngineMeter
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
-from megatron_infer.engine.metrics.registry import Registry
 from megatron_infer.engine.metrics.server_meter import ServerMeter
-from megatron_infer.rl.mismatch_figures import MismatchFigures
 from megatron_infer.server.audio.meter import SpeechMeter
 
 ROOT = Path(__file__).parents[3]
@@ -69,12 +67,6 @@ def test_exactly_the_defined_metrics_are_exported_with_their_labels():
         )
         assert labels == set(spec.labels), spec.name
         assert spec.name.endswith("_total") == (spec.kind == "counter")
-
-
-def test_a_mismatch_meter_follows_its_definitions():
-    registry = Registry()
-    MismatchFigures().set_gauges(registry)
-    assert {family.name for family in registry.collect()} == {spec.full_name for spec in MISMATCH.values()}
 
 
 def test_docs_have_the_tables_of_the_definitions(metric_docs):
