@@ -112,10 +112,10 @@ def info_of(engine: Any) -> EngineInfo:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.output_processor),
-        limits=_limits_of(engine.input_processor.limits, engine.rank_group, engine.shape)
+        limits=_limits_of(engine)
         | ({} if config.lora is None else {"max_loras": config.lora.max_loras, "max_lora_rank": config.lora.max_rank}),
         dtype=engine.shape.dtype,
-        adapters={name: digest for name, (_, digest) in (engine.input_processor.limits.adapters or {}).items()},
+        adapters={name: digest for name, (_, digest) in (engine.input_processor.adapters or {}).items()},
     )
 
 
@@ -125,16 +125,16 @@ def can_step(engine: Any) -> bool:
     return bool(engine.can_step()) and (lifecycle is None or lifecycle.incomplete_reason is None)
 
 
-def _limits_of(limits: Any, rank_group: Any, shape: Any) -> dict[str, int]:
+def _limits_of(engine: Any) -> dict[str, int]:
+    shape, sizes = engine.shape, engine.sizes
     top_k = 0 if shape.experts is None else shape.experts.top_k
-    capacity = limits.num_usable_blocks * limits.block_size + 1
     return {
-        "max_sequence_length": min(limits.max_sequence_length, capacity),
-        "vocab_size": limits.vocab_size,
-        "num_blocks": limits.num_usable_blocks,
-        "num_ranks": rank_group.size,
+        "max_sequence_length": min(sizes.max_sequence_length, engine.input_processor.capacity),
+        "vocab_size": shape.vocab_size,
+        "num_blocks": sizes.num_usable_blocks,
+        "num_ranks": engine.rank_group.size,
         "hidden_size": shape.hidden_size,
-        "num_routed": shape.num_layers * rank_group.groups.pp_size * top_k,
+        "num_routed": shape.num_layers * engine.rank_group.groups.pp_size * top_k,
     }
 
 

@@ -34,7 +34,7 @@ from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.engine.profile import make_profiler
 from megatron_infer.engine.request_intake import RequestIntake
-from megatron_infer.engine.requests.input_processor import InputProcessor, Limits, TextCodec
+from megatron_infer.engine.requests.input_processor import InputProcessor, TextCodec
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.stats import StatLogger
@@ -278,19 +278,19 @@ def make_input_processor(
     adapters: Mapping[str, tuple[int, str]] | None,
 ) -> InputProcessor:
     """adapters: those loaded, live; None: the engine has none."""
-    adopted = setup.adopted
-    has_routing = setup.runner.routing is not None
-    limits = Limits.of(
-        config,
-        setup.agreed.sizes,
-        vocab_size=adopted.shape.vocab_size,
-        unavailable={**({} if has_routing else NO_ROUTING), **without_drafts(config), **adopted.unavailable},
-        adapters=adapters,
-    )
-    seed = config.seed
+    has_routing, seed = setup.runner.routing is not None, config.seed
     if config.offset_sampling_seed_by_dp_rank:
         seed = (seed + setup.rank_group.groups.dp_rank) % 2**64
-    return InputProcessor(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
+    return InputProcessor(
+        config,
+        setup.agreed.sizes,
+        vocab_size=setup.adopted.shape.vocab_size,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        seed=seed,
+        unavailable={**({} if has_routing else NO_ROUTING), **without_drafts(config), **setup.adopted.unavailable},
+        adapters=adapters,
+    )
 
 
 def make_weights(

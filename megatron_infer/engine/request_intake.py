@@ -162,7 +162,6 @@ class RequestIntake:
         try:
             text, ids = self._input.tokenize(prompt)
             self._input.check(ids, params)
-            self._input.check_params(params)
         except InferenceError as error:
             if count > 1:
                 error.args = (f"prompt {index}: {error}",)

@@ -266,7 +266,6 @@ class OverlapTextGenerationPipeline(GenerateMixin[ContextT, TextGenerationReques
                 )
         self._require_enabled(params)
         self.engine.input_processor.check(context.tokens, params)
-        self.engine.input_processor.check_params(params)
 
     def _keep(self, outputs: Iterable[RequestOutput]) -> None:
         others = []

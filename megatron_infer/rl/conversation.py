@@ -120,7 +120,7 @@ class Conversation:
         """The whole conversation."""
         self.turns: list[Turn] = []
         self.info: dict[str, Any] = self._request.info
-        ceiling = engine.input_processor.limits.max_sequence_length
+        ceiling = engine.sizes.max_sequence_length
         self.limit = ceiling if max_total_tokens is None else min(ceiling, max_total_tokens)
         self._limit_name = "max_sequence_length" if self.limit == ceiling else "max_total_tokens"
         chat = prompt.get("messages") if isinstance(prompt, Mapping) else prompt

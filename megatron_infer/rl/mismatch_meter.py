@@ -120,7 +120,7 @@ class MismatchMeter:
             weights = engine.config.weight_dtype.value
             alarm = Alarm.of(
                 engine.shape.dtype if weights == AUTO else weights,
-                experts="return_routing" not in engine.input_processor.limits.unavailable,
+                experts="return_routing" not in engine.input_processor.unavailable,
             )
         self.share, self.alarm = share, alarm
         self.last: MismatchReport | None = None

@@ -94,7 +94,6 @@ def group_request_of(engine: DynamicInferenceEngine, prompt: Any, params: Sampli
         prompt = chat_ids(engine, prompt, tools)
     _, ids = input_processor.tokenize(prompt)
     input_processor.check(ids, params)
-    input_processor.check_params(params)
     return GroupRequest(ids=ids, params=with_logprobs(params), salt=salt, info=info)
 
 

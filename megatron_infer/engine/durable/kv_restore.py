@@ -72,20 +72,13 @@ def describe(
     return named
 
 
-def difference(
-    shape: ModelShape,
-    saved: Mapping[str, Any],
-    *,
-    kv_dtype: str | None = None,
-    weight_dtype: str = OF_MODEL,
-    draft: ModelShape | None = None,
-) -> str | None:
-    """How a model of `shape` differs from the one described in a file; None when it does not."""
-    here = describe(shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft)
-    if weight_dtype != (was := saved.get("weight_dtype", OF_MODEL)):
-        return f"weight_dtype is {weight_dtype}, it was {was}"
-    kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
-    if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
+def difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """How an engine differs from the one that wrote a file, both as `describe` has them; None when it does not."""
+    weights = [one.get("weight_dtype", OF_MODEL) for one in (here, saved)]
+    kept = [one.get("kv_dtype", one.get("dtype")) for one in (here, saved)]
+    if weights[0] != weights[1]:
+        return f"weight_dtype is {weights[0]}, it was {weights[1]}"
+    if kept[0] != kept[1] and here["dtype"] == saved.get("dtype"):
         return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
     for name in [*here, *(name for name in saved if name not in here)]:
         if here.get(name) != saved.get(name):
@@ -146,32 +139,6 @@ class Memory:
     num_states: int = 0
 
 
-def collect(requests: Iterable[Request], store: CacheStore, *, attends: bool, recurrent: bool) -> Memory:
-    """The memory of requests of which something is computed.
-
-    attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
-    scheduled of a request is computed then, and its row's state is behind exactly those tokens.
-    """
-    place: dict[int, int] = {}
-    rows: list[int] = []
-    saved: dict[str, SavedKV] = {}
-    for request in requests:
-        lease = request.lease
-        if lease is None or not request.scheduled:
-            continue
-        assert not request.in_flight, f"{request.id} has a step in flight"
-        held = lease.blocks[: blocks_needed(request.scheduled, store.layout.block_size)] if attends else []
-        blocks, state = [place.setdefault(block, len(place)) for block in held], None
-        if recurrent:
-            state = len(rows)
-            rows.append(lease.row)
-        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
-    tensors = store.read_blocks(list(place)) if place else {}
-    if rows and store.layout.state is not None:
-        tensors[STATES] = store.read_states(rows)
-    return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
-
-
 class KVReturn:
     """Puts saved memory back: leases a request blocks and a row, shared with requests put back before, and writes.
 
@@ -181,7 +148,7 @@ class KVReturn:
     def __init__(
         self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: CacheStore, *, block_size: int | None
     ) -> None:
-        """tensors: as `collect` gave them, in blocks of `block_size`; None: the file holds no blocks on any rank."""
+        """tensors: of `Memory`, in blocks of `block_size`; None: the file holds no blocks on any rank."""
         self._contents = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS) if name in tensors}
         self._states = tensors.get(STATES)
         self._file_block_size = block_size
@@ -269,20 +236,42 @@ class KVArchive:
         """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none.
         draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
-        self._weights, self._groups, self._draft_shape = weights, rank_group.groups, draft_shape
-        self._dtypes = {"kv_dtype": kv_dtype, "weight_dtype": weight_dtype}
+        self._weights, self._groups = weights, rank_group.groups
+        self._shape = describe(adopted.shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft_shape)
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
+        """Some rank keeps keys and values."""
         self._digest: tuple[int, str] | None = None
 
     def collect(self, requests: Iterable[Request]) -> Memory:
-        """This rank's memory of these requests (see `collect`)."""
-        recurrent = self._scheduler.context.states is not None
-        return collect(requests, self._store, attends=self._attends, recurrent=recurrent)
+        """This rank's memory of those requests of which something is computed.
+
+        Nothing may be in flight: what was scheduled of a request is computed then, and its row's state is behind
+        exactly those tokens.
+        """
+        store, recurrent = self._store, self._scheduler.context.states is not None
+        place: dict[int, int] = {}
+        rows: list[int] = []
+        saved: dict[str, SavedKV] = {}
+        for request in requests:
+            lease = request.lease
+            if lease is None or not request.scheduled:
+                continue
+            assert not request.in_flight, f"{request.id} has a step in flight"
+            count = blocks_needed(request.scheduled, store.layout.block_size) if self._attends else 0
+            blocks, state = [place.setdefault(block, len(place)) for block in lease.blocks[:count]], None
+            if recurrent:
+                state = len(rows)
+                rows.append(lease.row)
+            saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
+        tensors = store.read_blocks(list(place)) if place else {}
+        if rows and store.layout.state is not None:
+            tensors[STATES] = store.read_states(rows)
+        return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
 
     def describe(self, memory: Memory) -> dict[str, Any]:
         """What saved memory of this rank depends on, and how much of it there is."""
         return {
-            "shape": describe(self._adopted.shape, **self._dtypes, draft=self._draft_shape),
+            "shape": self._shape,
             "content": self._content(),
             "block_size": self._store.layout.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
@@ -309,9 +298,7 @@ class KVArchive:
         """Why a file's memory cannot be used with the weights as they are; None when it can."""
         if memory.kv is None:
             return memory.unusable
-        saved = memory.kv["shape"]
-        differs = difference(self._adopted.shape, saved, **self._dtypes, draft=self._draft_shape)
-        if differs is not None:
+        if (differs := difference(self._shape, memory.kv["shape"])) is not None:
             return differs
         if memory.kv["content"] != self._content():
             return "the weights differ from those it was computed with"

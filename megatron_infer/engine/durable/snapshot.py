@@ -152,7 +152,7 @@ class Archive:
         manifest = {
             "num_requests": len(states),
             "num_finished": len(finished),
-            "vocab_size": self._input.limits.vocab_size,
+            "vocab_size": self._input.vocab_size,
             "tokenizer": self._tokenizer_digest(),
             "num_seeds": self._input.num_seeds,
             "num_ids": self._input.num_ids,
@@ -251,7 +251,7 @@ class Archive:
     def _decode(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
         tokenizer, now = self._output.tokenizer, time.monotonic()
         for name, here in (
-            ("vocab_size", self._input.limits.vocab_size),
+            ("vocab_size", self._input.vocab_size),
             ("tokenizer", self._tokenizer_digest()),
         ):
             if manifest[name] != here:
@@ -323,18 +323,19 @@ class Archive:
             self._check_request(content, request)
 
     def _check_request(self, content: Content, saved: SavedRequest) -> None:
-        state, path, limits = saved.state, content.path, self._input.limits
+        state, path = saved.state, content.path
+        most, vocab_size = self._input.sizes.max_sequence_length, self._input.vocab_size
         name = f"request {state.id!r}"
         try:
             self._input.check_params(state.params)
         except RequestError as error:
             raise SnapshotError(path, f"{name}: {error}") from error
         leader = state.sequences[0].request
-        if leader.max_total > limits.max_sequence_length:
+        if leader.max_total > most:
             raise SnapshotError(
                 path,
-                f"{name} may grow to {leader.max_total:,} tokens, this engine's max_sequence_length is "
-                f"{limits.max_sequence_length:,}; raise it",
+                f"{name} may grow to {leader.max_total:,} tokens, this engine's max_sequence_length is {most:,}; "
+                "raise it",
             )
         stored, room = stored_tokens(leader.max_total), self._scheduler.context.max_stored_tokens
         if stored > room:
@@ -345,11 +346,9 @@ class Archive:
             )
         for sequence in state.sequences:
             request = sequence.request
-            wrong = next((token for token in request.tokens if not 0 <= token < limits.vocab_size), None)
+            wrong = next((token for token in request.tokens if not 0 <= token < vocab_size), None)
             if wrong is not None:
-                raise SnapshotError(
-                    path, f"{name}: token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
-                )
+                raise SnapshotError(path, f"{name}: token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
             if request.finish_reason is None and not len(request.tokens) < request.max_total:
                 raise SnapshotError(path, f"{name} is unfinished with {len(request.tokens):,} tokens of its limit")
 
@@ -361,7 +360,7 @@ class Archive:
         tokenizer = self._output.tokenizer
         if tokenizer is None:
             return None
-        size = self._input.limits.vocab_size
+        size = self._input.vocab_size
         ids = range(0, size, max(1, size // _PROBES))
         text = repr([(token, tokenizer.token_str(token)) for token in ids])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_infer.config.inference import InferenceConfig
@@ -33,54 +32,31 @@ class TextCodec(Protocol):
     def token_str(self, token_id: int) -> str: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits that a request is checked against."""
+class InputProcessor:
+    """Validates prompts and parameters and builds Requests; deterministic in (engine seed, order of calls)."""
 
-    vocab_size: int
-    max_sequence_length: int
-    max_tokens_per_step: int
-    chunked_prefill: bool
-    block_size: int
-    num_usable_blocks: int
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that the model cannot serve -> why not, and what to do."""
-    adapters: Mapping[str, tuple[int, str]] | None = None
-    """The LoRA adapters that are loaded, live -> (version, hash of the content); None: the engine has none."""
-    metadata_types: Sequence[tuple[str, Any, bool]] | None = None
-    """InferenceConfig.request_metadata_types."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: InferenceConfig,
         sizes: ResolvedSizes,
         *,
         vocab_size: int,
+        tokenizer: TextCodec | None,
+        eos_ids: Sequence[int],
+        seed: int,
         unavailable: Mapping[str, str],
         adapters: Mapping[str, tuple[int, str]] | None,
-    ) -> Limits:
-        """The limits of an engine."""
-        return cls(
-            vocab_size=vocab_size,
-            max_sequence_length=sizes.max_sequence_length,
-            max_tokens_per_step=sizes.max_tokens,
-            chunked_prefill=config.enable_chunked_prefill,
-            block_size=config.block_size_tokens,
-            num_usable_blocks=sizes.num_usable_blocks,
-            unavailable=unavailable,
-            adapters=adapters,
-            metadata_types=config.request_metadata_types,
-        )
-
-
-class InputProcessor:
-    """Validates prompts and parameters and builds Requests; deterministic in (engine seed, order of calls)."""
-
-    def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
-        self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
-        self._eos_ids = frozenset(id for id in eos_ids if 0 <= id < limits.vocab_size)  # others are never drawn
-        self.grammars = Grammars(tokenizer, limits.vocab_size)
+    ) -> None:
+        self._config, self._tokenizer, self._seed = config, tokenizer, seed
+        self.sizes, self.vocab_size = sizes, vocab_size
+        self.unavailable = unavailable
+        """Parameters that the model cannot serve -> why not, and what to do."""
+        self.adapters = adapters
+        """The LoRA adapters that are loaded, live -> (version, hash of the content); None: the engine has none."""
+        self.capacity = sizes.num_usable_blocks * config.block_size_tokens + 1  # the last drawn token is never stored
+        """Most tokens of a sequence for which the pool has room."""
+        self._eos_ids = frozenset(id for id in eos_ids if 0 <= id < vocab_size)  # others are never drawn
+        self.grammars = Grammars(tokenizer, vocab_size)
         self.num_seeds = 0
         """Seeds derived so far: the next unseeded request takes the one after."""
         self.num_ids = 0
@@ -105,53 +81,60 @@ class InputProcessor:
         if not ids:
             raise InvalidPrompt("prompt is empty (0 tokens); give at least one token")
         low, high = min(ids), max(ids)
-        if low < 0 or high >= self.limits.vocab_size:
+        if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
-            raise InvalidPrompt(f"token id {wrong} is outside the vocabulary (0 to {self.limits.vocab_size - 1})")
+            raise InvalidPrompt(f"token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})")
         return text, ids
 
     def check(self, ids: Sequence[int], params: SamplingParams) -> int:
-        """The length at which a sequence that begins with `ids` ends. Raises if it cannot be served."""
-        limits, num_prompt = self.limits, len(ids)
-        if num_prompt + 1 > limits.max_sequence_length:
+        """The length at which a sequence that begins with `ids` ends. Raises if it cannot be served.
+
+        Waits for a grammar that is not compiled yet.
+        """
+        max_total = self._max_total(len(ids), params.max_tokens)
+        self.check_params(params)
+        return max_total
+
+    def _max_total(self, num_prompt: int, max_tokens: int | None) -> int:
+        sizes, capacity = self.sizes, self.capacity
+        blocks = f"{sizes.num_usable_blocks} blocks of {self._config.block_size_tokens}"
+        if num_prompt + 1 > sizes.max_sequence_length:
             raise PromptTooLong(
                 got=num_prompt,
-                limit=limits.max_sequence_length - 1,
+                limit=sizes.max_sequence_length - 1,
                 limit_name="max_sequence_length less one token to generate",
                 remedy="shorten it or raise max_sequence_length",
             )
-        if not limits.chunked_prefill and num_prompt > limits.max_tokens_per_step:
+        if not self._config.enable_chunked_prefill and num_prompt > sizes.max_tokens:
             raise PromptTooLong(
                 got=num_prompt,
-                limit=limits.max_tokens_per_step,
+                limit=sizes.max_tokens,
                 limit_name="max_tokens of one step",
                 remedy="set enable_chunked_prefill=True or raise max_tokens",
             )
-        capacity = limits.num_usable_blocks * limits.block_size + 1  # the last drawn token is never stored
         if num_prompt + 1 > capacity:
             raise PromptTooLong(
                 got=num_prompt,
                 limit=capacity - 1,
-                limit_name=f"the pool's {limits.num_usable_blocks} blocks of {limits.block_size} tokens",
+                limit_name=f"the pool's {blocks} tokens",
                 remedy="raise buffer_size_gb or shorten the prompt",
             )
-        ceiling = min(limits.max_sequence_length, capacity)
-        if params.max_tokens is None:
-            return ceiling
-        wanted = min(num_prompt + params.max_tokens, limits.max_sequence_length)
+        if max_tokens is None:
+            return min(sizes.max_sequence_length, capacity)
+        wanted = min(num_prompt + max_tokens, sizes.max_sequence_length)
         if wanted > capacity:
             raise RequestError(
-                f"prompt of {num_prompt:,} tokens and max_tokens={params.max_tokens:,} need room for {wanted - 1:,} "
-                f"tokens, the pool holds {capacity - 1:,} ({limits.num_usable_blocks} blocks of {limits.block_size}); "
+                f"prompt of {num_prompt:,} tokens and max_tokens={max_tokens:,} need room for {wanted - 1:,} "
+                f"tokens, the pool holds {capacity - 1:,} ({blocks}); "
                 "raise buffer_size_gb, or lower max_tokens (None takes what fits)"
             )
         return wanted
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check parameters against vocabulary and tokenizer; waits for a grammar that is not compiled yet."""
+        """Check parameters against vocabulary and tokenizer."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        for name, reason in self.limits.unavailable.items():
+        for name, reason in self.unavailable.items():
             if (asked := getattr(params, name)) is not None and asked is not False:
                 raise RequestError(f"{name}: {reason}")
         named: list[tuple[str, Iterable[int] | None]] = [
@@ -161,20 +144,20 @@ class InputProcessor:
             ("stop_token_ids", params.stop_token_ids),
         ]
         for name, ids in named:
-            wrong = [i for i in ids or () if not 0 <= i < self.limits.vocab_size]
+            wrong = [i for i in ids or () if not 0 <= i < self.vocab_size]
             if wrong:
                 raise RequestError(
-                    f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
+                    f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.vocab_size - 1})"
                 )
         self._check_choice(params)
         if params.adapter is not None:
             self.check_adapter(params.adapter)
-        check_metadata(self.limits.metadata_types, params, self.stop_ids(params))
+        check_metadata(self._config.request_metadata_types, params, self.stop_ids(params))
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 
     def check_adapter(self, name: str) -> None:
-        known = self.limits.adapters
+        known = self.adapters
         if known is None:
             raise UnknownAdapter(
                 f"adapter {name!r}: this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(...))"
@@ -195,9 +178,9 @@ class InputProcessor:
                     f"min_tokens is {params.min_tokens:,}, and all allowed_token_ids end the sequence; allow others, "
                     "or give min_tokens 0"
                 )
-        elif len(bad) >= self.limits.vocab_size:
+        elif len(bad) >= self.vocab_size:
             raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
-        elif len(early) >= self.limits.vocab_size:
+        elif len(early) >= self.vocab_size:
             raise RequestError("bad_token_ids leaves only tokens that end the sequence, which min_tokens forbids")
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -209,7 +192,6 @@ class InputProcessor:
     ) -> list[Request]:
         """The n sequences of a request; the first has the others as its siblings. salt: see `salt_of`."""
         max_total = self.check(ids, params)
-        self.check_params(params)
         seed = params.seed
         if seed is None:
             seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1

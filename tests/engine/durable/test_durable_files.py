@@ -263,7 +263,7 @@ def with_state(**changes) -> ModelShape:
     ],
 )
 def test_what_differs_of_another_model_is_named_with_the_figures(here, saved, message):
-    assert difference(here, json.loads(json.dumps(describe(saved)))) == message
+    assert difference(describe(here), json.loads(json.dumps(describe(saved)))) == message
 
 
 def test_a_state_or_block_that_the_file_lacks_is_an_error():

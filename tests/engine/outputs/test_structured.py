@@ -422,7 +422,7 @@ def test_choice_of_tokens_that_min_tokens_empties_is_refused_before_it_is_queued
     engine = make_engine()
     with pytest.raises(RequestError, match=message):
         engine.add_request([7], SamplingParams(max_tokens=4, **asked))
-    vocab_size = engine.input_processor.limits.vocab_size
+    vocab_size = engine.input_processor.vocab_size
     with pytest.raises(RequestError, match="leaves only tokens that end the sequence"):
         bad = range(1, vocab_size)
         engine.add_request([7], SamplingParams(max_tokens=4, min_tokens=1, bad_token_ids=bad, stop_token_ids=[0]))
