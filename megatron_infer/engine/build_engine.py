@@ -26,7 +26,7 @@ from megatron_infer.engine.chosen_config import ConfigOrOptions, choose_config, 
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, agreed_costs
-from megatron_infer.engine.draft_model import DraftModel, MTPDraft, make_draft
+from megatron_infer.engine.draft_model import DraftModel, make_draft
 from megatron_infer.engine.durable.kv_restore import KVArchive
 from megatron_infer.engine.durable.snapshot import Archive
 from megatron_infer.engine.durable.snapshot_manager import SnapshotManager
@@ -84,7 +84,7 @@ class ModelSetup:
     logits_hooks: LogitsHooks
     bank: AdapterBank | None
     """Adapters; None: the engine has none."""
-    draft: DraftModel | MTPDraft | None
+    draft: DraftModel | None
     """None: no model drafts."""
 
 
@@ -242,7 +242,7 @@ def set_up_model(
         bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)
     draft = make_draft(config, adopted, own_device, tokenizer, kernels_for, rank_group)
-    own_layers = draft.shape if isinstance(draft, DraftModel) else None
+    own_layers = None if draft is None else draft.own_layers
     available = own_device.available_bytes()
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:

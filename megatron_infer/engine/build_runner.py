@@ -14,7 +14,7 @@ from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.engine.build_drafts import max_drafts_of
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
-from megatron_infer.engine.draft_model import DraftModel, MTPDraft
+from megatron_infer.engine.draft_model import DraftModel
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.kernels.select import ATTENTION, SCAN, ChosenKernels
 from megatron_infer.memory.build_store import build_store
@@ -49,7 +49,7 @@ def build_runner(
     rank_group: RankGroup,
     hooks: LogitsHooks,
     bank: AdapterBank | None,
-    draft: DraftModel | MTPDraft | None,
+    draft: DraftModel | None,
 ) -> tuple[Runner, ModelRunner, StepGraphs | None]:
     """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs).
 

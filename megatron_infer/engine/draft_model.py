@@ -52,7 +52,7 @@ def make_draft(
     tokenizer: Any,
     choose: Callable[[AdoptedModel, InferenceConfig, Device], ChosenKernels],
     rank_group: RankGroup,
-) -> DraftModel | MTPDraft | None:
+) -> DraftModel | None:
     """What drafts by `config` on the ranks and device of `target`: a model, or the target's MTP layer; None: neither,
     or another pipeline stage, the last one, has it.
 
@@ -76,7 +76,7 @@ def make_draft(
             return None
         dtype = getattr(torch, config.kv_dtype_of(target.shape))
         shape = mtp_shape(target.shape, kv_element_bytes=dtype.itemsize)
-        return MTPDraft(adopted=target, shape=shape, is_residual=is_residual)
+        return DraftModel(adopted=target, shape=shape, kernels=None, is_residual=is_residual, is_own=True)
     asked, live = config.speculative.draft_model, None
     with rank_group.together("checking the draft model"):
         if isinstance(asked, str):
@@ -95,7 +95,7 @@ def make_draft(
     if not target.is_last_stage:
         return None
     kernels, is_own = choose(adopted, config, device), isinstance(asked, str)
-    return DraftModel(adopted=adopted, kernels=kernels, is_residual=is_residual, is_own=is_own)
+    return DraftModel(adopted=adopted, shape=adopted.shape, kernels=kernels, is_residual=is_residual, is_own=is_own)
 
 
 def _adopted(config: InferenceConfig, model: Any, target: AdoptedModel) -> AdoptedModel:
@@ -158,18 +158,22 @@ def _check_tokenizers(name: str, source: ModelSource, tokenizer: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """One rank's draft model and the kernels that run it."""
+    """What drafts on one rank: a model of its own, or the MTP layer of the rank's model."""
 
     adopted: AdoptedModel
-    kernels: ChosenKernels
+    """With an MTP layer: the model that has it."""
+    shape: ModelShape
+    kernels: ChosenKernels | None
+    """None: the MTP layer, which the model's kernels run on the copies of weights that they keep."""
     is_residual: bool
     """Drafts are verified by `runner.speculative.residual`."""
     is_own: bool
-    """The engine has loaded it, so that nothing else uses it."""
+    """No weights that others use: the engine has loaded the model, or it has none beside the model's."""
 
     @property
-    def shape(self) -> ModelShape:
-        return self.adopted.shape
+    def own_layers(self) -> ModelShape | None:
+        """Layers beside the model's; None for an MTP layer."""
+        return None if self.kernels is None else self.shape
 
     def drafter(
         self,
@@ -181,73 +185,35 @@ class DraftModel:
         kernels: ChosenKernels,
     ) -> ModelDrafter:
         """rows, params: those of the model's builder and sampler. kernels: the model's."""
-        cache = DraftCache(store)
-        parts = (device, sizes, cache, rows, params)
-        return _drafter(self.adopted, self.adopted, self.kernels, self.is_residual, *parts)
+        adopted, cache = self.adopted, DraftCache(store)
+        model: PagedModel = adopted
+        target: MTPTarget | None = None
+        if self.kernels is None:
+            model = MTPModel(adopted, cache, rows)
+            target = MTPTarget(adopted, model)
+            kernels = replace(kernels, lora=None, scan=None)
+        else:
+            kernels = self.kernels
+        builder = BatchBuilder(
+            device,
+            sizes,
+            cache,
+            kernels,
+            rotary=adopted.rotary_table(sizes.max_sequence_length),
+            dtype=getattr(torch, adopted.shape.dtype),
+            rows=rows,
+        )
+        sampler = DraftSampler(
+            params,
+            padded_vocab_size=adopted.shape.padded_vocab_size,
+            argmax=kernels.argmax,
+            kernels=kernels.sampling,
+        )
+        sampler.kept = [] if self.is_residual else None
+        return ModelDrafter(model, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept, target=target)
 
     def register_derived(self, derived: DerivedCaches) -> None:
-        """Copies of the draft model's weights are renewed and released with those of the model's."""
-        name = "packed weights of the draft model"
-        derived.register(packed_weights(name, self.kernels.packed, self.adopted, is_own=self.is_own))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MTPDraft:
-    """The MTP layer of one rank's model, run by the model's kernels on the copies of weights that these keep."""
-
-    adopted: AdoptedModel
-    shape: ModelShape
-    is_residual: bool
-    is_own = True
-    """It has no weights beside the model's."""
-
-    def drafter(
-        self,
-        device: Device,
-        sizes: ResolvedSizes,
-        store: CacheStore,
-        rows: RowTensors,
-        params: RowParams,
-        kernels: ChosenKernels,
-    ) -> ModelDrafter:
-        """See `DraftModel.drafter`."""
-        cache, kernels = DraftCache(store), replace(kernels, lora=None, scan=None)
-        model = MTPModel(self.adopted, cache, rows)
-        parts = (device, sizes, cache, rows, params)
-        return _drafter(model, self.adopted, kernels, self.is_residual, *parts, target=MTPTarget(self.adopted, model))
-
-    def register_derived(self, derived: DerivedCaches) -> None:
-        """Nothing: its weights are packed and renewed with the model's."""
-
-
-def _drafter(
-    model: PagedModel,
-    adopted: AdoptedModel,
-    kernels: ChosenKernels,
-    is_residual: bool,
-    device: Device,
-    sizes: ResolvedSizes,
-    cache: DraftCache,
-    rows: RowTensors,
-    params: RowParams,
-    *,
-    target: PagedModel | None = None,
-) -> ModelDrafter:
-    """model: what drafts. adopted: the model whose dtype, positions and vocabulary it has. target: see ModelDrafter."""
-    builder = BatchBuilder(
-        device,
-        sizes,
-        cache,
-        kernels,
-        rotary=adopted.rotary_table(sizes.max_sequence_length),
-        dtype=getattr(torch, adopted.shape.dtype),
-        rows=rows,
-    )
-    sampler = DraftSampler(
-        params,
-        padded_vocab_size=adopted.shape.padded_vocab_size,
-        argmax=kernels.argmax,
-        kernels=kernels.sampling,
-    )
-    sampler.kept = [] if is_residual else None
-    return ModelDrafter(model, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept, target=target)
+        """Copies of a draft model's weights are renewed and released with the model's, which have an MTP layer's."""
+        if self.kernels is not None:
+            name = "packed weights of the draft model"
+            derived.register(packed_weights(name, self.kernels.packed, self.adopted, is_own=self.is_own))
