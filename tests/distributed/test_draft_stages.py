@@ -10,10 +10,10 @@ import gloo_ranks as ranks
 import pytest
 import stage_case
 import torch
+from drafters import check_all_kept, noisy
 from model_kinds import make_model
-from test_draft_model import OTHERS, check_all_kept, noisy
 from test_pp import failing
-from test_same_answer import VOCAB, make_engine, run, workload
+from test_same_answer import FEATURES, VOCAB, make_engine, run, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine import draft_model
@@ -26,7 +26,7 @@ from megatron_infer.testing.inspect import inspect
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "chunked, prefix, overlap": {"prefix": "lru", "overlap": True, **OTHERS["chunked"]},
+    "chunked, prefix, overlap": {"prefix": "lru", "overlap": True, **FEATURES["chunked"]},
     "swaps": {
         "buffer_size_gb": 15.25 * 12 * 2**10 / 2**30,
         "preemption_mode": "swap",
@@ -177,7 +177,7 @@ def check_guesses(model: torch.nn.Module, folder: Path, want: dict[str, Any]) ->
         assert found is not None and found.num_accepted < found.num_drafted, found  # adaptive: as measured times decide
         assert adaptive or found.num_accepted > 0
     hybrid = build_model(CheckpointSource(folder / "hybrid"), pipeline_parallel=2)
-    engine = drafting(hybrid, folder / "guesser", "hybrid", prefix="lru", overlap=True, **OTHERS["chunked"])
+    engine = drafting(hybrid, folder / "guesser", "hybrid", prefix="lru", overlap=True, **FEATURES["chunked"])
     assert run(engine, "sampled") == want["hybrid"]["sampled"]
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import gloo_ranks as ranks
 import pytest
 import torch
-from test_mtp import MTP, OTHERS, drafting, guessing, knowing
-from test_same_answer import run
+from drafters import MTP, guessing, knowing
+from engines import make_engine
+from test_same_answer import FEATURES, run
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.utils.json_file import read_json
 
-SETTINGS = {"plain": {}, "chunked, prefix, overlap": {"prefix": "lru", "overlap": True, **OTHERS["chunked"]}}
+SETTINGS = {"plain": {}, "chunked, prefix, overlap": {"prefix": "lru", "overlap": True, **FEATURES["chunked"]}}
+
+drafting = partial(make_engine, draft="mtp")
 
 
 def on_rank(rank: int, size: int, folder: Path) -> None:

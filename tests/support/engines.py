@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def make_engine(
     pool_blocks: int | None = None,
     paused_blocks: int = 0,
     prefix: str | None = None,
-    draft: torch.nn.Module | None = None,
+    draft: torch.nn.Module | Literal["mtp"] | None = None,
     tokenizer: Any = None,
     owns_weights: bool = False,
     **settings: Any,
@@ -42,7 +42,7 @@ def make_engine(
 
     pool_blocks: a pool of so many usable blocks, `paused_blocks` of which paused requests may keep; None: BUFFER_GIB.
     prefix: the policy of the prefix cache, with room for states where the model keeps some; None: no prefix cache.
-    draft: a model that drafts, always to its full depth.
+    draft: a model that drafts, or "mtp", the model's own MTP layer; always to its full depth.
     """
     asked = BASE | settings
     sized = {"buffer_size_gb": BUFFER_GIB}
@@ -52,7 +52,8 @@ def make_engine(
     if prefix is not None:
         sized |= prefix_caching("hybrid" if adopt(model).ssm_specs else "attention", prefix)
     if draft is not None:
-        sized["speculative"] = {"method": "draft", "draft_model": draft, "adaptive": False}
+        method = {"method": "mtp"} if draft == "mtp" else {"method": "draft", "draft_model": draft}
+        sized["speculative"] = method | {"adaptive": False}
     config = InferenceConfig(**sized | asked)
     return DynamicInferenceEngine(model, config, tokenizer=tokenizer, owns_weights=owns_weights)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
@@ -63,14 +64,18 @@ def buffers(
     block_size: int,
     max_requests: int,
     paused_blocks: int = 0,
-    draft: torch.nn.Module | None = None,
+    draft: torch.nn.Module | Literal["mtp"] | None = None,
 ) -> dict[str, Any]:
     """Settings of a pool of `blocks` usable blocks, so many of which the paused may keep, and all the states.
 
     The states are taken from both buffers in proportion (see `split_pool`), so both are larger by their share.
     """
     block, slot = bytes_of(model, block_size)
-    block += 0 if draft is None else bytes_of(draft, block_size)[0]
+    if draft == "mtp":
+        config = InferenceConfig(block_size_tokens=block_size, buffer_size_gb=1, speculative={"method": "mtp"})
+        block = config.resolve(adopt(model).shape).block_bytes
+    elif draft is not None:
+        block += bytes_of(draft, block_size)[0]
     states = max_requests * slot
     if not block:  # blocks take no memory
         return {"buffer_size_gb": (states + slot) / 2**30}  # one is for padding

@@ -1,8 +1,4 @@
-"""A model's MTP layer drafts: the same answers, its hidden states are megatron-core's, and what has none is refused.
-
-The model that knows: one decoder layer, and an MTP layer that is the same layer and reads the token alone. It predicts
-what the model draws wherever its keys and values are right.
-"""
+"""A model's MTP layer drafts: its hidden states are megatron-core's, and what has none is refused."""
 
 from __future__ import annotations
 
@@ -11,69 +7,24 @@ import random
 from functools import partial
 from typing import Any
 
-import engines
 import pytest
 import torch
-from engines import suspending, tokens_of
-from model_kinds import make_model, prefix_caching
-from test_draft_model import OTHERS, check_adaptive, check_all_kept, check_feature, check_random_events, check_saved
-from test_same_answer import BASE, make_engine, run, workload
-from test_speculative import WAYS, ask, shown
+from drafters import MOE, MTP, VOCAB, check_all_kept, guessing, knowing
+from engines import make_engine
+from model_kinds import make_model
+from test_same_answer import BASE, run, workload
+from test_speculative import shown
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, ConfigError
-from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.checkpoint import save_checkpoint
 from megatron_infer.pipelines.config import PipelineConfig
-from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.runner.speculative.model_drafter import LowTokens, ModelDrafter
+from megatron_infer.runner.speculative.model_drafter import LowTokens
 from megatron_infer.runner.speculative.mtp import MTPModel
 from megatron_infer.testing.inspect import inspect
 
-VOCAB = 128
-MTP: dict[str, Any] = {"method": "mtp", "adaptive": False}
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
-
-
-def guessing(**settings: Any) -> torch.nn.Module:
-    """A model with an MTP layer of random weights."""
-    return make_model("attention", **{"vocab_size": VOCAB, "mtp_num_layers": 1} | settings)
-
-
-def knowing(*, num_layers: int = 1, **settings: Any) -> torch.nn.Module:
-    """The model that knows. Its layers before the last one add nothing."""
-    model = guessing(num_layers=num_layers, **settings)
-    layer, width = model.mtp.layers[0], model.config.hidden_size
-    *before, last = model.decoder.layers
-    with torch.no_grad():
-        for one in before:
-            one.self_attention.linear_proj.weight.zero_()
-            one.mlp.linear_fc2.weight.zero_()
-        words = model.embedding.word_embeddings.weight
-        words.div_(words.square().mean(1, keepdim=True).sqrt())
-        words.mul_((1 - 1e-5) ** 0.5)  # enorm with weights of one leaves them as they are
-        layer.enorm.weight.fill_(1)
-        layer.eh_proj.weight.zero_()
-        layer.eh_proj.weight[:, :width] = torch.eye(width)  # the embedding comes first
-        layer.transformer_layer.load_state_dict(last.state_dict())
-        layer.final_layernorm.load_state_dict(model.decoder.final_layernorm.state_dict())
-    return model
-
-
-def drafting(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    """An engine whose MTP layer drafts; settings: those of `test_same_answer.make_engine`."""
-    settings = {**BASE, "speculative": MTP, **settings}
-    settings.pop("order", None)
-    if "prefix" in settings:
-        settings |= prefix_caching("attention", settings.pop("prefix"))
-    if (pool := settings.pop("pool_blocks", None)) is not None:
-        block = InferenceConfig(**BASE, speculative=MTP).resolve(adopt(model).shape).block_bytes / 2**30
-        paused = settings.pop("paused_blocks", 0)
-        settings |= {"buffer_size_gb": (pool + 1.25) * block}
-        settings |= {"paused_buffer_size_gb": (paused + 0.25) * block if paused else None}
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+drafting = partial(make_engine, draft="mtp")
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +35,6 @@ def model() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def guesser() -> torch.nn.Module:
     return guessing()
-
-
-@pytest.fixture(scope="module")
-def expected(model) -> dict[str, list[list[int]]]:
-    engine = make_engine(model, "attention")
-    return {drawing: run(engine, drawing) for drawing in ("greedy", "sampled")}
-
-
-@pytest.mark.parametrize("feature", OTHERS)
-def test_an_mtp_layer_like_the_model_is_accepted_entirely_with_the_feature(model, expected, feature):
-    """So its keys and values are right wherever blocks are shared, cut, paused, evicted or swapped."""
-    check_feature(partial(drafting, model), expected, feature)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_random_mtp_layer_changes_no_answer(way):
-    model = guessing(**MOE)
-    engine = drafting(model, overlap=True)
-    assert shown(ask(engine, WAYS[way])) == shown(ask(make_engine(model, "attention"), WAYS[way]))
-    found = engine.spec_decode_metrics()
-    assert found.num_accepted < found.num_drafted and found.seconds_drafting > 0
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -179,49 +109,6 @@ def reference(model: torch.nn.Module, tokens: list[int], *, guessed: int = 0) ->
     return out.squeeze(1)
 
 
-@pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
-def test_suspends_keep_keys_values_and_hidden_states(model, guesser, expected, mode):
-    """Of the model that guesses, drafts are the same ones as without the suspends."""
-    work = list(zip(*workload("sampled"), strict=True))
-    for one in (model, guesser):
-        plain = drafting(one, prefix="lru")
-        engines.run(plain, work)
-        engine = drafting(one, overlap=mode == "offload", prefix="lru")
-        outputs = engines.run(engine, work, suspending(mode, 2, 5))
-        if one is model:
-            assert tokens_of(outputs) == expected["sampled"]
-            check_all_kept(engine)
-        if mode != "recompute":  # which draws a token where it computes a sequence again, without drafts
-            assert engine.spec_decode_metrics().num_accepted == plain.spec_decode_metrics().num_accepted
-
-
-@pytest.mark.parametrize("reader", ["same", "other blocks", "without"])
-def test_saved_requests_bring_the_mtp_layers_memory(model, tmp_path, reader):
-    settings = {"same": {}, "other blocks": {"block_size_tokens": 32}, "without": {"speculative": None}}
-    second = drafting(model, **settings[reader])
-    check_saved(make_engine(model, "attention"), drafting(model), second, tmp_path / "saved")
-
-
-@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
-def test_a_weight_update_renews_the_mtp_layer(exact):
-    model = knowing()
-    prompts, _ = workload("greedy")
-    params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True, logprobs=1)
-    plain, engine = make_engine(model, "attention", batch_invariant=exact), drafting(model, batch_invariant=exact)
-    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
-    with torch.no_grad():  # the trainer steps: the model and its MTP layer alike
-        for layer in (model.decoder.layers[0], model.mtp.layers[0].transformer_layer):
-            layer.mlp.linear_fc2.weight.mul_(1.5)
-        model.output_layer.weight.add_(0.1)
-    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
-    check_all_kept(engine)
-    version = engine.weight_version
-    with torch.no_grad():  # the MTP layer alone
-        model.mtp.layers[0].transformer_layer.mlp.linear_fc2.weight.mul_(-1)
-    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
-    assert engine.weight_version == version + 1 and engine.spec_decode_metrics().acceptance_rate < 1
-
-
 def test_an_mtp_layers_experts_are_compared_again_only_when_weights_change():
     """Like the model's, they are watched: what kernels cached by their addresses lives until an update."""
     model = guessing(**MOE)
@@ -254,18 +141,6 @@ def test_training_stays_as_it_is(guesser):
     assert all(map(torch.equal, grads, after_grads))
 
 
-def test_rejection_keeps_a_layer_like_the_model(model):
-    prompts, _ = workload("sampled")
-    params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True)
-    engine = drafting(model, speculative=MTP | {"verification": "residual"})
-    engine.generate(prompts, params)
-    assert engine.spec_decode_metrics().acceptance_rate > 0.99
-
-
-def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
-    check_adaptive(drafting(guesser, speculative={"method": "mtp"}), drafting(guesser))
-
-
 @pytest.mark.parametrize("part", [4, 2, 1])
 def test_drafts_are_among_the_lowest_tokens_where_those_are_drawn(model, monkeypatch, part):
     """A quarter of the output layer is read, half of it or all, and drafts are what they were."""
@@ -281,7 +156,7 @@ def test_drafts_are_among_the_lowest_tokens_where_those_are_drawn(model, monkeyp
         params = SamplingParams(temperature=temperature, seed=3, **settings)
         engine = drafting(model)
         assert shown(engine.generate([[5, 6, 7], [9]], params)) == shown(
-            drafting(model, speculative=None).generate([[5, 6, 7], [9]], params)
+            make_engine(model).generate([[5, 6, 7], [9]], params)
         )
         check_all_kept(engine)
     assert set(counts) == ({VOCAB // part} if part > 1 else set())
@@ -332,46 +207,9 @@ def test_a_synthetic_acceptance_pays_for_the_layers_steps(guesser, monkeypatch):
     assert found.num_accepted == found.num_drafted == len(calls) == 16
 
 
-def test_n_grams_come_first_where_both_are_asked_for(model):
-    prompts = [[7, 8, 9, 10] * 5, [20, 21, 22] * 6, [90]]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    engine = drafting(model, speculative=MTP | {"method": ("ngram", "mtp")})
-    assert shown(engine.generate(prompts, params)) == shown(make_engine(model, "attention").generate(prompts, params))
-    assert 0.2 < engine.spec_decode_metrics().acceptance_rate <= 1
-
-
-def test_a_step_that_fails_leaves_nothing_for_the_next_one(model, monkeypatch):
-    prompts, params = workload("sampled")
-    engine, forward, calls = drafting(model), ModelDrafter._forward, []
-
-    def fail_once(self, plan, *table_writes):
-        calls.append(plan)
-        if len(calls) == 4:
-            raise RuntimeError("this step fails")
-        return forward(self, plan, *table_writes)
-
-    monkeypatch.setattr(ModelDrafter, "_forward", fail_once)
-    outputs = engine.generate(prompts, params, on_error="return")
-    assert any(output.error for output in outputs)
-    before = engine.spec_decode_metrics()
-    assert run(engine, "sampled") == run(make_engine(model, "attention"), "sampled")
-    after = engine.spec_decode_metrics()
-    assert after.num_accepted - before.num_accepted == after.num_drafted - before.num_drafted > 0
-
-
-def test_memory_counts_keys_values_and_hidden_states(model):
-    engine, alone = drafting(model), make_engine(model, "attention")
-    # heads of 16, two for keys and two for values: 256 bytes of fp32 a token, and 256 of a hidden state of 64
-    assert engine.sizes.draft_block_bytes == 2 * alone.sizes.block_bytes == engine.sizes.block_bytes * 2 // 3
-    rows = {row.name: row.how for row in engine.sizes.table()}
-    assert rows["block_bytes"].endswith("+ draft_block_bytes")
-    (tensor,) = OverlapTextGenerationPipeline.of_engine(engine).draft_kv_blocks
-    assert tensor.nbytes == engine.sizes.draft_block_bytes * engine.sizes.num_blocks
-
-
 def test_keys_in_fp8_leave_hidden_states_as_they_are(model):
     engine = drafting(model, kv_cache_dtype="fp8_e4m3")
-    plain = make_engine(model, "attention", kv_cache_dtype="fp8_e4m3")
+    plain = make_engine(model, kv_cache_dtype="fp8_e4m3")
     assert run(engine, "sampled") == run(plain, "sampled")
     check_all_kept(engine)
     # four times 16 bytes for keys and values of a token, and 256 of fp32 for its hidden state
@@ -382,7 +220,7 @@ def test_what_has_no_mtp_layer_is_refused_by_name(model):
     for kind in ("attention", "hybrid"):
         other = make_model(kind, vocab_size=VOCAB)
         with pytest.raises(ConfigError, match=r"this model has none \(mtp_num_layers\); take method 'ngram'"):
-            DynamicInferenceEngine(other, InferenceConfig(**BASE, speculative=MTP))
+            drafting(other)
     with pytest.raises(ConfigError, match="leave 'draft' or 'mtp' out"):
         InferenceConfig(speculative={"method": ("mtp", "draft"), "draft_model": "small"})
     with pytest.raises(ConfigError, match="draft_model is 'small' with method 'mtp'"):
@@ -421,7 +259,7 @@ def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeyp
 def test_a_layer_that_is_not_known_is_refused_by_name():
     model = guessing()
     model.mtp.layers[0].hnorm.register_forward_hook(lambda *_: None)
-    make_engine(model, "attention").generate([[5, 6]], SamplingParams(max_tokens=2))  # nothing drafts with it
+    make_engine(model).generate([[5, 6]], SamplingParams(max_tokens=2))  # nothing drafts with it
     with pytest.raises(AdoptionError, match=r"mtp.layers.0.hnorm: has a forward hook"):
         drafting(model)
     model = guessing()
@@ -429,8 +267,3 @@ def test_a_layer_that_is_not_known_is_refused_by_name():
     model.mtp.layers[0].transformer_layer.mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(AdoptionError, match=r"mtp.layers.0.transformer_layer.mlp: has a forward hook"):
         engine.generate([[5, 6]], SamplingParams(max_tokens=2))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_mtp_layer_like_the_model_is_accepted_entirely_through_random_events(model, expected, seed):
-    check_random_events(partial(drafting, model), expected["sampled"], seed)

@@ -472,7 +472,7 @@ def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
 @pytest.mark.parametrize("feature", ["plain", "prefix", "overlap"])
 def test_captured_steps_keep_what_an_mtp_layer_drafts_from(feature):
     """Prompts and every other request are in captured steps; the drafts behind them are as good as without graphs."""
-    from test_mtp import MTP, knowing
+    from drafters import MTP, knowing
 
     model = knowing(max_sequence_length=64)
     requests = [(one, replace(params, speculate=number % 2 == 0)) for number, (one, params) in enumerate(work(10))]
