@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from fake_device import draw, make_group, make_request, prefix_digests
@@ -69,63 +70,89 @@ class OrderedWorld(World):
 # ------------------------------------------------------------------ golden traces
 
 
-def test_prompts_are_chunked_and_go_first():
-    world = OrderedWorld(PrefillFirst(), max_tokens=16, chunked=True)
-    for name, size in (("a", 5), ("b", 5), ("c", 10), ("d", 3)):
-        world.ask(name, size, 2)
-    assert world.trace() == "CE[a:5 b:5 c:6] CE[c:4 d:3] TG[a b c d]"
+FOUR = (("a", 5, 2), ("b", 5, 2), ("c", 10, 2), ("d", 3, 2))
+EIGHT = tuple((name, 8, 2) for name in "abc")
+LATE = {3: [(name, 4, 5) for name in "cdef"]}
+LONG = {2: [("L", 20, 2)]}
+CHUNKS_OF_8 = {"max_tokens": 8, "chunked": True}
+GOLDEN = {
+    "prompts are chunked and go first": (
+        PrefillFirst, {"max_tokens": 16, "chunked": True}, FOUR, {},
+        "CE[a:5 b:5 c:6] CE[c:4 d:3] TG[a b c d]",
+    ),
+    "without chunks no step exceeds its budget": (  # MAX computes 20 tokens in the first step
+        PrefillFirst, {"max_tokens": 16}, FOUR, {},
+        "CE[a:5 b:5 d:3] CE[c:10] TG[a b c d]",
+    ),
+    "prefill_first stalls decode while a long prompt is computed": (
+        PrefillFirst, CHUNKS_OF_8, [("a", 4, 6)], LONG,
+        "CE[a:4] TG[a] CE[L:8] CE[L:8] CE[L:4] TG[a L] TG[a] TG[a] TG[a]",
+    ),
+    "mixed decodes beside a long prompt": (
+        None, CHUNKS_OF_8, [("a", 4, 6)], LONG,
+        "CE[a:4] TG[a] CE[a:1 L:7] CE[a:1 L:7] CE[a:1 L:6] TG[a L]",
+    ),
+    "a watermark holds a prompt back while others run": (
+        PrefillFirst, {"num_blocks": 10, "limits": {"max_used_blocks": 5}}, [("a", 12, 3), ("b", 12, 3)], {},
+        "CE[a:12] TG[a] TG[a] CE[b:12] TG[b] TG[b]",
+    ),
+    "a watermark of all blocks holds none back": (
+        PrefillFirst, {"num_blocks": 10, "limits": {"max_used_blocks": 10}}, [("a", 12, 3), ("b", 12, 3)], {},
+        "CE[a:12 b:12] TG[a b] TG[a b]",
+    ),
+    "a watermark of zero runs one request at a time": (
+        None, {"limits": {"max_used_blocks": 0}}, [("a", 4, 2), ("b", 4, 2)], {},
+        "CE[a:4] TG[a] CE[b:4] TG[b]",
+    ),
+    "the newest request is recomputed with what it has drawn": (
+        PrefillFirst, {"num_blocks": 6, "paused_limit": 0, "limits": {"max_used_blocks": 6}},
+        [(name, 7, 6) for name in "abc"], {},
+        "CE[a:7 b:7 c:7] TG[a b c] TG[a b] TG[a b] TG[a b] TG[a b] CE[c:9] TG[c] TG[c] TG[c]",
+    ),
+    "a step never goes past the length of a request": (  # MAX runs one step too many
+        PrefillFirst, {"overlap": True}, [("a", 4, 6), ("b", 4, 10)], {},
+        "CE[a:4 b:4] TG[a b] TG[a b] TG[a b] TG[a b] TG[a b] TG[b] TG[b] TG[b] TG[b]",
+    ),
+    "total context bounds steps with prompts only": (
+        PrefillFirst, {"limits": {"max_total_tokens": 20}}, EIGHT, {},
+        "CE[a:8 b:8] CE[c:8] TG[a b c]",
+    ),
+    "total context counts decoding requests and chunks": (  # a has 9 tokens in its first decode step: 7 of b fit;
+        None, CHUNKS_OF_8 | {"limits": {"max_total_tokens": 20}}, [("a", 8, 4)], {1: [("b", 16, 2)]},
+        "CE[a:8] CE[a:1 b:7] TG[a] TG[a] CE[b:8] CE[b:1] TG[b]",  # then b would have 14 beside a's 10
+    ),
+    "no more requests run than rows": (
+        PrefillFirst, {"num_rows": 2}, [(name, 4, 2) for name in "abc"], {},
+        "CE[a:4 b:4] TG[a b] CE[c:4] TG[c]",
+    ),
+    "phased keeps its floor of four and its cap": (
+        partial(Phased, min_decoding=4, prioritizes_first_decode=False), {"limits": {"max_live": 4}},
+        [("a", 4, 5), ("b", 4, 5)], LATE,
+        "CE[a:4 b:4] TG[a b] TG[a b] CE[c:4 d:4] TG[a b c d] TG[a b c d] "
+        "CE[e:4 f:4] TG[c d e f] TG[c d e f] TG[e f] TG[e f]",
+    ),
+    "phased keeps its floor of two and its cap": (
+        partial(Phased, min_decoding=2, prioritizes_first_decode=False), {"limits": {"max_live": 4}},
+        [("a", 4, 5), ("b", 4, 5)], LATE,
+        "CE[a:4 b:4] TG[a b] TG[a b] TG[a b] TG[a b] "
+        "CE[c:4 d:4 e:4 f:4] TG[c d e f] TG[c d e f] TG[c d e f] TG[c d e f]",
+    ),
+    "phased decodes new requests alone at first": (
+        partial(Phased, min_decoding=4, prioritizes_first_decode=True), {"limits": {"max_live": 4}},
+        [("a", 4, 5), ("b", 4, 5)], {3: LATE[3][:2]},
+        "CE[a:4 b:4] TG[a b] TG[a b] CE[c:4 d:4] TG[c d] TG[a b c d] TG[a b c d] TG[c d]",
+    ),
+}  # fmt: skip
+"""By promise: phases, settings of the world, requests, those that arrive before a step, and the trace."""
 
 
-def test_without_chunks_no_step_exceeds_its_budget():
-    world = OrderedWorld(PrefillFirst(), max_tokens=16)
-    for name, size in (("a", 5), ("b", 5), ("c", 10), ("d", 3)):
-        world.ask(name, size, 2)
-    assert world.trace() == "CE[a:5 b:5 d:3] CE[c:10] TG[a b c d]", "MAX computes 20 tokens in the first step"
-
-
-def test_prefill_first_stalls_decode_while_a_long_prompt_is_computed():
-    world = OrderedWorld(PrefillFirst(), max_tokens=8, chunked=True)
-    world.ask("a", 4, 6)
-    trace = world.trace(arrivals={2: [("L", 20, 2)]})
-    assert trace == "CE[a:4] TG[a] CE[L:8] CE[L:8] CE[L:4] TG[a L] TG[a] TG[a] TG[a]"
-
-
-def test_mixed_decodes_beside_a_long_prompt():
-    world = OrderedWorld(max_tokens=8, chunked=True)
-    world.ask("a", 4, 6)
-    assert world.trace(arrivals={2: [("L", 20, 2)]}) == "CE[a:4] TG[a] CE[a:1 L:7] CE[a:1 L:7] CE[a:1 L:6] TG[a L]"
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0.5, "CE[a:12] TG[a] TG[a] CE[b:12] TG[b] TG[b]"), (1.0, "CE[a:12 b:12] TG[a b] TG[a b]")],
-)
-def test_watermark_holds_a_prompt_back_while_others_run(share, expected):
-    world = OrderedWorld(PrefillFirst(), num_blocks=10, limits={"max_used_blocks": int(share * 10)})
-    world.ask("a", 12, 3)
-    world.ask("b", 12, 3)
-    assert world.trace() == expected
-
-
-def test_watermark_of_zero_runs_one_request_at_a_time():
-    world = OrderedWorld(limits={"max_used_blocks": 0})
-    world.ask("a", 4, 2)
-    world.ask("b", 4, 2)
-    assert world.trace() == "CE[a:4] TG[a] CE[b:4] TG[b]"
-
-
-def test_the_newest_request_is_recomputed_with_what_it_has_drawn():
-    world = OrderedWorld(PrefillFirst(), num_blocks=6, paused_limit=0, limits={"max_used_blocks": 6})
-    for name in "abc":
-        world.ask(name, 7, 6)
-    assert world.trace() == ("CE[a:7 b:7 c:7] TG[a b c] TG[a b] TG[a b] TG[a b] TG[a b] CE[c:9] TG[c] TG[c] TG[c]")
-
-
-def test_a_step_never_goes_past_the_length_of_a_request():
-    world = OrderedWorld(PrefillFirst(), overlap=True)
-    world.ask("a", 4, 6)
-    world.ask("b", 4, 10)
-    assert world.trace() == "CE[a:4 b:4] " + "TG[a b] " * 5 + "TG[b] TG[b] TG[b] TG[b]", "MAX runs one step too many"
+@pytest.mark.parametrize("promise", GOLDEN)
+def test_steps_are_those_of_the_golden_trace(promise):
+    phases, settings, requests, arrivals, expected = GOLDEN[promise]
+    world = OrderedWorld(phases and phases(), **settings)
+    for name, num_prompt, max_new in requests:
+        world.ask(name, num_prompt, max_new)
+    assert world.trace(arrivals=arrivals) == expected
 
 
 def test_an_end_drops_as_many_steps_as_were_in_flight_behind_it():
@@ -136,21 +163,6 @@ def test_an_end_drops_as_many_steps_as_were_in_flight_behind_it():
         world.drain()
         assert len(a.tokens) == 5 and a.finish_reason is FinishReason.STOP
         assert world.scheduler.stats.decode_tokens == steps_in_flight - 1
-
-
-def test_total_context_bounds_steps_with_prompts_only():
-    world = OrderedWorld(PrefillFirst(), limits={"max_total_tokens": 20})
-    for name in "abc":
-        world.ask(name, 8, 2)
-    assert world.trace() == "CE[a:8 b:8] CE[c:8] TG[a b c]"
-
-
-def test_total_context_counts_decoding_requests_and_chunks():
-    world = OrderedWorld(max_tokens=8, chunked=True, limits={"max_total_tokens": 20})
-    world.ask("a", 8, 4)
-    trace = world.trace(arrivals={1: [("b", 16, 2)]})
-    # a has 9 tokens in its first decode step: 7 of b fit; then b would have 14 beside a's 10.
-    assert trace == "CE[a:8] CE[a:1 b:7] TG[a] TG[a] CE[b:8] CE[b:1] TG[b]"
 
 
 def test_total_context_counts_all_that_a_swapped_request_brings_back():
@@ -168,58 +180,11 @@ def test_total_context_counts_all_that_a_swapped_request_brings_back():
         assert tuple(found) == beside and world.scheduler.stats.swapped_in == len(beside)
 
 
-def test_no_more_requests_run_than_rows():
-    world = OrderedWorld(PrefillFirst(), num_rows=2)
-    for name in "abc":
-        world.ask(name, 4, 2)
-    assert world.trace() == "CE[a:4 b:4] TG[a b] CE[c:4] TG[c]"
-
-
-LATE = {3: [("c", 4, 5), ("d", 4, 5), ("e", 4, 5), ("f", 4, 5)]}
-
-
-@pytest.mark.parametrize(
-    ("floor", "first", "arrivals", "expected"),
-    [
-        (
-            4,
-            False,
-            LATE,
-            "CE(ab) TG(ab) TG(ab) CE(cd) TG(abcd) TG(abcd) CE(ef) TG(cdef) TG(cdef) TG(ef) TG(ef)",
-        ),
-        (2, False, LATE, "CE(ab) TG(ab) TG(ab) TG(ab) TG(ab) CE(cdef) TG(cdef) TG(cdef) TG(cdef) TG(cdef)"),
-        (
-            4,
-            True,
-            {3: LATE[3][:2]},
-            "CE(ab) TG(ab) TG(ab) CE(cd) TG(cd) TG(abcd) TG(abcd) TG(cd)",
-        ),
-    ],
-    ids=["floor_4", "floor_2", "first_decode"],
-)
-def test_phased_keeps_its_floor_and_its_cap(floor, first, arrivals, expected):
-    phases = Phased(min_decoding=floor, prioritizes_first_decode=first)
-    world = OrderedWorld(phases, limits={"max_live": 4})
-    world.ask("a", 4, 5)
-    world.ask("b", 4, 5)
-    trace = world.trace(arrivals=arrivals)
-    short = trace.replace(":4", "").replace("[", "(").replace("]", ")")
-    assert (
-        short.replace("(a b", "(ab")
-        .replace(" b", "b")
-        .replace(" c", "c")
-        .replace(" d", "d")
-        .replace(" e", "e")
-        .replace(" f", "f")
-        == expected
-    )
-
-
 # ------------------------------------------------------------------ bounds
 
 
 def test_decode_is_not_starved_by_a_stream_of_prompts():
-    world = OrderedWorld(PrefillFirst(), num_rows=4)
+    world = OrderedWorld(PrefillFirst, num_rows=4)
     long = world.ask("long", 4, 4)
     for number in range(3 * MAX_PREFILLS_IN_A_ROW + 10):
         if long.finish_reason is not None:

@@ -54,43 +54,27 @@ def test_price_is_seconds_per_block_gained_and_rises_with_evictions_and_with_the
     assert CostModel(copy_s_per_block=2.0).swap_s(3) == 12.0
 
 
+VICTIMS = {
+    # b's last block is nearly empty, c's and d's are full: b loses the fewest tokens for each of its blocks
+    "costs least for a freed block": (12, [("a", 8, 20), ("b", 9, 20), ("c", 12, 20), ("d", 16, 20)], {}, ["b"]),
+    # b and c lose three tokens a block, but one block is enough, and b loses three tokens in all
+    "costs least for the blocks that are needed": (6, [("a", 8, 6), ("b", 3, 6), ("c", 9, 6)], {}, ["b"]),
+    "is the youngest of equal prices": (6, [("a", 8, 7), ("b", 8, 7), ("c", 8, 7)], {}, ["c"]),
+    "was not evicted before": (6, [("a", 8, 7), ("b", 8, 7), ("c", 8, 7)], {"c": 1}, ["b"]),
+}
+"""By what the victim is: blocks, requests (name, prompt, new), how often they were evicted, and the victim."""
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_victim_is_the_request_that_costs_least_for_a_freed_block(overlap):
-    """b's last block is nearly empty, c's and d's are full: b loses the fewest tokens for each of its blocks."""
-    world = World(num_blocks=12, block_size=4, paused_limit=0, max_tokens=64, overlap=overlap)
-    world.add(endless("a", 8, 20))
-    world.add(endless("b", 9, 20, start=20))
-    world.add(endless("c", 12, 20, start=30))
-    world.add(endless("d", 16, 20, start=40))
+@pytest.mark.parametrize("why", VICTIMS)
+def test_the_victim_is_the_request_that(why, overlap):
+    num_blocks, requests, evictions, expected = VICTIMS[why]
+    world = World(num_blocks=num_blocks, block_size=4, paused_limit=0, max_tokens=64, overlap=overlap)
+    for place, (name, num_prompt, max_new) in enumerate(requests):
+        request = world.add(endless(name, num_prompt, max_new, start=10 * (place + 1)))
+        request.history.num_evictions = evictions.get(name, 0)
     until(world, lambda: evicted(world))
-    assert evicted(world) == ["b"]
-    world.drain()
-
-
-def test_blocks_beyond_those_needed_do_not_make_a_victim_cheaper():
-    """b and c lose three tokens a block, but one block is enough, and b loses three tokens in all."""
-    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64)
-    for name, num_prompt in (("a", 8), ("b", 3), ("c", 9)):
-        world.add(endless(name, num_prompt, 6, start=num_prompt * 5))
-    world.step()
-    world.step()
-    assert evicted(world) == ["b"]
-    world.drain()
-
-
-def test_equal_prices_take_the_youngest():
-    world = crowd(num_prompt=8, max_new=7, names="ab", num_blocks=12)
-    world.add(endless("c", 8, 7))
-    until(world, lambda: evicted(world))
-    assert evicted(world) == ["c"]
-    world.drain()
-
-
-def test_earlier_evictions_make_a_request_dearer():
-    world = crowd(num_prompt=8, max_new=7, num_blocks=12)
-    world.requests[2].history.num_evictions = 1
-    until(world, lambda: evicted(world))
-    assert evicted(world) == ["b"]
+    assert evicted(world) == expected
     world.drain()
 
 
