@@ -20,6 +20,7 @@ from megatron_infer.outputs.embeddings import flattened
 from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
 from megatron_infer.outputs.schema import (
     Piece,
+    aged,
     bytes_to_ids,
     failure_of,
     floats_to_bytes,
@@ -278,18 +279,14 @@ def params_of(run: protocol.Run) -> SamplingParams:
 
 def stage_times(metrics: RequestMetrics) -> protocol.StageTimes:
     """For a message that is sent now."""
-    now = time.monotonic()
-
-    def age(at: float | None) -> float | None:
-        return None if at is None else now - at
-
+    ages = aged(metrics, time.monotonic())
     return protocol.StageTimes(
-        now - metrics.arrival_time,
-        age(metrics.first_scheduled_time),
-        age(metrics.first_token_time),
-        age(metrics.finished_time),
-        metrics.num_pauses,
-        metrics.num_evictions,
+        ages.arrival_time,
+        ages.first_scheduled_time,
+        ages.first_token_time,
+        ages.finished_time,
+        ages.num_pauses,
+        ages.num_evictions,
     )
 
 

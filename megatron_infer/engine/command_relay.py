@@ -107,12 +107,22 @@ class CommandRelay:
                 "rank 0, which passes them on; call it there, and step(), generate() or follow() here"
             )
 
-    def meet(self, call: str, arguments: Any = None, *, compare: bool = True) -> None:
+    def meet(self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True) -> Meeting:
         """Begin a call together with all ranks; the leader's commands have been executed here when it returns.
 
-        compare: False where the arguments of the other ranks do not count.
+        flag: see `Lockstep.meet`. compare: False where the arguments of the other ranks do not count.
         """
-        self._meet(call, arguments, compare=compare)
+        met, self._met = self._met, None
+        self._lockstep.phase = call.removesuffix("()")
+        if met is None:
+            commands, complaint = self._outbox.commands, self._complaint()
+            met = self._lockstep.meet(
+                call, commands, arguments=plain(arguments), flag=flag, compare=compare, other_prompts=complaint
+            )
+        elif met.call != call:
+            raise LockstepError(f"{call} while following {met.call}")
+        self._execute(met)
+        return met
 
     def begin_step(self, among: Collection[str] | None, *, running: bool) -> tuple[bool | None, Collection[str] | None]:
         """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
@@ -126,7 +136,7 @@ class CommandRelay:
             return None, among
         was_idle = loop.was_idle
         arguments = None if among is None else sorted(among)
-        met = self._meet("step()", arguments, flag=self._weights_moved(), compare=False)
+        met = self.meet("step()", arguments, flag=self._weights_moved(), compare=False)
         # A rank that was idle, or that has just received an abort, has not read the content of its weights.
         if running and (was_idle or any(command["kind"] == "abort" for command in met.commands)):
             differ = not loop.is_idle and loop.weights_differ()
@@ -158,7 +168,7 @@ class CommandRelay:
                 mine = {"ids": take_in()}
             except Exception as error:  # the other ranks wait for this one, whatever is wrong with the prompts
                 refusal, mine = error, {"refused": f"{type(error).__name__}: {error}"}
-        given = self._meet("generate()", mine, compare=False).arguments
+        given = self.meet("generate()", mine, compare=False).arguments
         if refusal is not None:
             raise refusal
         if "refused" in given:
@@ -191,19 +201,6 @@ class CommandRelay:
                 continue
             finally:
                 self._met = None
-
-    def _meet(self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True) -> Meeting:
-        met, self._met = self._met, None
-        self._lockstep.phase = call.removesuffix("()")
-        if met is None:
-            commands, complaint = self._outbox.commands, self._complaint()
-            met = self._lockstep.meet(
-                call, commands, arguments=plain(arguments), flag=flag, compare=compare, other_prompts=complaint
-            )
-        elif met.call != call:
-            raise LockstepError(f"{call} while following {met.call}")
-        self._execute(met)
-        return met
 
     def _weights_moved(self) -> bool:
         """Whether weights changed on this rank, as far as that matters before a step."""

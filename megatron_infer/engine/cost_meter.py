@@ -16,16 +16,14 @@ MIN_PREFILL_TOKENS = 16
 """A step is a reading of the price of prefill only if it computes this many prompt tokens, and they are most of it."""
 
 
-def measured_costs(store: CacheStore) -> CostModel:
-    """Prices before the first step: copies as measured on unused places, prefill as the default has it."""
-    store.measure_copies()
-    return CostModel(copy_s_per_block=store.copy_s_per_block, copy_s_per_state=store.copy_s_per_state)
-
-
 def agreed_costs(store: CacheStore, rank_group: RankGroup) -> CostModel:
-    """`measured_costs` of the leader: all ranks decide on evictions with the same prices."""
-    measured = asdict(measured_costs(store)) if rank_group.groups.is_leader else None
-    return CostModel(**rank_group.from_leader("prices of evictions", measured))
+    """Prices before the first step, the leader's on all ranks: copies as measured on unused places, prefill as the
+    default has it."""
+    costs = CostModel()
+    if rank_group.groups.is_leader:
+        store.measure_copies()
+        costs = CostModel(copy_s_per_block=store.copy_s_per_block, copy_s_per_state=store.copy_s_per_state)
+    return CostModel(**rank_group.from_leader("prices of evictions", asdict(costs)))
 
 
 class CostMeter:

@@ -319,29 +319,20 @@ def _run_to_end(
     return [output for output in results if output is not None]
 
 
-def _follow_command(method: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    return method(**given)
+def _follow(method: Callable[..., Any], given: Mapping[str, Any] | None) -> Any:
+    return method(**(given or {}))
 
 
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
-    commands = {
-        row.call: partial(_follow_command, getattr(engine, row.name))
-        for row in COMMANDS.values()
-        if row.group is Group.ENGINE
-    }
-    return commands | {
+    adapters = engine.controls.adapters
+    methods = {row.call: getattr(engine, row.name) for row in COMMANDS.values() if row.group is Group.ENGINE}
+    for name in ("has_unfinished", "drain", "verify_weights", "save_requests", "load_requests"):
+        methods[f"{name}()"] = getattr(engine, name)
+    for name in ("read", "load", "unload", "undo", "settle"):
+        methods[f"{name}_adapter()"] = getattr(adapters, name)
+    methods["forget_reading()"] = adapters.forget
+    return {call: partial(_follow, method) for call, method in methods.items()} | {
         "step()": engine.step,
         "generate()": lambda given: engine.generate([], on_error="return"),
-        "has_unfinished()": lambda given: engine.has_unfinished(),
-        "drain()": lambda given: engine.drain(),
-        "verify_weights()": lambda given: engine.verify_weights(),
-        "read_adapter()": lambda given: engine.controls.adapters.read(**given),
-        "load_adapter()": lambda given: engine.controls.adapters.load(**given),
-        "unload_adapter()": lambda given: engine.controls.adapters.unload(**given),
-        "forget_reading()": lambda given: engine.controls.adapters.forget(**given),
-        "undo_adapter()": lambda given: engine.controls.adapters.undo(**given),
-        "settle_adapter()": lambda given: engine.controls.adapters.settle(**given),
-        "save_requests()": lambda given: engine.save_requests(**given),
-        "load_requests()": lambda given: engine.load_requests(**given),
         ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),
     }

@@ -91,16 +91,6 @@ class CacheSuspension:
         """How the cache is suspended; PERSIST while it is not."""
 
     @property
-    def addresses_stable(self) -> bool:
-        """Whether the cache has the same addresses after suspend and resume."""
-        return self._store.addresses_stable
-
-    @property
-    def arrived_s(self) -> float | None:
-        """Seconds that the copies of the latest restore took; None while they run, and before the first."""
-        return self._store.restore_copy_s
-
-    @property
     def resident_bytes(self) -> int:
         """Memory of the cache now, on the device and on the host."""
         store = self._store
@@ -212,7 +202,7 @@ class Suspension:
     ) -> None:
         self._loop, self._lifecycle, self._weights = loop, lifecycle, weights
         self._cache, self._graphs = CacheSuspension(scheduler, executor, config), graphs
-        self._device, self._rank_group = device, executor.rank_group
+        self._device, self._rank_group, self._store = device, executor.rank_group, executor.runner.store
         self._default_mode = config.kv_cache_management_mode
         self._away: set[str] = set()
         self._returns_to = EngineState.RUNNING
@@ -225,7 +215,7 @@ class Suspension:
     @property
     def arrived_s(self) -> float | None:
         """Seconds that the cache's copies of the latest resume took; None while they run, and before the first."""
-        return self._cache.arrived_s
+        return self._store.restore_copy_s
 
     def suspend(
         self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
@@ -243,7 +233,7 @@ class Suspension:
                 self._cache.require_no_loop_by_hand()
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
-            moves = frees_cache and not self._cache.addresses_stable
+            moves = frees_cache and not self._store.addresses_stable
             if moves and self._graphs is not None:
                 # Undoing a failure moves the cache of some ranks only: all capture again, or none.
                 transition.undo("the graphs", partial(self._graphs.pool.drop, "a suspend failed"))
