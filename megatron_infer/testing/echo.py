@@ -163,11 +163,9 @@ class EchoEngine:
             weight_version=self.controls.weight_version,
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_paused=0,
             capacity=self.context.num_rows,
             blocks_used=pool.num_blocks - pool.num_free,
             blocks_cached=pool.num_cached,
-            blocks_paused=0,
             blocks_free=pool.num_free - pool.num_cached,
             **self.meter.as_figures(),
         )

@@ -67,18 +67,18 @@ class EngineSnapshot:
     """Unix time at which it was built; another value means that the counts have started again at zero."""
     state: str
     weight_version: int
-    num_waiting: int
-    num_running: int
-    num_paused: int
-    capacity: int
+    num_waiting: int = 0
+    num_running: int = 0
+    num_paused: int = 0
+    capacity: int = 0
     """Most requests in one step."""
-    blocks_used: int
+    blocks_used: int = 0
     """Held by requests that are not paused; a shared block counts once."""
-    blocks_cached: int
+    blocks_cached: int = 0
     """Free, and kept for the prefix cache."""
-    blocks_paused: int
+    blocks_paused: int = 0
     """Held by paused requests alone."""
-    blocks_free: int
+    blocks_free: int = 0
     """Free without cached content."""
     state_slots_used: int = 0
     """Recurrent-state slots of rows that requests hold. All three are 0 for models without recurrent state."""

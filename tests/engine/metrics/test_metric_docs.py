@@ -27,20 +27,20 @@ def metric_docs():
     return module
 
 
-def figures(**changes):
+def figures():
     meter = EngineMeter()
     meter.adapter_ended("french", 3)
     for spec in MISMATCH.values():
         meter.registry.gauge(spec.full_name, spec.help).set(1.0)
     SpeechMeter(meter.registry)
-    values = dict.fromkeys(("num_waiting", "num_running", "num_paused", "capacity", "blocks_used"), 0)
-    values |= dict.fromkeys(("blocks_cached", "blocks_paused", "blocks_free"), 0)
-    values |= {
+    drafts = {
         "drafted": {"1": 3, "2": 2},
         "drafts_accepted": {"1": 2, "2": 0},
         "draft_depths": {"0": 4, "1": 1, "2": 1},
-    }  # without drafts there is no such series
-    return EngineSnapshot(state="running", weight_version=0, **{**values, **meter.as_figures(), **changes})
+    }
+    return EngineSnapshot(
+        state="running", weight_version=0, **drafts, **meter.as_figures()
+    )  # no drafts: no such series
 
 
 def exported():

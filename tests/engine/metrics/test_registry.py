@@ -10,34 +10,6 @@ from hypothesis import strategies as st
 
 from megatron_infer.engine.metrics.registry import Histogram, Registry
 
-MEGATRON_KEYS = {
-    "inference/inference_step",
-    "inference/step_time_s",
-    "inference/waiting_queue_len",
-    "inference/total_requests_dict_size",
-    "inference/total_blocks",
-    "inference/allocated_blocks",
-    "inference/active_unique_blocks",
-    "inference/allocated_utilization",
-    "inference/active_utilization",
-    "inference/active_request_count",
-    "inference/paused_request_count",
-    "inference/block_count_avail",
-    "inference/active_token_count",
-    "inference/total_request_count",
-    "inference/max_requests",
-    "inference/prefix_cache_hits",
-    "inference/prefix_cache_blocks_matched",
-}
-
-
-def test_snapshot_has_exactly_megatrons_keys(snapshot):
-    metrics = snapshot().as_metrics()
-    assert set(metrics) == MEGATRON_KEYS
-    assert metrics["inference/inference_step"] == 7
-    assert metrics["inference/allocated_utilization"] == 25.0
-    assert metrics["inference/active_utilization"] == 15.0
-
 
 def test_counter_refuses_to_shrink():
     counter = Registry().counter("tokens", "tokens drawn")

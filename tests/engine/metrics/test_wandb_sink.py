@@ -12,6 +12,7 @@ import types
 
 import pytest
 
+from megatron_infer.engine.metrics.engine_snapshot import StepSnapshot
 from megatron_infer.engine.metrics.wandb import WandbSink
 from megatron_infer.errors import ConfigError
 
@@ -27,20 +28,54 @@ class Writer:
         self.metrics.append((name, step_metric))
 
 
-def test_rows_are_drawn_over_the_inference_step(snapshot):
+MEGATRON_KEYS = """inference_step step_time_s waiting_queue_len total_requests_dict_size total_blocks
+allocated_blocks active_unique_blocks allocated_utilization active_utilization active_request_count
+paused_request_count block_count_avail active_token_count total_request_count max_requests prefix_cache_hits
+prefix_cache_blocks_matched""".split()
+
+
+def snapshot(*, step: int = 7) -> StepSnapshot:
+    return StepSnapshot(
+        step=step,
+        step_time_s=0.02,
+        waiting_queue_len=1,
+        total_requests_dict_size=6,
+        total_blocks=40,
+        allocated_blocks=10,
+        active_unique_blocks=6,
+        active_request_count=4,
+        paused_request_count=1,
+        block_count_avail=30,
+        active_token_count=20,
+        total_request_count=5,
+        max_requests=16,
+        prefix_cache_hits=2,
+        prefix_cache_blocks_matched=3,
+    )
+
+
+def test_snapshot_has_exactly_megatrons_keys():
+    metrics = snapshot().as_metrics()
+    assert set(metrics) == {f"inference/{name}" for name in MEGATRON_KEYS}
+    assert metrics["inference/inference_step"] == 7
+    assert metrics["inference/allocated_utilization"] == 25.0
+    assert metrics["inference/active_utilization"] == 15.0
+
+
+def test_rows_are_drawn_over_the_inference_step():
     writer = Writer()
     WandbSink(writer).write(snapshot(step=3))
     assert writer.metrics == [("inference/inference_step", None), ("inference/*", "inference/inference_step")]
     assert writer.rows == [snapshot(step=3).as_metrics()]
 
 
-def test_steps_go_on_from_the_runs_summary(snapshot):
+def test_steps_go_on_from_the_runs_summary():
     writer = Writer({"inference/inference_step": 100})
     WandbSink(writer).write(snapshot(step=3))
     assert writer.rows[0]["inference/inference_step"] == 103
 
 
-def test_a_console_line_is_written_without_a_writer(snapshot, caplog):
+def test_a_console_line_is_written_without_a_writer(caplog):
     with caplog.at_level(logging.INFO, logger="megatron_infer"):
         WandbSink(None).write(snapshot())
     assert "step 7: 20.0 ms, 20 tokens (1,000/s), 4 active, 1 paused, 1 waiting, blocks 10/40" in caplog.text
@@ -78,7 +113,7 @@ def read_rows(path: str) -> list[dict[str, float]]:
     return rows
 
 
-def test_an_offline_wandb_run_holds_every_row(snapshot, tmp_path, monkeypatch):
+def test_an_offline_wandb_run_holds_every_row(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

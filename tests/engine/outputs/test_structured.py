@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from engines import finish, submit
 from structured_case import PERSON, VOCAB, check, make_engine, model, run, tokenizer, told, workload
+from test_async_llm import make_async
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
-from megatron_infer.engine.async_llm import AsyncLLM, EngineThread
 from megatron_infer.engine.executor import FailedStep
 from megatron_infer.errors import RequestError
 from megatron_infer.runner.sampling.grammar_matchers import Grammars
@@ -389,7 +388,7 @@ def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued()
     engine = make_engine()
     with pytest.raises(RequestError, match="json_schema: nothing can begin with it, as with references in a circle"):
         engine.add_request([7], structured(json_schema=LOOP))
-    assert not engine.has_unfinished()
+    assert not engine.has_unfinished() and not engine.output_processor.num_structured
 
 
 def test_grammar_that_goes_beyond_its_limits_at_once_is_refused_for_that(monkeypatch):
@@ -447,14 +446,6 @@ def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
     assert len(outputs[kept].outputs[0].text) == 9 and outputs[kept].outputs[0].finish_reason == "stop"
 
 
-def test_a_wrong_schema_is_refused_before_it_is_queued():
-    engine = make_engine()
-    for language in ({"json_schema": {"type": "thing"}}, {"regex": "("}, {"grammar": "start: nothing"}):
-        with pytest.raises(RequestError, match=next(iter(language))):
-            engine.add_request([1, 2], structured(**language))
-    assert not engine.has_unfinished() and not engine.output_processor.num_structured
-
-
 def test_aborted_requests_leave_nothing_behind():
     engine = make_engine(overlap=True)
     name = engine.add_request([1, 2, 3], structured(regex="[a-z]{50}"), request_id="x")
@@ -476,12 +467,8 @@ def test_steps_without_structured_output_ask_for_no_mask(monkeypatch):
 
 
 def test_async_llm_takes_structured_output_and_refuses_what_is_wrong():
-    llm = AsyncLLM.__new__(AsyncLLM)
-    engine = make_engine()
-    llm.llm, llm.tokenizer, llm._thread = SimpleNamespace(engine=engine), tokenizer(), EngineThread(engine)
-
     async def ask():
-        async with llm as served:
+        async with make_async(make_engine()) as served:
             with pytest.raises(RequestError, match="Invalid type"):
                 async for _ in served.generate([1, 2], structured(json_schema={"type": "thing"})):
                     pass
