@@ -10,23 +10,21 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
+import engines
 import prometheus_client
 import pytest
-import torch
-from model_kinds import buffers
 from scrape import check_histograms, parse
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.metrics.definitions import engine_families
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.prometheus import PrometheusExporter, exposition
 from megatron_infer.errors import ConfigError
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_hybrid
 
 BLOCK = 16
 
@@ -42,15 +40,7 @@ class Writer:
         pass
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return tiny_gpt(vocab_size=128, max_sequence_length=512)
-
-
-def make_engine(model, **settings):
-    base = {"buffer_size_gb": 0.05, "block_size_tokens": BLOCK, "max_sequence_length": 200, "max_requests": 8}
-    return DynamicInferenceEngine(model, InferenceConfig(**{**base, "max_tokens": 256, **settings}))
+make_engine = partial(engines.make_engine, max_requests=8)
 
 
 def scrape(engine):
@@ -91,10 +81,9 @@ def run_load(engine):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_scrape_and_wandb_agree_with_what_was_done_and_with_each_other(model, overlap):
     writer = Writer()
-    tight = buffers(model, blocks=14, block_size=BLOCK, max_requests=8)  # too few for all: some are evicted
-    tight["paused_buffer_size_gb"] = 0
-    caching = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
-    engine = make_engine(model, overlap=overlap, metrics_writer=writer, logging_step_interval=1, **tight, **caching)
+    tight = {"pool_blocks": 14, "paused_buffer_size_gb": 0}  # too few for all: some are evicted
+    logging = {"metrics_writer": writer, "logging_step_interval": 1}
+    engine = make_engine(model, overlap=overlap, prefix="lru", **tight, **logging)
     done, cut = run_load(engine)
     series, counters = scrape(engine), engine.stats().counters
     outputs = [*done, cut]

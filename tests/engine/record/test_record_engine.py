@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from engines import make_engine
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.record import RunRecorder, verify
-from megatron_infer.testing.tiny import tiny_gpt
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return tiny_gpt(vocab_size=128, max_sequence_length=512, init_method_std=0.2)
-
-
-def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
-    base = {
-        "buffer_size_gb": 0.05,
-        "block_size_tokens": 16,
-        "max_sequence_length": 200,
-        "max_requests": 8,
-        "max_tokens": 256,
-    }
-    return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -49,7 +29,7 @@ def test_a_run_with_aborts_replays_under_other_options(model, tmp_path, overlap)
 
 
 def test_salts_are_recorded_and_replayed(model, tmp_path):
-    path, caching = tmp_path / "run.jsonl", {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    path, caching = tmp_path / "run.jsonl", {"prefix": "lru"}
     engine, ids = make_engine(model, **caching), list(range(5, 60))
     with RunRecorder(path) as recorder:
         recorder.attach(engine)

@@ -12,27 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from plain_forward import full_logits
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.testing.inspect import inspect
-
-
-def worst_error(model: torch.nn.Module, outputs: Iterable[RequestOutput], *, greedy: bool = True) -> float:
-    """The largest difference to the logprobs of megatron-core's full forward; infinite for another greedy token."""
-    worst = 0.0
-    for output in outputs:
-        for one in output.outputs:
-            ids = output.prompt_token_ids + one.token_ids
-            expected = full_logits(model, ids).log_softmax(-1)[len(output.prompt_token_ids) - 1 : -1]
-            if greedy and expected.argmax(-1).tolist() != one.token_ids:
-                return float("inf")
-            for row, token, entry in zip(expected, one.token_ids, one.logprobs, strict=True):
-                worst = max(worst, abs(entry[token].logprob - float(row[token])))
-    return worst
 
 
 def finish(engine: DynamicInferenceEngine, *, keep: str | None = None) -> list[RequestOutput]:

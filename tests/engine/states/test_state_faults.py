@@ -7,11 +7,13 @@ Right is what megatron-core's full forward over the same tokens gives: the greed
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from model_kinds import RECURRENT, make_model
+from plain_forward import full_logits, worst_error
 from state_sabotage import (
     captured_at_the_end,
     change_plans,
@@ -23,7 +25,6 @@ from state_sabotage import (
     never_fresh,
     padded_with,
     without_state_copies,
-    worst_error,
 )
 
 from megatron_infer.config.inference import InferenceConfig
@@ -95,7 +96,7 @@ def judge(
     model: torch.nn.Module, outputs: list[RequestOutput], protected: bool, *, count: int, is_greedy: bool = True
 ) -> None:
     assert len(outputs) == count and not any(output.error for output in outputs)
-    worst = worst_error(model, outputs, greedy=is_greedy)
+    worst = worst_error(outputs, partial(full_logits, model), greedy=is_greedy)
     assert worst < 1e-4 if protected else worst > 1e-2
 
 
