@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.engine.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot, StepSnapshot
-from megatron_infer.engine.metrics.wandb import WandbSink, check_writer
+from megatron_infer.engine.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot
+from megatron_infer.engine.metrics.wandb import WandbSink, check_writer, step_row
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.runner.cuda_graphs.padded_step import StepGraphs
@@ -117,28 +117,18 @@ class StatLogger:
         """Give a step's figures to the metrics writer, every logging_step_interval steps."""
         if self._sink is None or step % self._config.logging_step_interval:
             return
-        sizes, figures = self._sizes, self.snapshot(state="running", num_steps=step)
-        num_free = figures.blocks_free + figures.blocks_cached
-        self._sink.write(
-            StepSnapshot(
-                step=step,
-                step_time_s=seconds,
-                waiting_queue_len=figures.num_waiting,
-                total_requests_dict_size=len(self._output_processor),
-                total_blocks=sizes.num_usable_blocks,
-                allocated_blocks=sizes.num_usable_blocks - num_free,
-                active_unique_blocks=len(_held_blocks(self._scheduler.running)),
-                active_request_count=figures.num_running,
-                paused_request_count=figures.num_paused,
-                block_count_avail=num_free,
-                active_token_count=plan.num_tokens,
-                total_request_count=figures.num_running + figures.num_paused,
-                max_requests=sizes.max_requests,
-                prefix_cache_hits=figures.prefix_hits,
-                prefix_cache_blocks_matched=figures.prefix_hit_tokens // self._config.block_size_tokens,
-            ),
+        figures = self.snapshot(state="running", num_steps=step)
+        row = step_row(
             figures,
+            step=step,
+            seconds=seconds,
+            num_tokens=plan.num_tokens,
+            num_requests=len(self._output_processor),
+            num_blocks=self._sizes.num_usable_blocks,
+            num_active_blocks=len(_held_blocks(self._scheduler.running)),
+            block_size=self._config.block_size_tokens,
         )
+        self._sink.write(row, figures)
 
 
 def _graph_figures(graphs: StepGraphs) -> dict[str, Any]:

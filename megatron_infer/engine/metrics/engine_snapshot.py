@@ -3,57 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_infer.engine.metrics.registry import Family, Histogram, families_of, plain_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSnapshot:
-    """The engine after one step, with the keys that Megatron's engine logs (`inference/...`)."""
-
-    step: int
-    """Steps since the engine was built; the x axis, logged as `inference/inference_step`."""
-    step_time_s: float
-    waiting_queue_len: int
-    total_requests_dict_size: int
-    """Unfinished requests: waiting, running and paused."""
-    total_blocks: int
-    allocated_blocks: int
-    """Blocks held by requests or kept by the prefix cache."""
-    active_unique_blocks: int
-    """Blocks held by running requests, a shared one counted once."""
-    active_request_count: int
-    paused_request_count: int
-    block_count_avail: int
-    active_token_count: int
-    """Tokens computed by the step."""
-    total_request_count: int
-    """Requests that hold a row: active and paused."""
-    max_requests: int
-    prefix_cache_hits: int
-    """Admissions that found cached blocks, since the engine was built."""
-    prefix_cache_blocks_matched: int
-
-    @property
-    def allocated_utilization(self) -> float:
-        """Percent of the blocks that are allocated."""
-        return 100.0 * self.allocated_blocks / max(self.total_blocks, 1)
-
-    @property
-    def active_utilization(self) -> float:
-        """Percent of the blocks that running requests hold."""
-        return 100.0 * self.active_unique_blocks / max(self.total_blocks, 1)
-
-    def as_metrics(self) -> dict[str, float]:
-        """Every key with the prefix `inference/`, the two utilizations (percent) included."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["inference_step"] = values.pop("step")
-        values["allocated_utilization"] = self.allocated_utilization
-        values["active_utilization"] = self.active_utilization
-        return {f"inference/{name}": value for name, value in values.items()}
-
 
 STATES = ("running", "paused", "suspended", "changing")
 GRAPH_STEPS = ("replayed", "padded", "eager")

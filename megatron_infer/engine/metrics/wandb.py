@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.engine.metrics.definitions import as_row, engine_families
-from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot, StepSnapshot
+from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.errors import ConfigError
 
 STEP_METRIC = "inference/inference_step"
@@ -62,13 +62,53 @@ class WandbSink:
             self._families.add(name)
         self.writer.log(dict(values))
 
-    def write(self, snapshot: StepSnapshot, engine: EngineSnapshot | None = None) -> None:
-        """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets."""
-        logger.info("%s", console_line(snapshot))
+    def write(self, row: Mapping[str, float], engine: EngineSnapshot | None = None) -> None:
+        """One console line and, with a writer, one row: `step_row`, and the series that Prometheus gets."""
+        logger.info("%s", console_line(row))
         if self.writer is not None:
-            values = snapshot.as_metrics() | ({} if engine is None else as_row(engine_families(engine)))
+            values = {**row, **({} if engine is None else as_row(engine_families(engine)))}
             values[STEP_METRIC] += self.offset
             self.writer.log(values)
+
+
+def step_row(
+    engine: EngineSnapshot,
+    *,
+    step: int,
+    seconds: float,
+    num_tokens: int,
+    num_requests: int,
+    num_blocks: int,
+    num_active_blocks: int,
+    block_size: int,
+) -> dict[str, float]:
+    """The engine after one step, by the names that Megatron's engine logs.
+
+    step: since the engine was built; the x axis. num_tokens: computed by the step. num_requests: unfinished ones.
+    num_active_blocks: held by running requests, a shared one counted once. Utilizations are in percent.
+    """
+    available = engine.blocks_free + engine.blocks_cached
+    allocated = num_blocks - available
+    row = {
+        "inference_step": step,
+        "step_time_s": seconds,
+        "waiting_queue_len": engine.num_waiting,
+        "total_requests_dict_size": num_requests,
+        "total_blocks": num_blocks,
+        "allocated_blocks": allocated,
+        "allocated_utilization": 100.0 * allocated / max(num_blocks, 1),
+        "active_unique_blocks": num_active_blocks,
+        "active_utilization": 100.0 * num_active_blocks / max(num_blocks, 1),
+        "active_request_count": engine.num_running,
+        "paused_request_count": engine.num_paused,
+        "block_count_avail": available,
+        "active_token_count": num_tokens,
+        "total_request_count": engine.num_running + engine.num_paused,
+        "max_requests": engine.capacity,
+        "prefix_cache_hits": engine.prefix_hits,
+        "prefix_cache_blocks_matched": engine.prefix_hit_tokens // block_size,
+    }
+    return {f"inference/{name}": value for name, value in row.items()}
 
 
 def check_writer(writer: object) -> None:
@@ -85,14 +125,16 @@ def check_writer(writer: object) -> None:
         raise ConfigError("metrics_writer is the wandb module but no run is active; call wandb.init() first")
 
 
-def console_line(s: StepSnapshot) -> str:
-    """The step in one line for the log."""
-    rate = s.active_token_count / s.step_time_s if s.step_time_s > 0 else 0.0
+def console_line(row: Mapping[str, float]) -> str:
+    """A `step_row` in one line for the log."""
+    of = {name.removeprefix("inference/"): value for name, value in row.items()}
+    seconds, num_tokens = of["step_time_s"], of["active_token_count"]
+    rate = num_tokens / seconds if seconds > 0 else 0.0
     return (
-        f"step {s.step}: {s.step_time_s * 1e3:.1f} ms, {s.active_token_count} tokens ({rate:,.0f}/s), "
-        f"{s.active_request_count} active, {s.paused_request_count} paused, {s.waiting_queue_len} waiting, "
-        f"blocks {s.allocated_blocks}/{s.total_blocks} ({s.allocated_utilization:.1f} %), "
-        f"prefix hits {s.prefix_cache_hits}"
+        f"step {of['inference_step']}: {seconds * 1e3:.1f} ms, {num_tokens} tokens ({rate:,.0f}/s), "
+        f"{of['active_request_count']} active, {of['paused_request_count']} paused, {of['waiting_queue_len']} waiting, "
+        f"blocks {of['allocated_blocks']}/{of['total_blocks']} ({of['allocated_utilization']:.1f} %), "
+        f"prefix hits {of['prefix_cache_hits']}"
     )
 
 

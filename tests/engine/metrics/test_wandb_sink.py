@@ -12,8 +12,8 @@ import types
 
 import pytest
 
-from megatron_infer.engine.metrics.engine_snapshot import StepSnapshot
-from megatron_infer.engine.metrics.wandb import WandbSink
+from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.engine.metrics.wandb import WandbSink, step_row
 from megatron_infer.errors import ConfigError
 
 
@@ -34,50 +34,47 @@ paused_request_count block_count_avail active_token_count total_request_count ma
 prefix_cache_blocks_matched""".split()
 
 
-def snapshot(*, step: int = 7) -> StepSnapshot:
-    return StepSnapshot(
-        step=step,
-        step_time_s=0.02,
-        waiting_queue_len=1,
-        total_requests_dict_size=6,
-        total_blocks=40,
-        allocated_blocks=10,
-        active_unique_blocks=6,
-        active_request_count=4,
-        paused_request_count=1,
-        block_count_avail=30,
-        active_token_count=20,
-        total_request_count=5,
-        max_requests=16,
-        prefix_cache_hits=2,
-        prefix_cache_blocks_matched=3,
+def row(step: int = 7) -> dict[str, float]:
+    figures = EngineSnapshot(
+        born=0.0,
+        state="running",
+        weight_version=0,
+        num_waiting=1,
+        num_running=4,
+        num_paused=1,
+        blocks_free=25,
+        blocks_cached=5,
+        prefix_hits=2,
+        prefix_hit_tokens=50,
     )
+    step_s = {"step": step, "seconds": 0.02, "num_tokens": 20, "num_requests": 6}
+    return step_row(figures, **step_s, num_blocks=40, num_active_blocks=6, block_size=16)
 
 
-def test_snapshot_has_exactly_megatrons_keys():
-    metrics = snapshot().as_metrics()
+def test_a_row_has_exactly_megatrons_keys():
+    metrics = row()
     assert set(metrics) == {f"inference/{name}" for name in MEGATRON_KEYS}
     assert metrics["inference/inference_step"] == 7
     assert metrics["inference/allocated_utilization"] == 25.0
-    assert metrics["inference/active_utilization"] == 15.0
+    assert metrics["inference/active_utilization"] == 15.0 and metrics["inference/prefix_cache_blocks_matched"] == 3
 
 
 def test_rows_are_drawn_over_the_inference_step():
     writer = Writer()
-    WandbSink(writer).write(snapshot(step=3))
+    WandbSink(writer).write(row(step=3))
     assert writer.metrics == [("inference/inference_step", None), ("inference/*", "inference/inference_step")]
-    assert writer.rows == [snapshot(step=3).as_metrics()]
+    assert writer.rows == [row(step=3)]
 
 
 def test_steps_go_on_from_the_runs_summary():
     writer = Writer({"inference/inference_step": 100})
-    WandbSink(writer).write(snapshot(step=3))
+    WandbSink(writer).write(row(step=3))
     assert writer.rows[0]["inference/inference_step"] == 103
 
 
 def test_a_console_line_is_written_without_a_writer(caplog):
     with caplog.at_level(logging.INFO, logger="megatron_infer"):
-        WandbSink(None).write(snapshot())
+        WandbSink(None).write(row())
     assert "step 7: 20.0 ms, 20 tokens (1,000/s), 4 active, 1 paused, 1 waiting, blocks 10/40" in caplog.text
 
 
@@ -121,12 +118,12 @@ def test_an_offline_wandb_run_holds_every_row(tmp_path, monkeypatch):
     try:
         sink = WandbSink(wandb)
         for step in (5, 10):
-            sink.write(snapshot(step=step))
+            sink.write(row(step))
         assert WandbSink(wandb).offset == 10  # a second engine in the same run continues its steps
     finally:
         run.finish()
     (path,) = glob.glob(str(tmp_path / "wandb" / "offline-run-*" / "*.wandb"))
-    expected = [snapshot(step=5).as_metrics(), snapshot(step=10).as_metrics()]
+    expected = [row(step=5), row(step=10)]
     deadline = time.monotonic() + 30  # wandb's process writes the file, on a busy machine after finish()
     while read_rows(path) != expected and time.monotonic() < deadline:
         time.sleep(0.2)
