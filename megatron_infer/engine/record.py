@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from enum import Enum
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -52,7 +51,7 @@ class RunRecorder:
             raise RecordError("recording must begin on an idle engine; finish or abort its requests first")
         self._engine = engine
         self._first_step = self._last_step = engine.num_steps
-        self._write(kind="run", version=VERSION, model=model, config=_plain(engine.config))
+        self._write(kind="run", version=VERSION, model=model, config=engine.config.to_dict())
         engine.loop.listeners.append(self)
         return self
 
@@ -86,7 +85,7 @@ class RunRecorder:
             id=request_id,
             tokens=list(token_ids),
             seed=request.seed,
-            params=params_to_dict(params),
+            params=params.to_dict(),
             **salt,
         )
 
@@ -212,27 +211,5 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def params_to_dict(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from their defaults, as JSON values."""
-    default = SamplingParams()
-    changed = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
-    return {name: _plain(value) for name, value in changed.items() if value != getattr(default, name)}
-
-
 def _at(tokens: list[int], index: int) -> int | None:
     return tokens[index] if index < len(tokens) else None
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON; what JSON cannot represent (a metrics writer) becomes its type's name."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return type(value).__name__

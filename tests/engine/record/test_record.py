@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.record import Difference, RecordError, RunRecorder, params_to_dict, read, replay, verify
+from megatron_infer.engine.record import Difference, RecordError, RunRecorder, read, replay, verify
 from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -16,7 +17,7 @@ class FakeEngine:
     """Token i of a request is a function of (seed, i, twist), one per step. Notifies listeners as the engine does."""
 
     def __init__(self, *, twist: int = 0, first_seed: int = 100) -> None:
-        self.config = {"buffer_size_gb": 1, "metrics_writer": object()}
+        self.config = InferenceConfig(buffer_size_gb=1, metrics_writer=object())
         self.listeners, self.live, self.num_steps, self.loop = [], {}, 0, self
         self.twist, self.next_seed = twist, first_seed
         self.output_processor = SimpleNamespace(get=self.live.get)
@@ -181,10 +182,3 @@ def test_a_command_at_a_step_the_engine_never_reaches_is_an_error(tmp_path):
     path.write_text(text)
     with pytest.raises(RecordError, match="went idle at step"):
         replay(path, FakeEngine())
-
-
-def test_params_survive_the_file():
-    params = SamplingParams(n=2, max_tokens=None, logit_bias={5: -1.0}, stop=["a", "b"], seed=2**63, ignore_eos=True)
-    values = json.loads(json.dumps(params_to_dict(params)))
-    assert SamplingParams.from_dict(values) == params
-    assert params_to_dict(SamplingParams()) == {}
