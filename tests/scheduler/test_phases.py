@@ -184,7 +184,7 @@ def test_total_context_counts_all_that_a_swapped_request_brings_back():
 
 
 def test_decode_is_not_starved_by_a_stream_of_prompts():
-    world = OrderedWorld(PrefillFirst, num_rows=4)
+    world = OrderedWorld(PrefillFirst(), num_rows=4)
     long = world.ask("long", 4, 4)
     for number in range(3 * MAX_PREFILLS_IN_A_ROW + 10):
         if long.finish_reason is not None:
