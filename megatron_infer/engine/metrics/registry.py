@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
@@ -47,7 +47,7 @@ class Histogram:
 
     name: str
     bounds: Sequence[float]
-    counts: Sequence[int] = ()
+    counts: list[int] = field(default_factory=list)
     """Of each bucket."""
     total: float = 0.0
     """Sum of the observations."""
@@ -61,7 +61,7 @@ class Histogram:
                 f"histogram {self.name}: bounds must be finite, got {list(self.bounds)}; the last bucket is added"
             )
         self.bounds = tuple(map(float, self.bounds))
-        self.counts = list(self.counts or [0] * (len(self.bounds) + 1))
+        self.counts = list(self.counts) or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` times."""

@@ -17,7 +17,9 @@ class FakeEngine:
     """Token i of a request is a function of (seed, i, twist), one per step. Notifies listeners as the engine does."""
 
     def __init__(self, *, twist: int = 0, first_seed: int = 100) -> None:
-        self.config = InferenceConfig(buffer_size_gb=1, metrics_writer=SimpleNamespace(log=print))
+        self.config = InferenceConfig(
+            buffer_size_gb=1, metrics_writer=SimpleNamespace(log=print), logging_step_interval=1
+        )
         self.listeners, self.live, self.num_steps, self.loop = [], {}, 0, self
         self.twist, self.next_seed = twist, first_seed
         self.output_processor = SimpleNamespace(get=self.live.get)
