@@ -113,6 +113,8 @@ def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
             values[name] = "auto" if value in ("torch", "flashinfer") else value  # all draw the same tokens here
         elif name == "mamba_inference_state_config":
             values[name] = None if value is None else _state_config(value)
+        elif name == "use_cuda_graphs_for_non_decode_steps" and value == defaults.get(name):
+            continue  # True there, and off here until it has been measured
         elif name != "cuda_graph_max_tokens" or value is not None:  # None in 0.16: not given
             values[KEYWORDS_OF_0_16.get(name, name)] = _plain(value)
     return values

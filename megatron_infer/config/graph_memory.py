@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.model_shape import LOGIT_BYTES
-from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes, slices_bytes
+from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes
 
 if TYPE_CHECKING:
     from megatron_infer.config.model_shape import ModelShape
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LIVE_WIDTHS = 10
 """Activations of one token that are live at once, in hidden sizes: the norm's output, 2 x 4 in the middle of a gated
 MLP and their product. (The residual stream comes on top, in fp32.)"""
-DRAWN_BYTES = 49
-"""Bytes of one row of `kernels.draw_columns.DrawRoom`: four int64, four fp32, a flag."""
+DRAWN_BYTES = 41
+"""Bytes of one row of `kernels.draw_columns.DrawRoom`: three int64, four fp32, a flag."""
 MAX_WHOLE_BYTES = 64 << 20
 """Bytes of logits that a captured step gathers on each rank, at most; with more, ranks exchange after the step."""
 
@@ -118,16 +118,14 @@ class GraphMemory:
         return logits + gathered + draw_bytes(shape.num_rows, self.model.vocab_size)
 
     def _attention(self, shape: GraphShape) -> int:
-        """Scratch of attention; decode rows and prefill rows use theirs one after the other."""
+        """Partial sums of decode rows; prefill rows have none."""
         model = self.model
         if not model.num_attention_layers:
             return 0
         group = model.num_query_heads // model.num_kv_heads
-        layer = {"num_kv": model.num_kv_heads, "group": group, "head_dim": model.head_dim, "max_keys": self.max_keys}
-        slices = slices_bytes(
-            shape.num_prefill, element_bytes=model.kv_dtype_bytes, max_queries=shape.prefill_tokens, **layer
+        return decode_bytes(
+            shape.num_decode, num_kv=model.num_kv_heads, group=group, head_dim=model.head_dim, max_keys=self.max_keys
         )
-        return max(decode_bytes(shape.num_decode, **layer), slices)
 
     def _scan(self, shape: GraphShape) -> int:
         state = self.model.state

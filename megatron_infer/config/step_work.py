@@ -18,8 +18,8 @@ from megatron_infer.config.model_shape import LOGIT_BYTES, ModelShape, kv_token_
 from megatron_infer.kernels import triton_scratch as scratch
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
 
-DRAW_LAUNCHES = 7
-"""Launches of a draw within a graph, whatever the rows ask for."""
+DRAW_LAUNCHES = 3
+"""Launches of a draw within a graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ class StepCounter:
         if attends:
             pairs = rows * (queries * keys - queries * (queries - 1) // 2)
             moved = rows * keys * kv_token_bytes(shape, self.kv_element_bytes)
-            launches = attends * self._attention_launches(rows, queries, keys)
+            launches = attends * self._attention_launches(queries, keys)
             parts.append(Part("attention", moved, key_flops(shape) * pairs, launches))
         linear("proj", attends, of.proj, 1)
         mixers = of.num_mixers
@@ -255,20 +255,12 @@ class StepCounter:
             of.num_moes * launches,
         )
 
-    def _attention_launches(self, rows: int, queries: int, keys: int) -> int:
-        """Launches of one layer: rotation with the append, the kernel, and the merge of split keys."""
-        shape = self.shape
-        group = shape.num_query_heads // shape.num_kv_heads
-        if queries == 1:
-            split = scratch.decode_splits(keys, scratch.max_decode_splits(shape.num_kv_heads)) > 1
-            return 2 + split
-        lines = scratch.query_lines(scratch.padded(shape.head_dim), shape.kv_dtype_bytes)
-        heads = (shape.num_kv_heads, group, lines)
-        launches = 2
-        if scratch.slice_items(*heads) // 2 and keys >= 2 * scratch.SLICE_CHUNK:
-            parts = scratch.slice_parts(*heads)
-            launches += 2 * scratch.cdiv(rows, scratch.slices_at_once(rows, parts, shape.head_dim))
-        return launches
+    def _attention_launches(self, queries: int, keys: int) -> int:
+        """Launches of one layer: rotation with the append, the kernel, and the merge of a decode row's split keys."""
+        if queries > 1:
+            return 2
+        split = scratch.decode_splits(keys, scratch.max_decode_splits(self.shape.num_kv_heads)) > 1
+        return 2 + split
 
     @staticmethod
     def _slice_launches(queries: int) -> int:

@@ -18,15 +18,6 @@ DECODE_SHORT, DECODE_SHORT_PARTS = 8, 4
 half of a large GPU. Partial sums of 4 query heads to a kv head are then 6 % of the keys' bytes instead of 1.6 %."""
 DECODE_PROGRAMS = 256
 """Most useful splits of one row, times kv heads: two programs for each multiprocessor of a large GPU."""
-SLICE_CHUNK = 512
-"""Least keys per split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
-SLICE_PROGRAMS = 128
-"""Programs that a slice is split for: about one for each multiprocessor of a large GPU. A slice with more tiles is not
-split."""
-SLICES_BYTES = 132 << 20
-"""Most memory for partial sums of slices, unless one row needs more: 16 rows at head dim 128, as many as prefill in a
-graph by default, so that its steps split them in one pair of launches a layer."""
-
 SCAN_SEGMENT = 256
 """Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""
 
@@ -85,47 +76,6 @@ def decode_bytes(num_rows: int, *, num_kv: int, group: int, head_dim: int, max_k
     """Partial sums of decode rows. Example: 64 rows, 8 x 4 heads of 128, 4096 keys -> 32 splits, 32.5 MiB."""
     splits = decode_splits(max_keys, max_decode_splits(num_kv))
     return 0 if splits == 1 else partial_bytes(num_rows * num_kv * group * splits, head_dim)
-
-
-def query_lines(head_pad: int, element_bytes: int, *, large: bool = True) -> int:
-    """Queries times heads of a group in one tile of a slice; large: for devices with much shared memory."""
-    if element_bytes > 2:
-        return 32
-    if head_pad <= 64:
-        return 128
-    return 128 if head_pad <= 128 and large else 64
-
-
-def slice_items(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
-    """Most items (tiles of queries times splits of keys) of one row for one tile of heads."""
-    return max(1, max_programs // head_tiles(num_kv, group, lines))
-
-
-def head_tiles(num_kv: int, group: int, lines: int) -> int:
-    """Tiles of the query heads of a token."""
-    return num_kv * cdiv(group, min(group, lines))
-
-
-def slice_parts(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
-    """Most lines of partial sums of a slice. Example: 8 x 4 heads, tiles of 128 -> 8 * 16 * 128."""
-    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, max_programs) * lines
-
-
-def slices_at_once(num_rows: int, num_parts: int, head_dim: int) -> int:
-    """Rows that are split in one pair of launches; the others follow in the same memory."""
-    return min(num_rows, max(1, SLICES_BYTES // partial_bytes(num_parts, head_dim)))
-
-
-def slices_bytes(
-    num_rows: int, *, num_kv: int, group: int, head_dim: int, element_bytes: int, max_queries: int, max_keys: int
-) -> int:
-    """Partial sums of slices whose keys may be split. Example: a row of 8 x 4 heads of 128 in 16 bit -> 8.1 MiB."""
-    lines = query_lines(padded(head_dim), element_bytes)
-    can_cut = slice_items(num_kv, group, lines) > 1 and max_keys >= 2 * SLICE_CHUNK
-    if not (num_rows and max_queries and can_cut):
-        return 0
-    parts = slice_parts(num_kv, group, lines)
-    return partial_bytes(slices_at_once(num_rows, parts, head_dim) * parts, head_dim)
 
 
 # ---------------------------------------------------------------------- scan
@@ -209,11 +159,11 @@ def draw_chunks(vocab: int) -> tuple[int, int]:
 
 
 def draw_bytes(num_rows: int, vocab: int) -> int:
-    """Memory of a captured draw of `num_rows` rows, most of it marks and fp32 logits of edited rows: 4 V bytes per row.
+    """Memory of a captured draw of `num_rows` rows.
 
-    A chunk has its best logit, its id and a sum; the best logit and the sum once more for the model's own logits; and
-    the maxima of its groups. A row has a list of groups, and candidates of four numbers each.
+    A chunk has its best logit, its id, a sum of weights, another one at temperature 1, and the maxima of its groups. A
+    row has a list of groups, and candidates of four numbers each.
     """
     chunks, groups = draw_chunks(vocab)
-    a_chunk = 4 + 4 + 8 + 4 + 8 + 4 * (DRAW_CHUNK // DRAW_GROUP)
-    return num_rows * (4 * vocab + chunks * a_chunk + 4 * groups + 4 * 4 * DRAW_HELD)
+    a_chunk = 4 + 4 + 8 + 8 + 4 * (DRAW_CHUNK // DRAW_GROUP)
+    return num_rows * (chunks * a_chunk + 4 * groups + 4 * 4 * DRAW_HELD)

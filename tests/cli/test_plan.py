@@ -29,6 +29,7 @@ STATE = StateShape(
     num_layers=6, conv_shape=(1280, 4), ssm_shape=(16, 64, 128), conv_dtype="bfloat16", ssm_dtype="float32"
 )
 HYBRID = dataclasses.replace(ATTENTION, state=STATE)
+GRAPHS = {"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": True}
 SLOT_BYTES = 6 * (1280 * 4 * 2 + 16 * 64 * 128 * 4)
 
 
@@ -59,7 +60,7 @@ def test_table_has_the_states_of_models_that_keep_some(shape, shown, capsys, mon
 
 
 def test_graphs_are_counted_and_their_memory_is_estimated():
-    sizes = plan.as_dict(*planned(ATTENTION, num_cuda_graphs=-1, max_tokens=64))["sizes"]
+    sizes = plan.as_dict(*planned(ATTENTION, **GRAPHS, max_tokens=64))["sizes"]
     shapes, taken = sizes["graph_shapes"], sizes["graph_bytes"]
     assert shapes["value"] == "5 decode, 6 mixed"
     assert "(1, 0, 1) .. (16, 0, 16), (16, 16, 0) .. (64, 16, 0)" in shapes["how"]
@@ -75,7 +76,7 @@ def test_graphs_are_counted_and_their_memory_is_estimated():
 
 def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    config, shape, sizes = planned(ATTENTION, num_cuda_graphs=-1, max_tokens=64)
+    config, shape, sizes = planned(ATTENTION, **GRAPHS, max_tokens=64)
     graphs = json.loads(json.dumps(plan.as_dict(config, shape, sizes)))["graphs"]
     assert len(graphs["shapes"]) == len(sizes.graph_shapes) == 11
     lone, largest = graphs["shapes"][0], max(graphs["shapes"], key=lambda one: one["live_bytes"])
@@ -86,7 +87,7 @@ def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, mon
     )
     assert graphs["pool_bytes"] == largest["live_bytes"]
     assert sizes.graph_bytes == graphs["pool_bytes"] + graphs["output_bytes"]
-    assert graphs["output_bytes"] == 64 * 512 * 2 + 16 * (1000 * 4 + 49), "hidden of prefill, fp32 logits and draws"
+    assert graphs["output_bytes"] == 64 * 512 * 2 + 16 * (1000 * 4 + 41), "hidden of prefill, fp32 logits and draws"
     plan._print_graphs(shape, sizes, 1)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
@@ -98,12 +99,11 @@ def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, mon
     assert plan.as_dict(*planned(ATTENTION))["graphs"] == {"pool_bytes": 0, "output_bytes": 0, "shapes": []}
 
 
-def test_sizes_of_slices_states_and_experts_are_in_their_own_shapes_only():
+def test_sizes_of_splits_states_and_experts_are_in_their_own_shapes_only():
     experts = ExpertShape(top_k=4, fc1_width=4096, fc2_width=2048)
     decode, prefill = GraphShape(16, 0, 16), GraphShape(512, 4, 0)
     plain = GraphMemory(model=ATTENTION, max_keys=512)
-    assert plain.of(prefill).scratch == 0 < plain.of(decode).scratch, "keys of one split of a slice, of two of decode"
-    assert GraphMemory(model=ATTENTION, max_keys=4096).of(prefill).scratch > 0
+    assert plain.of(prefill).scratch == 0 < plain.of(decode).scratch
     hybrid = GraphMemory(model=HYBRID, max_keys=512)
     assert hybrid.of(prefill).scratch > 4 * 2 * 16 * 64 * 128, "a state for each of two segments"
     assert hybrid.of(decode).scratch == plain.of(decode).scratch

@@ -10,7 +10,8 @@ from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex, make_shap
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 
-ALL_PREFILLS = {"cuda_graph_all_prefills": True, "enable_chunked_prefill": True}
+MIXED = {"use_cuda_graphs_for_non_decode_steps": True}
+ALL_PREFILLS = {**MIXED, "cuda_graph_all_prefills": True, "enable_chunked_prefill": True}
 
 
 def oracle(shapes, num_tokens, num_prefill, num_decode):
@@ -106,15 +107,13 @@ def test_with_all_prefills_every_step_that_the_room_admits_finds_a_shape(seed):
 
 def test_exponential_and_linear_lists_are_as_documented():
     sizes = {"max_requests": 8, "max_tokens": 64}
-    shapes = make_shapes(InferenceConfig(num_cuda_graphs=-1), **sizes)
+    shapes = make_shapes(InferenceConfig(num_cuda_graphs=-1, **MIXED), **sizes)
     assert [s.num_tokens for s in shapes if s.is_decode_only] == [1, 2, 4, 8]
     assert {s.num_decode for s in shapes if not s.is_decode_only} == {0, 7}
     assert {s.prefill_tokens for s in shapes if s.num_decode == 0 and s.num_prefill} == {16, 32, 64}
     assert max(shapes) == GraphShape(64, 8, 0)
     assert GraphShape(64, 1, 7) in shapes, "a full house must leave a newcomer its shape"
-    config = InferenceConfig(
-        num_cuda_graphs=-1, cuda_graph_sizing_distribution="linear", use_cuda_graphs_for_non_decode_steps=False
-    )
+    config = InferenceConfig(num_cuda_graphs=-1, cuda_graph_sizing_distribution="linear")
     linear = make_shapes(config, max_requests=300, max_tokens=512)
     expected = [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 300]
     assert [s.num_tokens for s in linear] == expected
@@ -129,7 +128,7 @@ def test_no_graphs_are_no_shapes_and_impossible_demands_are_refused():
         {"num_cuda_graphs": -1, "cuda_graph_mixed_prefill_count": 0},
     ):
         with pytest.raises(ConfigError, match="cuda_graph_all_prefills"):
-            make_shapes(InferenceConfig(**options, **ALL_PREFILLS), max_requests=8, max_tokens=64)
+            make_shapes(InferenceConfig(**ALL_PREFILLS | options), max_requests=8, max_tokens=64)
 
 
 def test_a_step_that_only_decodes_never_takes_a_mixed_shape_nor_a_decode_row_a_prefill_rows_place():

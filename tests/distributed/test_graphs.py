@@ -25,15 +25,20 @@ from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
 
-GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 32, "enable_chunked_prefill": True}
+GRAPHS = {
+    "num_cuda_graphs": -1,
+    "cuda_graph_max_tokens": 32,
+    "use_cuda_graphs_for_non_decode_steps": True,
+    "enable_chunked_prefill": True,
+}
 NAMES = ("tied", "last stage without Mamba")
 PROMPTS = [[5, 6, 7, 8, 9], [11], [12, 13, 14], [15] * 20]
 PLAIN = {"max_tokens": 12, "ignore_eos": True}
 DRAWS = [
     SamplingParams(temperature=0.0, **PLAIN),
-    SamplingParams(temperature=1.2, seed=5, logprobs=0, **PLAIN),
+    SamplingParams(temperature=1.2, seed=5, return_sampled_logprobs=True, **PLAIN),
     SamplingParams(temperature=0.9, seed=6, top_k=9, top_p=0.9, return_sampled_logprobs=True, **PLAIN),
-    SamplingParams(temperature=1.0, seed=7, min_p=0.05, repetition_penalty=1.4, **PLAIN),
+    SamplingParams(temperature=1.0, seed=7, min_p=0.05, **PLAIN),
 ]
 """What a captured step draws by itself."""
 

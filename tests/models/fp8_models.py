@@ -237,7 +237,9 @@ def padded_steps(spec, recipe):
     asked = {"MEGATRON_INFER_BACKEND": STATIC, "MEGATRON_INFER_GRAPHS": REPLAY}
     with mock.patch.dict(os.environ, asked):
         wanted = answers(make_engine(model))
-        engine = make_engine(model, num_cuda_graphs=-1, cuda_graph_max_tokens=24)
+        engine = make_engine(
+            model, num_cuda_graphs=-1, cuda_graph_max_tokens=24, use_cuda_graphs_for_non_decode_steps=True
+        )
         assert answers(engine) == wanted
         assert inspect(engine).runner.graphs.pool.counts.replays > 0
         with engine.suspended(tags=["weights"]):  # copies come back where they have not been

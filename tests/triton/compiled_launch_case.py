@@ -28,24 +28,16 @@ class Seen:
     """Stands for Triton's launcher: what a compiled kernel is launched with."""
 
     calls: list[tuple[Any, ...]] = []
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.kernel, self.types = metadata.hash, list(src.signature.values())
 
     def __call__(self, x, y, z, stream, function, metadata, data, enter, leave, *args) -> None:
-        self.launch(x, y, z, stream, function, False, False, None, None, metadata, data, enter, leave, *args)
-
-    def launch(self, x, y, z, stream, function, cooperative, pdl, scratch, profile, metadata, *others) -> None:
-        args = others[3:]
         for one, kind in zip(args, self.types, strict=True):
             if kind in ("i32", "i64") and not isinstance(one, int):
                 raise TypeError("as PyArg_ParseTuple does")
         given = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in args[:6]]
-        Seen.calls.append(
-            (self.kernel, (x, y, z), stream, function, cooperative, pdl, scratch, profile, metadata, *given)
-        )
+        Seen.calls.append((self.kernel, (x, y, z), stream, function, metadata, *given))
 
 
 def searches(run: Any) -> int:
@@ -65,14 +57,6 @@ def searches(run: Any) -> int:
 
 
 def main(folder: Path) -> None:
-    compare(folder)
-    compiled_launch.WITHOUT_WRAPPER = "no version"
-    launching._LAUNCHERS.clear()
-    compare(folder)
-    print("the same launches")
-
-
-def compare(folder: Path) -> None:
     buffer = torch.zeros(256)
     aligned, odd = buffer[:64], buffer[1:65]
     assert aligned.data_ptr() % 16 == 0 and odd.data_ptr() % 16 == 4
@@ -141,6 +125,7 @@ def compare(folder: Path) -> None:
             launching.launch(kernel, (1,), *kept[0], BLOCK=block)
             calls.append(Seen.calls[-1][0])
         assert calls[0] == calls[2] != calls[1]
+    print("the same launches")
 
 
 if __name__ == "__main__":

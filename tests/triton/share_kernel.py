@@ -9,11 +9,9 @@ from megatron_infer.kernels.triton.attention_splits import share_of_program
 
 
 @triton.jit
-def share_kernel(
-    cu_q, kv_len, num_rows, out, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr
-):
-    count, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, SHORT, MOST, 0)
+def share_kernel(kv_len, num_rows, out, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    count, row, split = share_of_program(kv_len, num_rows, CHUNK, SHORT, MAX_SPLITS, 0)
     at = out + 3 * tl.program_id(1)
     tl.store(at, count)
     tl.store(at + 1, row)
-    tl.store(at + 2, item)
+    tl.store(at + 2, split)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -13,7 +12,6 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
@@ -63,17 +61,3 @@ def test_greedy_tokens_equal_those_of_torch(device, monkeypatch, kind):
     assert got == want
     got, hits = generate(model, "triton", monkeypatch, enable_prefix_caching=True)
     assert got == want and hits > 0
-
-
-def test_slices_whose_keys_are_cut_give_the_tokens_of_a_prompt_in_one_chunk(device, monkeypatch):
-    """In chunks, and as what follows a prefix that is known."""
-    from megatron_infer.kernels.triton import attention
-
-    cuts = functools.partial(attention.TritonPagedAttention, slice_chunk=32)
-    monkeypatch.setattr(attention, "TritonPagedAttention", cuts)
-    model, prompts = tiny_gpt(init_method_std=0.2), workload(66)[::2]
-    want, _ = generate(model, "torch", monkeypatch, prompts)
-    seen: list[str] = []
-    with listening(lambda _launch, kernel, *_rest: seen.append(kernel.fn.__name__)):
-        got, hits = generate(model, "triton", monkeypatch, prompts, enable_prefix_caching=True)
-    assert got == want and hits > 0 and "merge_slices_kernel" in seen

@@ -42,7 +42,7 @@ def test_an_engine_whose_triton_steps_are_replayed_answers_as_one_that_runs_them
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     model = MODELS[kind]().to(device)
     expected, _ = answers(model)
-    got, engine = answers(model, num_cuda_graphs=-1)
+    got, engine = answers(model, num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
     assert got == expected
     counts = inspect(engine).runner.graphs.pool.counts
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
@@ -93,7 +93,7 @@ def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
-    got, engine = tokens(num_cuda_graphs=-1)
+    got, engine = tokens(num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
     assert got == expected and len({str(one) for one in got}) == 3
     assert [row.chosen for row in engine.kernels.rows if row.operation == "adapters"] == ["triton"]
     counts = inspect(engine).runner.graphs.pool.counts

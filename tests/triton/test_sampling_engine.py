@@ -31,19 +31,19 @@ WAYS = (
 STATIC = ("draw_kernel", "static")
 
 
-def tokens_of(model, **settings):
+def tokens_of(model, ways=WAYS, **settings):
     base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 8}
     engine = DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
-    params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **way) for i, way in enumerate(WAYS)]
+    params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **way) for i, way in enumerate(ways)]
     kernels = set()
 
     def note(launch, kernel, grid, args, options):
         kernels.add((kernel.__name__, "static") if options.get("STATIC") else kernel.__name__)
 
     with listening(note):
-        outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WAYS))], params)
+        outputs = engine.generate([[1 + i, 2, 3] for i in range(len(ways))], params)
     graphs = inspect(engine).runner.graphs
-    assert graphs is None or not graphs.drawn_outside
+    assert graphs is None or bool(graphs.drawn_outside) == any("repetition_penalty" in way for way in ways)
     answers = [output.outputs[0] for output in outputs]
     details = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
     return [one.token_ids for one in answers], details, kernels
@@ -70,10 +70,12 @@ def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_details(de
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConfigWarning)
-        *replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
+        captured = {"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": True}
+        *replayed, kernels = tokens_of(model, WAYS[:-1], **captured)
+        *outside, _ = tokens_of(model, **captured)
     if any("every step runs eagerly" in str(warning.message) for warning in caught):
         pytest.skip("no step of this model can be captured here")
-    assert replayed == plain
+    assert outside == plain and replayed == [of_requests[:-1] for of_requests in plain]
     assert STATIC in kernels
 
 

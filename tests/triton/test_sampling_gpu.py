@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from sampling_rows import random_logits, random_request, same_outputs
+from sampling_rows import UNEDITED, random_logits, random_request, same_outputs
 
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.memory.device import Device
@@ -20,20 +20,7 @@ from megatron_infer.runner.sampling.token_masks import TokenMasks, forbid
 pytestmark = pytest.mark.gpu
 
 VOCAB, ROWS = 40_000, 48
-PLAIN = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_token_ids": None,
-    "min_tokens": 0,
-    "logprobs": None,
-    "return_sampled_logprobs": False,
-    "return_support": False,
-}
-
-NO_LONG_LIST = {"allowed_token_ids": None}
+PLAIN = {**UNEDITED, "logprobs": None, "return_sampled_logprobs": False, "return_support": False}
 
 
 @pytest.fixture(autouse=True)
@@ -116,9 +103,9 @@ def test_masks_reach_the_gpu_without_a_wait():
     assert out.tokens_S[[1, 5]].tolist() == [7 * 32 + 3, 1249 * 32 + 31]
 
 
-def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
+def test_a_captured_draw_follows_rows_positions_parameters_and_logits():
     rng = np.random.default_rng(2)
-    requests = [random_request(rng, VOCAB, **NO_LONG_LIST) for _ in range(ROWS)]
+    requests = [random_request(rng, VOCAB, **UNEDITED) for _ in range(ROWS)]
     logits, pool = on_gpu(requests, rng)
     sampler = make_sampler(requests)
     captured = CapturedDraw(sampler, sampler._kernels)
@@ -133,7 +120,7 @@ def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
         captured.draw(logits, row_S, position_S, pool, room)
     for _ in range(5):
         for row in rng.choice(ROWS, size=6, replace=False).tolist():
-            requests[row] = random_request(rng, VOCAB, **NO_LONG_LIST)
+            requests[row] = random_request(rng, VOCAB, **UNEDITED)
             sampler.params.set(row, requests[row])
         order = rng.permutation(ROWS).astype(np.int32)
         positions = np.array([len(requests[row].tokens) for row in order], dtype=np.int64)

@@ -27,7 +27,7 @@ for folder in (ROOT, ROOT / "tools" / "bench"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from light import measures, peer, slices
+from light import measures, peer
 from light.engine import make_bench
 from light.machine import Ceilings, measure
 from light.scan import prompt_scan
@@ -48,11 +48,9 @@ class Sizes:
     steps: int = 32
     prompts: tuple[int, ...] = (4096, 16384)
     shares: tuple[float, ...] = (0.1, 0.5, 0.9)
-    slices: tuple[int, int] = (32, 65536)
-    """Queries and keys of a row of the attention that is measured by itself."""
 
 
-SMALL = Sizes(batches=(1, 4), context=24, steps=3, prompts=(48, 96), shares=(0.5,), slices=(3, 40))
+SMALL = Sizes(batches=(1, 4), context=24, steps=3, prompts=(48, 96), shares=(0.5,))
 
 
 def fitting(sizes: Sizes, per_request: int, free_bytes: int) -> tuple[int, ...]:
@@ -95,12 +93,6 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
     for row in rows:
         row["shape"] = name
     return rows
-
-
-def measure_slices(device: torch.device, ceilings: Ceilings, sizes: Sizes) -> list[Any]:
-    """One attention layer of Llama-3-8B's shape, few queries over many keys."""
-    queries, keys = sizes.slices
-    return slices.long_slices(device, ceilings, batches=(1, 8) if keys > 1000 else (2,), queries=queries, keys=keys)
 
 
 def give_back() -> None:
@@ -149,9 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     ceilings = measure(device)
     print(f"{device}: {ceilings}")
-    rows: list[Any] = measure_slices(device, ceilings, SMALL if device.type == "cpu" else Sizes())
-    if rows:
-        print("\n".join(measures.lines(rows)), flush=True)
+    rows: list[Any] = []
     for name in names:
         sizes = SMALL if name in TINY else Sizes()
         made = measure_shape(name, device, ceilings, sizes)

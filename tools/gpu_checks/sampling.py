@@ -152,10 +152,10 @@ def edited_draws(ctx: Context, compare: Comparison) -> None:
 
 @check(budget_s=40, what="share of rows that differ")
 def captured_draws(ctx: Context, compare: Comparison) -> None:
-    """A captured draw gives what one outside of a graph does: tokens of edited logits, log probabilities, ranks."""
+    """A captured draw gives what one outside of a graph does: tokens, log probabilities, ranks."""
     asked = ({}, {"logprobs": 0}, {"return_sampled_logprobs": True})
     for vocabulary in ctx.pick((1000, 50257, 262144), (120,)):
-        wishes = [{**way, **more} for way in (*PLAIN, *EDITED) for more in asked]
+        wishes = [{**way, **more} for way in PLAIN for more in asked]
         rows = Rows(wishes, vocabulary, ctx.device, with_kernels=True)
         generator = torch.Generator().manual_seed(vocabulary)
         logits = (torch.randn(len(wishes), vocabulary, generator=generator) * 3).to(

@@ -1,11 +1,10 @@
 """Paged attention on a GPU: rotate and append, then decode rows by splits of keys and slices by tiles of queries.
 
 Launches per layer: one for rotation and append; one or two for decode rows (the second merges splits, if a row may have
-several); one for slices, and two more for slices whose keys are split (few queries over many keys), if there may be
-any. Launches for rows that the step's shape does not have are left out. Nothing reads the host's arrays, nothing waits,
-and grids are bounds that follow from the step's shape: a captured step may be replayed with other content. A row's bits
-do not depend on the rest of the step, its padding, the capacity, or the device's number of multiprocessors. Not yet run
-on a GPU. Legend: `kernels/base.py`.
+several); one for slices. Launches for rows that the step's shape does not have are left out. Nothing reads the host's
+arrays, nothing waits, and grids are bounds that follow from the step's shape: a captured step may be replayed with
+other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's number of
+multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, movable, only_own_dtype
-from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
+from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
 from megatron_infer.kernels.triton.attention_decode import (
     DecodeKernels,
     attend_decode,
@@ -30,11 +29,10 @@ from megatron_infer.kernels.triton.attention_decode import (
     row_parts,
 )
 from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
-from megatron_infer.kernels.triton.attention_slices import attend_slices
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded, partials
 from megatron_infer.kernels.triton.launch import APART, AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
-from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_PROGRAMS
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -88,8 +86,7 @@ class TritonPagedAttention:
 
     num_cores: multiprocessors of the device; decides how many programs share the keys of decode rows, but no bit.
     shared_kib: shared memory of a block; decides the tiles of prefill.
-    chunk: keys per split of a decode row. slice_chunk, slice_programs: least keys per split of a slice, and most
-    programs for it. Bits depend on these three. arch: compute capability in tenths.
+    chunk: keys per split of a decode row, on which bits depend. arch: compute capability in tenths.
     """
 
     name = "triton"
@@ -102,8 +99,6 @@ class TritonPagedAttention:
         num_cores: int,
         shared_kib: int,
         chunk: int = DECODE_CHUNK,
-        slice_chunk: int = SLICE_CHUNK,
-        slice_programs: int = SLICE_PROGRAMS,
         arch: int = FP8_ARCH,
         overlap: Mapping[str, bool] = APART,
     ) -> None:
@@ -111,7 +106,6 @@ class TritonPagedAttention:
         self._programs = PROGRAMS_PER_CORE * num_cores
         self._shared_kib = shared_kib
         self._chunk = chunk
-        self._slice_cut = {"chunk": slice_chunk, "max_programs": slice_programs}
         self._arch = arch
         self._overlap = overlap
         self._step: StepMetadata | None = None
@@ -147,22 +141,9 @@ class TritonPagedAttention:
         self._step = step
 
     def run(
-        self,
-        q_TKGH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        kv_cache: Tensor,
-        *,
-        layer: int,
-        spec: AttendSpec,
-        lse_TN: Tensor | None = None,
+        self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
-        """See AttentionBackend.run; rotates q in place. Padding tokens get zeros.
-
-        lse_TN: fp32 [T, N], contiguous, to be filled with the natural log of each query head's softmax denominator, the
-        sink's term included; -inf for padding tokens and rows without keys. Two results over disjoint keys can be
-        combined by it (then only one of them may have the sinks).
-        """
+        """See AttentionBackend.run; rotates q in place. Padding tokens get zeros."""
         step = self._step
         assert step is not None, "run() before plan()"
         q_TKGH = q_TKGH if q_TKGH.stride(-1) == 1 else q_TKGH.contiguous()
@@ -170,7 +151,7 @@ class TritonPagedAttention:
         v_TKH = v_TKH if v_TKH.stride(-1) == 1 else v_TKH.contiguous()
         num_tokens = q_TKGH.shape[0]
         assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
-        kind = self._kind_of(layer, q_TKGH, kv_cache, spec, has_lse=lse_TN is not None)
+        kind = self._kind_of(layer, q_TKGH, kv_cache, spec)
         planes = self._planes_of(kv_cache)
         rotary_append(
             q_TKGH,
@@ -191,14 +172,12 @@ class TritonPagedAttention:
             # fp32 memory also where nothing is split: one kernel for both cases
             parts = partials(out_TX, num_parts, spec.head_dim)
             attend_decode(
-                q_TKGH, keys, values, out_TX, step, spec, kind.decode, parts, lse_TN, splits=splits,
+                q_TKGH, keys, values, out_TX, step, spec, kind.decode, parts, splits=splits,
                 programs=self._programs,
             )  # fmt: skip
             del parts
         if num_tokens > step.num_decode:
-            of, cut = kind.of, kind.cut
-            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN)
-            attend_slices(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN, programs=self._programs)
+            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, kind.of, kind.prefill)
         return out_TX
 
     def _planes_of(self, kv_cache: Tensor) -> _Planes:
@@ -208,15 +187,15 @@ class TritonPagedAttention:
             self._planes[id(kv_cache)] = planes
         return planes
 
-    def _kind_of(self, layer: int, q_TKGH: Tensor, kv_cache: Tensor, spec: AttendSpec, *, has_lse: bool) -> _Kind:
+    def _kind_of(self, layer: int, q_TKGH: Tensor, kv_cache: Tensor, spec: AttendSpec) -> _Kind:
         """What `layer` is computed with; made once."""
         is_fp8, block_size = kv_cache.dtype is FP8, kv_cache.shape[3]
-        given = spec, q_TKGH.dtype, is_fp8, block_size, has_lse
+        given = spec, q_TKGH.dtype, is_fp8, block_size
         kind = self._kinds.get(layer)
         if kind is None or kind.given[0] is not spec or kind.given[1:] != given[1:]:
             assert kv_cache.dtype in (q_TKGH.dtype, FP8), (kv_cache.dtype, q_TKGH.dtype)
             size, head_dim = q_TKGH.element_size(), spec.head_dim
-            of = Layer.of(spec, block_size=block_size, element_bytes=size, has_lse=has_lse, fp8=is_fp8)
+            of = Layer.of(spec, block_size=block_size, element_bytes=size, fp8=is_fp8)
             num_heads = spec.num_kv_heads * spec.group_size
             tiles = decode_tiles(spec.num_kv_heads, head_dim, size, self._chunk, fp8=is_fp8)
             kind = self._kinds[layer] = _Kind(
@@ -225,7 +204,7 @@ class TritonPagedAttention:
                 num_heads=num_heads,
                 width=num_heads * head_dim,
                 decode=decode_kernels(of, tiles, self._overlap),
-                cut=prefill_tiles(padded(head_dim), size, self._shared_kib, **self._slice_cut),
+                prefill=prefill_tiles(padded(head_dim), size, self._shared_kib),
             )
         return kind
 
@@ -234,14 +213,14 @@ class TritonPagedAttention:
 class _Kind:
     """What a layer is computed with."""
 
-    given: tuple[AttendSpec, torch.dtype, bool, int, bool]
-    """Spec, dtype of queries, whether the cache is FP8, its block size, whether denominators are wanted."""
+    given: tuple[AttendSpec, torch.dtype, bool, int]
+    """Spec, dtype of queries, whether the cache is FP8, its block size."""
     of: Layer
     num_heads: int
     width: int
     """Of outputs."""
     decode: DecodeKernels
-    cut: PrefillTiles
+    prefill: PrefillTiles
 
 
 class _Planes:
@@ -261,13 +240,13 @@ class _Planes:
 
 
 def aot_variants() -> list[AotVariant]:
-    """Head dims, groups, block sizes, windows, sinks and lse, in each dtype; tiles for large and small memory; FP8."""
+    """Head dims, groups, block sizes, windows and sinks, in each dtype; tiles for large and small memory; FP8."""
     layers = {
         "h128_g4": Layer(8, 4, 128, 16, 2),
         "h128_g4_block256": Layer(8, 4, 128, 256, 2),
-        "h64_g8_window_sinks": Layer(8, 8, 64, 16, 2, window=128, has_sinks=True, has_lse=True),
+        "h64_g8_window_sinks": Layer(8, 8, 64, 16, 2, window=128, has_sinks=True),
         "h256_g8": Layer(1, 8, 256, 64, 2),
-        "h80_g1": Layer(32, 1, 80, 32, 2, has_lse=True),
+        "h80_g1": Layer(32, 1, 80, 32, 2),
         "h112_g3_window": Layer(4, 3, 112, 16, 2, window=1024),
         "h64_g3": Layer(3, 3, 64, 16, 2),
         "h128_g128": Layer(1, 128, 128, 128, 2),
@@ -279,13 +258,11 @@ def aot_variants() -> list[AotVariant]:
             kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
             variants += attention_decode.layer_variants(kind, name, dtype)
             variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
-            variants += attention_slices.layer_variants(kind, name, dtype, LARGE_KIB)
         for dtype in FP8_VARIANTS.get(name, ()):
             kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
             decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype)
             variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]
             variants += attention_prefill.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
-            variants += attention_slices.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)[:1]
         if layer.head_dim >= 128:
             variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
     return variants

@@ -38,8 +38,8 @@ from megatron_infer.kernels.triton.attention_tiles import (
     attend_tile,
     blocks_of,
     cdiv,
-    finish,
     load_tile,
+    mean_of,
     padded,
     power_of_2,
     precision,
@@ -56,12 +56,12 @@ MAX_LINES = {2: 64, 4: 16}
 # fmt: off
 @triton.jit
 def _attend_splits(
-    q_tile, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
+    q_tile, k_cache, v_cache, out, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
     first_split, stop_split, part_splits, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Splits first_split .. stop_split - 1 of one row; line: index of each query head in the parts and the outputs."""
     first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
@@ -98,23 +98,19 @@ def _attend_splits(
             shrink = tl.exp2(top - new_top)
             acc = acc * shrink[:, None]
             total = total * shrink + tl.exp2(sink - new_top)
-            top = new_top
-        mean, sums = finish(acc, top, total)
-        tl.store(out + line[:, None] * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=whole)
-        if HAS_LSE:
-            tl.store(lse + line, sums, mask=real)
+        tl.store(out + line[:, None] * HEAD_DIM + dim, mean_of(acc, total).to(out.dtype.element_ty), mask=whole)
 
 
 @triton.jit(
     do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=[*LOOSE, "total_part"]
 )
 def decode_kernel(
-    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
+    q, k_cache, v_cache, out, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
 
@@ -125,7 +121,7 @@ def decode_kernel(
     group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    left, row, split = share_of_program(kv_len, kv_len, num_rows, 0, CHUNK, SHORT, MAX_SPLITS, WINDOW)
+    left, row, split = share_of_program(kv_len, num_rows, CHUNK, SHORT, MAX_SPLITS, WINDOW)
     while left > 0:
         num_keys = tl.load(kv_len + row)
         _, _, _, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
@@ -136,9 +132,9 @@ def decode_kernel(
         table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
         line = row64 * (NUM_KV * GROUP) + kv_head * GROUP + group
         _attend_splits(
-            q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, lse, sinks, acc_part, top_part,
+            q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, sinks, acc_part, top_part,
             total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
-            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, HAS_SINKS, PRECISION,
         )
         left -= stop - split
         split = left * 0
@@ -148,13 +144,13 @@ def decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len", "total_part"]
+    do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["sinks", "kv_len", "total_part"]
 )
 def merge_kernel(
-    out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
+    out, sinks, acc_part, top_part, total_part, kv_len, part_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
     CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (rows, NUM_HEADS): the partial sums of one query head of a row of several splits -> its output."""
     if PDL:
@@ -185,8 +181,6 @@ def merge_kernel(
         parts = tl.load(where, mask=there[:, None] & (dim[None, :] < HEAD_DIM), other=0.0)
         mean = tl.sum(parts * weight[:, None], 0) / total
         tl.store(out + line * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
-    if HAS_LSE:
-        tl.store(lse + line, top * 0.6931471805599453 + tl.log(total))
 # fmt: on
 
 
@@ -235,7 +229,6 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
         "MAX_SPLITS": tiles.max_splits,
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
-        "HAS_LSE": layer.has_lse,
     }
     decode = both | {
         "NUM_KV": layer.num_kv,
@@ -297,7 +290,6 @@ def attend_decode(
     spec: AttendSpec,
     kernels: DecodeKernels,
     parts: tuple[Tensor, Tensor, Tensor],
-    lse_TN: Tensor | None,
     *,
     splits: int,
     programs: int,
@@ -310,14 +302,12 @@ def attend_decode(
     _, lines, decode, merge = kernels
     num_rows, block_table = step.num_decode, step.block_table
     sinks = out_TX if spec.sinks_N is None else spec.sinks_N
-    lse = out_TX if lse_TN is None else lse_TN
     decode(
         (lines, max(1, min(splits * num_rows, programs // lines))),
         q_TKGH,
         keys,
         values,
         out_TX,
-        lse,
         sinks,
         *parts,
         step.kv_len_R,
@@ -331,7 +321,7 @@ def attend_decode(
     )
     if splits > 1:
         num_heads = spec.num_kv_heads * spec.group_size
-        merge((num_rows, num_heads), out_TX, lse, sinks, *parts, step.kv_len_R, splits)
+        merge((num_rows, num_heads), out_TX, sinks, *parts, step.kv_len_R, splits)
 
 
 def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:

@@ -1,13 +1,11 @@
-"""Attention of slices over the paged cache: prompts, chunks of prompts, mixed steps.
-
-A slice with few queries over many keys is left to `attention_slices`, which splits its keys.
+"""Attention of slices over the paged cache: prompts, chunks of prompts, drafts, mixed steps.
 
 A program computes one tile of queries of one row with the query heads of one kv head: BLOCK_M lines, line m being query
 m // GROUP_TILE and head m % GROUP_TILE of the group, so that keys and values are loaded once for the whole group.
 Key tiles that every query of the tile sees completely need no masks; those on the diagonal and all with a window do.
 
 The grid is an upper bound from the step's shape. Row r has the tiles from (cu_q[r] - cu_q[0]) // Q + r on (Q queries
-per tile): at least as many as its queries need, and found by bisection without a table. Behind the last row there is
+per tile): at least as many as its queries need, and found by bisection without a table. After the last row there is
 one more row, that of the padding tokens, whose outputs are zeros. So R rows and T tokens need T // Q + R + 1 tiles per
 kv head. Tiles run from the last to the first, so that the longest start earliest.
 
@@ -27,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.triton.attention_splits import slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -35,15 +32,14 @@ from megatron_infer.kernels.triton.attention_tiles import (
     attend_tile,
     blocks_of,
     cdiv,
-    finish,
     load_tile,
+    mean_of,
     padded,
     precision,
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.ragged import find_row
-from megatron_infer.kernels.triton_scratch import SLICE_CHUNK, SLICE_PROGRAMS, query_lines, slice_items
 
 LARGE_SHARED_KIB = 160
 """Least shared memory of a block for the large tiles; consumer cards have 99."""
@@ -56,7 +52,7 @@ def _attend_keys(
     KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Key tiles from begin to before end, both multiples of BLOCK_N; see attend_tile."""
+    """Key tiles from begin, a multiple of BLOCK_N, to the one that holds end - 1; see attend_tile."""
     block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
@@ -68,45 +64,24 @@ def _attend_keys(
     return acc, top, total
 
 
-@triton.jit
-def attend_range(
-    q, acc, top, total, k_cache, v_cache, table, begin, stop, position, num_keys, last_key, scale2,
-    QUERIES: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """QUERIES queries from `position` on over keys begin .. stop - 1, both multiples of BLOCK_N; see attend_tile."""
-    # The first query sees all key tiles before `whole`; the last query none from `end` on.
-    end = tl.minimum(tl.cdiv(tl.minimum(position + QUERIES, num_keys), BLOCK_N) * BLOCK_N, stop)
-    if WINDOW > 0:
-        whole = tl.maximum(tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N, begin)
-    else:
-        whole = tl.maximum(tl.minimum((position + 1) // BLOCK_N * BLOCK_N, stop), begin)
-        acc, top, total = _attend_keys(
-            q, acc, top, total, k_cache, v_cache, table, begin, whole, num_keys, last_key, scale2,
-            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
-        )
-    return _attend_keys(
-        q, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
-        KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
-    )
-
-
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "num_decode"], do_not_specialize_on_alignment=[*LOOSE, "cu_q"]
 )
 def prefill_kernel(
-    q, k_cache, v_cache, out, lse, sinks, cu_q, kv_len, table_row, block_table,
+    q, k_cache, v_cache, out, sinks, cu_q, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, scale2, num_tokens, num_rows, num_decode,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on, without those whose keys are split."""
+    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
     GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
+    k_cache += kv_head * HEAD_DIM
+    v_cache += kv_head * HEAD_DIM
     cu_q += num_decode
     row, first_tile = find_row(cu_q, tile, num_rows, QUERIES)
     first_token = tl.load(cu_q + row)
@@ -115,9 +90,7 @@ def prefill_kernel(
         stop_token = tl.load(cu_q + row + 1)
     num_queries = stop_token - first_token
     first_query = (tile - first_tile) * QUERIES
-    num_keys = tl.load(kv_len + num_decode + row, mask=row < num_rows, other=0)
-    _, _, _, splits = slice_splits(num_queries, num_keys, QUERIES, CHUNK, ITEMS, WINDOW)
-    if (first_query >= num_queries) | (splits > 1):
+    if first_query >= num_queries:
         return
 
     line = tl.arange(0, BLOCK_M)
@@ -136,24 +109,30 @@ def prefill_kernel(
         at = token * q_stride_t + kv_head * q_stride_k + group * q_stride_g
         q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
         table = block_table + tl.load(table_row + num_decode + row).to(tl.int64) * table_stride
+        num_keys = tl.load(kv_len + num_decode + row)
         position = num_keys - num_queries + first_query
         last_key = num_keys - num_queries + query
-        stop = tl.cdiv(num_keys, BLOCK_N) * BLOCK_N
-        acc, top, total = attend_range(
-            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, 0, stop,
-            position, num_keys, last_key, scale2, QUERIES, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW,
-            PRECISION,
+        # The tile's first query sees all key tiles before `whole`, its last query none from `end` on.
+        end = tl.minimum(position + QUERIES, num_keys)
+        if WINDOW > 0:
+            whole = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        else:
+            whole = (position + 1) // BLOCK_N * BLOCK_N
+            acc, top, total = _attend_keys(
+                q_tile, acc, top, total, k_cache, v_cache, table, 0, whole, num_keys, last_key, scale2,
+                KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
+            )
+        acc, top, total = _attend_keys(
+            q_tile, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
         )
-    mean, sums = finish(acc, top, total)
     dim = tl.arange(0, HEAD_PAD)[None, :]
     where = out + (token * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim
-    tl.store(where, mean.to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM))
-    if HAS_LSE:
-        tl.store(lse + token * (NUM_KV * GROUP) + head, sums, mask=real)
+    tl.store(where, mean_of(acc, total).to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM))
 # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiles:
     """The sizes of prefill's work for one kind of layer, dtype and GPU, the same for every step."""
 
@@ -163,16 +142,10 @@ class PrefillTiles:
     """BLOCK_N."""
     num_warps: int
     num_stages: int
-    chunk: int = SLICE_CHUNK
-    """Least keys per split of a slice, a multiple of `keys`."""
-    max_programs: int = SLICE_PROGRAMS
-    """Most tiles times splits times tiles of heads of a slice whose keys are split."""
 
 
 @functools.cache
-def prefill_tiles(
-    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = SLICE_CHUNK, max_programs: int = SLICE_PROGRAMS
-) -> PrefillTiles:
+def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> PrefillTiles:
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory per block.
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
@@ -181,37 +154,30 @@ def prefill_tiles(
     keys, since 32 do.
     """
     large = shared_kib >= LARGE_SHARED_KIB
-    lines = query_lines(head_pad, element_bytes, large=large)
     if element_bytes > 2:
-        keys, num_warps, num_stages = 32 if head_pad <= 64 else 16, 8, 1
-    elif head_pad <= 64:
-        keys, num_warps, num_stages = 64, 8 if head_pad > 32 else 4, 3
-    elif head_pad <= 128:
-        keys, num_warps, num_stages = (64, 8, 3) if large else (64, 4, 2)
-    else:
-        keys, num_warps, num_stages = 32, 8, 3 if large else 2
-    return PrefillTiles(lines, keys, num_warps, num_stages, chunk=max(chunk, keys), max_programs=max_programs)
+        return PrefillTiles(lines=32, keys=32 if head_pad <= 64 else 16, num_warps=8, num_stages=1)
+    if head_pad <= 64:
+        return PrefillTiles(lines=128, keys=64, num_warps=8 if head_pad > 32 else 4, num_stages=3)
+    stages = 3 if large else 2
+    if head_pad <= 128:
+        return PrefillTiles(lines=128 if large else 64, keys=64, num_warps=8 if large else 4, num_stages=stages)
+    return PrefillTiles(lines=64, keys=32, num_warps=8, num_stages=stages)
 
 
 @functools.cache
-def constexprs_of(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
+def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
     """The constexprs of prefill_kernel."""
-    assert tiles.chunk % tiles.keys == 0, tiles
-    group_tile = min(layer.group, tiles.lines)
     return {
         "NUM_KV": layer.num_kv,
         "GROUP": layer.group,
-        "GROUP_TILE": group_tile,
+        "GROUP_TILE": min(layer.group, tiles.lines),
         "HEAD_DIM": layer.head_dim,
         "HEAD_PAD": padded(layer.head_dim),
         "BLOCK_SIZE": layer.block_size,
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
-        "CHUNK": tiles.chunk,
-        "ITEMS": slice_items(layer.num_kv, layer.group, tiles.lines, tiles.max_programs),
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
-        "HAS_LSE": layer.has_lse,
         "PRECISION": precision(layer.element_bytes),
     }
 
@@ -225,12 +191,11 @@ def attend_prefill(
     spec: AttendSpec,
     layer: Layer,
     tiles: PrefillTiles,
-    lse_TN: Tensor | None,
 ) -> None:
-    """Outputs of rows num_decode .. num_rows - 1 without those of attend_slices; zeros for padding tokens."""
+    """Outputs of rows num_decode .. num_rows - 1; zeros for padding tokens."""
     num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
     num_tokens = q_TKGH.shape[0]
-    constexprs = constexprs_of(layer, tiles)
+    constexprs = _constexprs(layer, tiles)
     queries = tiles.lines // constexprs["GROUP_TILE"]
     num_tiles = (num_tokens - num_decode) // queries + num_rows + 1
     launch(
@@ -240,7 +205,6 @@ def attend_prefill(
         keys,
         values,
         out_TX,
-        out_TX if lse_TN is None else lse_TN,
         out_TX if spec.sinks_N is None else spec.sinks_N,
         step.cu_q_R1,
         step.kv_len_R,
@@ -262,11 +226,6 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    one = variant(f"prefill_{name}", prefill_kernel, constexprs_of(layer, tiles), options, dtype, fp8=layer.fp8)
-    return [for_gpus_of(tiles, layer, one)]
-
-
-def for_gpus_of(tiles: PrefillTiles, layer: Layer, one: AotVariant) -> AotVariant:
-    """`one`, a variant with these tiles, restricted to devices with enough shared memory for them."""
-    is_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
-    return replace(one, min_shared=LARGE_SHARED_KIB << 10) if is_large else one
+    one = variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)
+    needs_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
+    return [replace(one, min_shared=LARGE_SHARED_KIB << 10) if needs_large else one]

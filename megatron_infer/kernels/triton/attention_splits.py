@@ -1,8 +1,8 @@
-"""How attention splits the keys of rows, and how programs share the splits of all rows on the device.
+"""How attention splits the keys of decode rows, and how programs share the splits of all rows on the device.
 
 A row's keys are split every CHUNK keys, counted from position 0; a row with more chunks than it may have splits uses
-the least multiple of CHUNK that gives no more than that. A row with one query that sees no more keys than CHUNK is not
-split, and one that sees up to 8 CHUNK is split every SHORT keys.
+the least multiple of CHUNK that gives no more than that. A row that sees no more keys than CHUNK is not split, and one
+that sees up to 8 CHUNK is split every SHORT keys.
 
 The splits of all rows, end to end, are divided evenly in runs over as many programs as the device holds at once. Each
 program finds its run from the rows' lengths at the time it starts: a long row among short ones is spread too, and an
@@ -23,7 +23,7 @@ _SHORT_CHUNKS = tl.constexpr(DECODE_SHORT)
 
 
 @triton.jit
-def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
+def _cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
     """(origin: the first key of the first split, keys per split, splits; 1 for a row without keys)."""
     first_chunk = first_key // CHUNK
     chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
@@ -33,13 +33,13 @@ def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
 
 @triton.jit
 def row_splits(num_keys, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """(first visible key, origin, keys per split, splits) of a row with one query."""
+    """(first visible key, origin, keys per split, splits) of a decode row."""
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
-    origin, split_keys, splits = cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
+    origin, split_keys, splits = _cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
     if SHORT < CHUNK:  # both, as division by a number that is compiled in is a shift
-        short_origin, short_keys, short_splits = cut_keys(first_key, num_keys, MAX_SPLITS, SHORT)
+        short_origin, short_keys, short_splits = _cut_keys(first_key, num_keys, MAX_SPLITS, SHORT)
         is_short = num_keys - first_key <= _SHORT_CHUNKS * CHUNK
         origin = tl.where(is_short, short_origin, origin)
         split_keys = tl.where(is_short, short_keys, split_keys)
@@ -51,64 +51,35 @@ def row_splits(num_keys, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: t
 
 
 @triton.jit
-def slice_splits(
-    num_queries, num_keys, QUERIES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, WINDOW: tl.constexpr
+def _splits_of_rows(
+    kv_len, first, num_rows, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """(tiles of QUERIES queries, origin, keys per split, splits) of a slice.
-
-    Tiles times splits are at most ITEMS; fewer keys than two chunks are not split.
-    """
-    tiles = tl.cdiv(num_queries, QUERIES)
-    first_key = num_keys * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(num_keys - num_queries + 1 - WINDOW, 0)
-    most = tl.where(num_keys - first_key < 2 * CHUNK, 1, ITEMS // tl.maximum(tiles, 1))
-    origin, split_keys, splits = cut_keys(first_key, num_keys, tl.maximum(most, 1), CHUNK)
-    return tiles, origin, split_keys, splits
-
-
-@triton.jit
-def _items_of_rows(
-    cu_q, kv_len, first, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
-    MOST: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The number of items of rows first .. first + ROWS - 1; 0 behind the last row."""
+    """The number of splits of rows first .. first + ROWS - 1; 0 after the last row."""
     row = first + tl.arange(0, ROWS)
     inside = row < num_rows
     num_keys = tl.load(kv_len + row, mask=inside, other=0)
-    if QUERIES == 0:
-        _, _, _, items = row_splits(num_keys, CHUNK, SHORT, MOST, WINDOW)
-    else:
-        num_queries = tl.load(cu_q + row + 1, mask=inside, other=0) - tl.load(cu_q + row, mask=inside, other=0)
-        tiles, _, _, splits = slice_splits(num_queries, num_keys, QUERIES, CHUNK, MOST, WINDOW)
-        items = tl.where(splits > 1, tiles * splits, 0)
-    return tl.where(inside, items, 0)
+    _, _, _, splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
+    return tl.where(inside, splits, 0)
 
 
 @triton.jit
 def share_of_program(
-    cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """This program's share of all rows' items end to end: (number, row of the first, index of the first in its row).
-
-    QUERIES 0: rows with one query; their items are their splits, at most MOST. Else a row's items are tiles of QUERIES
-    queries times splits, at most MOST; a row with one split has none. cu_q is only read in the second case, SHORT only
-    in the first.
-    """
+    kv_len, num_rows, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """This program's share of all rows' splits end to end: (number, row of the first, its index in that row)."""
     total = num_rows * 0
     for first in range(0, num_rows, ROWS):
-        total += tl.sum(_items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, SHORT, MOST, WINDOW), 0)
+        total += tl.sum(_splits_of_rows(kv_len, first, num_rows, CHUNK, SHORT, MAX_SPLITS, WINDOW), 0)
     share = tl.cdiv(total, tl.num_programs(1))
     begin = tl.program_id(1) * share
     row = num_rows * 0
     before = num_rows * 0
     passed = num_rows * 0
     for first in range(0, num_rows, ROWS):
-        items = _items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, SHORT, MOST, WINDOW)
-        ends = passed + tl.cumsum(items, 0)
+        splits = _splits_of_rows(kv_len, first, num_rows, CHUNK, SHORT, MAX_SPLITS, WINDOW)
+        ends = passed + tl.cumsum(splits, 0)
         earlier = (ends <= begin) & (first + tl.arange(0, ROWS) < num_rows)
         row += tl.sum(earlier.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
-        passed += tl.sum(items, 0)
+        passed += tl.sum(splits, 0)
     return tl.minimum(share, total - begin), row, begin - before

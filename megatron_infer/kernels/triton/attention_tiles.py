@@ -26,7 +26,7 @@ from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 LOG2E = 1.4426950408889634
 FP8_ARCH = 89
 """Least compute capability, in tenths, for which the compiler converts FP8."""
-LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
+LOOSE = ["sinks", "kv_len", "table_row", "block_table"]
 """Arguments read one element at a time: another alignment must not compile another kernel."""
 
 
@@ -74,12 +74,9 @@ def load_tile(base, rows, rows_mask, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.conste
 
 
 @triton.jit
-def finish(acc, top, total):
-    """(weighted mean [M, HEAD_PAD], log of the sum of exponentials [M]); zeros and -inf without visible keys."""
-    divisor = tl.where(total == 0.0, 1.0, total)
-    out = acc / divisor[:, None]
-    lse = tl.where(total == 0.0, float("-inf"), top * 0.6931471805599453 + tl.log(divisor))
-    return out, lse
+def mean_of(acc, total):
+    """Weighted mean of values [M, HEAD_PAD]; zeros without visible keys."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 # fmt: off
@@ -138,16 +135,15 @@ class Layer:
     element_bytes: int
     window: int = 0
     has_sinks: bool = False
-    has_lse: bool = False
     fp8: bool = False
     """The cache is FP8."""
 
     @classmethod
-    def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, has_lse: bool, fp8: bool) -> Layer:
+    def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, fp8: bool) -> Layer:
         """From a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
         sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
-        return cls(*sizes, block_size, element_bytes, window, sinks, has_lse, fp8)
+        return cls(*sizes, block_size, element_bytes, window, sinks, fp8)
 
 
 def precision(element_bytes: int) -> str:
@@ -161,7 +157,7 @@ def variant(
     """An attention kernel for elements of `dtype` ("bf16"); the names of arguments decide the other types."""
     of_dtype = dict.fromkeys(("q", "out"), f"*{dtype}")
     of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
-    of_fp32 = dict.fromkeys(("lse", "sinks", "acc_part", "top_part", "total_part"), "*fp32")
+    of_fp32 = dict.fromkeys(("sinks", "acc_part", "top_part", "total_part"), "*fp32")
     of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
     types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"} | dict.fromkeys(constexprs, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}

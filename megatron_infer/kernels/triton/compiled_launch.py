@@ -20,15 +20,12 @@ from torch import Tensor
 
 MAX_KNOWN = 4096
 """Keys of one kernel; numbers that Triton specialises for and that differ with every step must not fill the memory."""
-WITHOUT_WRAPPER = "3.6."
-"""Versions of Triton whose launchers are called below their wrapper, which allocates memory that our kernels need none
-of; with others what Triton itself calls is called."""
 
 
 class CompiledLaunches:
     """Launches of one kernel with the same compiled-in values and options, for arguments of the same types."""
 
-    __slots__ = ("_is_direct", "_kernel", "_known", "_options", "_types", "run")
+    __slots__ = ("_kernel", "_known", "_options", "_types", "run")
 
     def __init__(self, kernel: Any, options: dict[str, Any], args: tuple[Any, ...]) -> None:
         """args: those of a launch, for their types."""
@@ -39,8 +36,7 @@ class CompiledLaunches:
         self._types = tuple(map(_type_of, args))
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         space = {"known": self._known, "stream_of": driver.active.get_current_stream, "hooks": triton.knobs.runtime}
-        self._is_direct = triton.__version__.startswith(WITHOUT_WRAPPER)
-        exec(_source(kernel, args, is_direct=self._is_direct), space)  # from names and places of parameters alone
+        exec(_source(kernel, args), space)  # from names and places of parameters alone
         self.run: Callable[..., tuple[Any, ...] | None] = space["run"]
         """run(device, x, y, z, *arguments): launches on the thread's current device and returns None, or launches
         nothing and returns what `search` takes. AttributeError and TypeError: an argument is of another type."""
@@ -52,18 +48,14 @@ class CompiledLaunches:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        launcher, kernel = compiled.run, (compiled.function, compiled.packed_metadata)
-        if not self._is_direct:
-            self._known[key] = launcher, *kernel
-        elif not (launcher.global_scratch_size or launcher.profile_scratch_size):
-            self._known[key] = launcher.launch, *kernel, launcher.launch_cooperative_grid, launcher.launch_pdl
+        self._known[key] = compiled.run, compiled.function, compiled.packed_metadata
 
 
 def _type_of(value: Any) -> type:
     return Tensor if isinstance(value, Tensor) else type(value)
 
 
-def _source(kernel: Any, args: tuple[Any, ...], *, is_direct: bool) -> str:
+def _source(kernel: Any, args: tuple[Any, ...]) -> str:
     """The function `CompiledLaunches.run`."""
     names = [f"a{place}" for place in range(len(args))]
     lines, key, aligned, given = [], ["device"], [], []
@@ -86,10 +78,6 @@ def _source(kernel: Any, args: tuple[Any, ...], *, is_direct: bool) -> str:
         each = " ".join(f"{name} & 15," for name in aligned)
         key.append(f"({' | '.join(aligned)}) & 15 and ({each})")
     given += ["None"] * (len(kernel.params) - len(args))  # compiled in
-    of_kernel = of_call = ["function", "metadata"]
-    if is_direct:
-        of_kernel = [*of_kernel, "cooperative", "pdl"]
-        of_call = ["function", "cooperative", "pdl", "None", "None", "metadata"]
     return "\n    ".join(
         [
             f"def run(device, x, y, z, {', '.join(names)}):",
@@ -101,7 +89,7 @@ def _source(kernel: Any, args: tuple[Any, ...], *, is_direct: bool) -> str:
             "found = known.get(key)",
             "if found is None:",
             "    return key",
-            f"launch, {', '.join(of_kernel)} = found",
-            f"launch(x, y, z, stream_of(device), {', '.join([*of_call, 'None, None, None', *given])})",
+            "launch, function, metadata = found",
+            f"launch(x, y, z, stream_of(device), function, metadata, None, None, None, {', '.join(given)})",
         ]
     )

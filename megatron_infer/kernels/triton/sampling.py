@@ -1,7 +1,6 @@
 """Draws, log probabilities and masks in Triton: one token per row from logits that stay on the device.
 
     logits [S, V] --chunk_maxima--> maxima of groups, best of chunks --chunk_masses--> sums of weights --draw--> token
-    captured:            `--mark, edit--> fp32 logits of rows with penalties, bias, ... --^         draw --rank--> rank
 
 The first two kernels run one program per chunk of CHUNK ids, the third one per row; programs of a greedy row return
 early from the last two, and a row without a filter reads one chunk again. A filtered row collects the few candidates
@@ -16,10 +15,9 @@ unit of a float64: one weight in about 2**13 differs by 1 of 2**40, and a token 
 such a boundary, about once in 2**30 draws.
 
 A captured draw also gives log probabilities, from the sums of the draw and from sums of weights at temperature 1,
-computed while the same logits are in registers. Its edits and ranks are in `sampling_rows`.
+computed while the same logits are in registers.
 
-Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses; for a row with edited logits V * 20 more,
-for a row with a rank V * (2 or 4). Not yet run on a GPU.
+Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses. Not yet run on a GPU.
 Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups, W words of 32 tokens.
 """
 
@@ -28,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
+from megatron_infer.kernels.draw_columns import Column, DrawRoom
 from megatron_infer.kernels.triton import launch as launching
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
@@ -40,7 +38,6 @@ from megatron_infer.kernels.triton.sampling_kernels import (
     forbid_kernel,
     score_kernel,
 )
-from megatron_infer.kernels.triton.sampling_rows import drawn_rank_kernel, edit_kernel, mark_kernel
 from megatron_infer.kernels.triton_scratch import DRAW_CHUNK as CHUNK
 from megatron_infer.kernels.triton_scratch import DRAW_GROUP as GROUP
 from megatron_infer.kernels.triton_scratch import DRAW_HELD as HELD
@@ -52,10 +49,6 @@ BLOCK = 4096
 DRAW_WARPS = 16
 MANY = 256
 """Groups whose maxima bound the candidates of rows without a top_k."""
-PARTS, MARKED = 16, 1024
-"""Programs that mark the ids of a row's context, and ids that one marks at once."""
-UNFUSED = {"enable_fp_fusion": False}
-"""Compiler option: a product is rounded before it is added, as in torch."""
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low bits of a fp32 value that are always 0 in values of the dtype."""
 
@@ -95,44 +88,36 @@ class TritonSampling:
         if rows:
             scratch = _Scratch(logits_MV, self._held)
             scratch.scan()
-            scratch.sum_up(columns_5M)
-            outputs = (token, top, None, cut_logit, cut_id, mass, own, None, None)
-            absent = (None, None, None, None, 0, None, 0, None, None)
-            self._draw(scratch, logits_MV, (columns_5M, columns_5M.stride(0), *absent), outputs)
+            scratch.sum_up(columns_5M, None, None, None)
+            inputs = (columns_5M, columns_5M.stride(0), None, None, None, None, 0, None)
+            self._draw(scratch, inputs, (token, top, None, cut_logit, cut_id, mass, own, None))
         return token, top, cut_logit, cut_id, mass, own
 
     def static_draw(
         self,
         logits_SV: Tensor,
         columns_NR: Tensor,
-        lists_RI: Tensor,
         row_S: Tensor,
         position_S: Tensor,
         token_pool: Tensor,
         out: DrawRoom,
     ) -> None:
-        """`DrawKernel.static_draw`: seven launches, whatever the rows ask for."""
+        """`DrawKernel.static_draw`: three launches, whatever the rows ask for."""
         rows = len(logits_SV)
-        assert columns_NR.shape[0] == len(Column) and lists_RI.shape[1] == LISTED
-        assert columns_NR.stride(1) == token_pool.stride(1) == lists_RI.stride(1) == 1 and lists_RI.is_contiguous()
+        assert columns_NR.shape[0] == len(Column) and columns_NR.stride(1) == token_pool.stride(1) == 1
         assert row_S.is_contiguous() and position_S.is_contiguous()
         assert len(row_S) == len(position_S) == len(out.tokens) == rows
         if not rows:
             return
         scratch = _Scratch(logits_SV, self._held)
-        asked = _CapturedRows(scratch, columns_NR, lists_RI, row_S, position_S)
-        scratch.scan(asked)
-        asked.edit(token_pool)
-        scratch.sum_up(asked.values, asked)
+        scratch.scan()
+        columns, model_mass = columns_NR.view(torch.float64), torch.empty_like(scratch.mass)
+        scratch.sum_up(columns, row_S, columns_NR, model_mass)
         pool = (token_pool, token_pool.stride(0))
-        inputs = (asked.values, asked.stride, columns_NR, row_S, position_S, *pool, logits_SV, logits_SV.stride(0))
-        found = (out.tokens, out.top, out.bad.view(torch.uint8), out.cut_logit, out.cut_id, out.mass)
-        for logits, edited in ((logits_SV, False), (asked.work, True)):
-            of_model = (asked.model_best, asked.model_mass)
-            self._draw(
-                scratch, logits, (*inputs, *of_model), (*found, out.own, out.raw, out.rank), static=True, edited=edited
-            )
-        asked.count_ranks(out)
+        inputs = (columns, columns_NR.stride(0), columns_NR, row_S, position_S, *pool, model_mass)
+        bad = out.bad.view(torch.uint8)
+        found = (out.tokens, out.top, bad, out.cut_logit, out.cut_id, out.mass, out.own, out.raw)
+        self._draw(scratch, inputs, found)
 
     def score(
         self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
@@ -212,21 +197,14 @@ class TritonSampling:
             )
 
     def _draw(
-        self,
-        scratch: _Scratch,
-        logits: Tensor,
-        inputs: tuple[Tensor | int | None, ...],
-        outputs: tuple[Tensor | None, ...],
-        *,
-        static: bool = False,
-        edited: bool = False,
+        self, scratch: _Scratch, inputs: tuple[Tensor | int | None, ...], outputs: tuple[Tensor | None, ...]
     ) -> None:
-        """logits: the ones that tokens are drawn from."""
+        """inputs: from columns_ptr on; outputs: from token_ptr on."""
         launch(
             draw_kernel,
             (scratch.num_rows,),
-            logits,
-            logits.stride(0),
+            scratch.logits,
+            scratch.logits.stride(0),
             scratch.maxima,
             scratch.best,
             scratch.best_id,
@@ -237,10 +215,9 @@ class TritonSampling:
             *outputs,
             scratch.vocab,
             scratch.num_chunks,
-            STATIC=static,
-            EDITED=edited,
+            STATIC=outputs[-1] is not None,
             MANY=min(MANY, self._held // 2),
-            **scratch.cuts(self._held, logits.dtype),
+            **scratch.cuts(self._held, scratch.logits.dtype),
             num_warps=DRAW_WARPS,
         )
 
@@ -264,11 +241,10 @@ class _Scratch:
         self.listed = torch.empty((self.num_rows, self.groups), dtype=torch.int32, device=device)
         self.held = torch.empty((self.num_rows, 4, held), dtype=torch.int32, device=device)
 
-    def scan(self, asked: _CapturedRows | None = None) -> None:
-        """Fill the maxima. asked: in a captured draw."""
+    def scan(self) -> None:
+        """Fill the maxima."""
         if not self.num_rows:
             return
-        rows = (None, None, None, 0, None, None) if asked is None else asked.scanned()
         launch(
             chunk_maxima_kernel,
             (self.num_rows, self.num_chunks),
@@ -277,18 +253,18 @@ class _Scratch:
             self.maxima,
             self.best,
             self.best_id,
-            *rows,
             self.vocab,
             self.num_chunks,
             CHUNK=CHUNK,
             GROUP=GROUP,
-            STATIC=asked is not None,
             num_warps=8,
         )
 
-    def sum_up(self, columns: Tensor, asked: _CapturedRows | None = None) -> None:
-        """Fill the masses of the rows whose draw needs them."""
-        rows = (None, None, None, None, None, None) if asked is None else asked.summed()
+    def sum_up(
+        self, columns: Tensor, row_S: Tensor | None, columns_NR: Tensor | None, model_mass: Tensor | None
+    ) -> None:
+        """Fill the masses of the rows whose draw needs them. The others: in a captured draw, where `columns` has every
+        request row and model_mass is filled for rows that ask for it."""
         launch(
             chunk_masses_kernel,
             (self.num_rows, self.num_chunks),
@@ -298,12 +274,14 @@ class _Scratch:
             self.mass,
             columns,
             columns.stride(0),
-            *rows,
+            row_S,
+            columns_NR,
+            model_mass,
             self.vocab,
             self.num_chunks,
             CHUNK=CHUNK,
             CHUNKS=self.chunks,
-            STATIC=asked is not None,
+            STATIC=model_mass is not None,
             num_warps=4,
         )
 
@@ -319,96 +297,6 @@ class _Scratch:
             "BLOCK": BLOCK,
             "SHIFT": SHIFTS[dtype],
         }
-
-
-class _CapturedRows:
-    """The parameters of the rows of a captured draw, and the edited logits of rows that have them."""
-
-    def __init__(
-        self, scratch: _Scratch, columns_NR: Tensor, lists_RI: Tensor, row_S: Tensor, position_S: Tensor
-    ) -> None:
-        self._scratch, self._numbers, self._lists = scratch, columns_NR, lists_RI
-        self._row, self._position = row_S, position_S
-        self.values, self.stride = columns_NR.view(torch.float64), columns_NR.stride(0)
-        device = scratch.best.device
-        self.work = torch.empty((scratch.num_rows, scratch.vocab), device=device)
-        """fp32 [S, V]: marks, then logits; only used for edited rows."""
-        self._marks = self.work.view(torch.int32)
-        self.model_best = torch.empty_like(scratch.best)
-        self.model_mass = torch.empty_like(scratch.mass)
-
-    def scanned(self) -> tuple[Tensor | int, ...]:
-        return self.model_best, self._marks, self._numbers, self.stride, self._row, self._position
-
-    def summed(self) -> tuple[Tensor, ...]:
-        return self._row, self._position, self._numbers, self.work, self.model_best, self.model_mass
-
-    def edit(self, token_pool: Tensor) -> None:
-        """Compute the logits of edited rows, and their maxima."""
-        scratch, logits = self._scratch, self._scratch.logits
-        launch(
-            mark_kernel,
-            (scratch.num_rows, PARTS),
-            self._marks,
-            self._numbers,
-            self.stride,
-            self._lists,
-            self._row,
-            self._position,
-            token_pool,
-            token_pool.stride(0),
-            scratch.vocab,
-            PARTS,
-            LISTED=LISTED,
-            TILE=MARKED,
-            num_warps=4,
-        )
-        launch(
-            edit_kernel,
-            (scratch.num_rows, scratch.num_chunks),
-            logits,
-            logits.stride(0),
-            self._marks,
-            scratch.maxima,
-            scratch.best,
-            scratch.best_id,
-            self.values,
-            self._numbers,
-            self.stride,
-            self._lists,
-            self._row,
-            self._position,
-            scratch.vocab,
-            scratch.num_chunks,
-            LISTED=LISTED,
-            CHUNK=CHUNK,
-            GROUP=GROUP,
-            num_warps=8,
-            **UNFUSED,
-        )
-
-    def count_ranks(self, out: DrawRoom) -> None:
-        """The ranks of drawn tokens, for rows that ask for them."""
-        scratch, logits = self._scratch, self._scratch.logits
-        launch(
-            drawn_rank_kernel,
-            (scratch.num_rows, scratch.num_chunks),
-            logits,
-            logits.stride(0),
-            self.work,
-            self.values,
-            self._numbers,
-            self.stride,
-            self._row,
-            self._position,
-            out.tokens,
-            out.cut_logit,
-            out.cut_id,
-            out.rank,
-            scratch.vocab,
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -439,8 +327,6 @@ _POINTERS = {
     "cut_id_ptr": "*i64",
     "row_mass_ptr": "*i64",
     "numbers_ptr": "*i64",
-    "lists_ptr": "*i64",
-    "model_best_ptr": "*fp32",
     "model_mass_ptr": "*i64",
     "own_ptr": "*fp32",
     "raw_ptr": "*fp32",
@@ -460,8 +346,7 @@ _POINTERS = {
 _TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
-_OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_ptr", "model_best_ptr", "model_mass_ptr")
-_OF_ROWS += ("bad_ptr", "raw_ptr", "rank_ptr", "work_ptr")
+_OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_mass_ptr", "bad_ptr", "raw_ptr")
 """Arguments that a draw outside of a graph does not have."""
 
 
@@ -470,25 +355,18 @@ def _variant(
 ) -> AotVariant:
     names = kernel.arg_names  # type: ignore[attr-defined]
     fixed = {**constexprs, **dict.fromkeys(name for name in absent if name in names)}
-    of_x = "*fp32" if constexprs.get("EDITED") else _TYPES[dtype]
-    types = {**_POINTERS, "x_ptr": of_x, "model_ptr": _TYPES[dtype]}
-    if kernel in (chunk_maxima_kernel, mark_kernel, edit_kernel):
-        types["work_ptr"] = "*i32"
+    types = {**_POINTERS, "x_ptr": _TYPES[dtype]}
     signature = {arg: "constexpr" if arg in fixed else types.get(arg, "i32") for arg in names}
-    options: dict[str, int] = {"num_warps": warps}
-    if kernel is edit_kernel:
-        options |= UNFUSED
-    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=fixed, options=options)
+    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=fixed, options={"num_warps": warps})
 
 
 def aot_variants() -> list[AotVariant]:
     """Each kernel for each dtype with the sizes of a vocabulary of 131072; those of a small and a larger one once."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
-    variants.append(_variant("mark", mark_kernel, torch.float32, 4, LISTED=LISTED, TILE=MARKED))
     for chunks in (1, 64):
         cuts = {"CHUNK": CHUNK, "CHUNKS": chunks, "GROUP": GROUP, "GROUPS": chunks * (CHUNK // GROUP), "TILE": TILE}
         cuts |= {"HELD": HELD, "BLOCK": BLOCK, "SHIFT": 0}
-        draws = {"STATIC": True, "EDITED": False, "MANY": MANY, **cuts}
+        draws = {"STATIC": True, "MANY": MANY, **cuts}
         name = f"{chunks}_chunks"
         variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, (), **draws))
         variants.append(_variant(f"score_{name}", score_kernel, torch.float32, 8, (), **cuts))
@@ -504,22 +382,14 @@ def _variants_of(dtype: torch.dtype) -> list[AotVariant]:
     of_chunk, grouped = {"CHUNK": CHUNK, "CHUNKS": 32}, {"CHUNK": CHUNK, "GROUP": GROUP}
     many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK, **of_chunk, **grouped}
     shift = {"SHIFT": SHIFTS[dtype]}
+    variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, (), **grouped))
     for static in (False, True):
         name, absent = ("static", ()) if static else ("eager", _OF_ROWS)
         variants.append(
-            _variant(f"maxima_{name}_{tag}", chunk_maxima_kernel, dtype, 8, absent, STATIC=static, **grouped)
-        )
-        variants.append(
             _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, absent, STATIC=static, **of_chunk)
         )
-        draws = {"STATIC": static, "EDITED": False, "MANY": MANY, **many, **shift}
+        draws = {"STATIC": static, "MANY": MANY, **many, **shift}
         variants.append(_variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, **draws))
-    if dtype is torch.bfloat16:  # edited logits are fp32 whatever the model's dtype
-        draws = {"STATIC": True, "EDITED": True, "MANY": MANY, **many, "SHIFT": 0}
-        variants.append(_variant("draw_edited", draw_kernel, dtype, DRAW_WARPS, (), **draws))
-    edits = {"LISTED": LISTED, **grouped}
-    variants.append(_variant(f"edit_{tag}", edit_kernel, dtype, 8, (), **edits))
-    variants.append(_variant(f"drawn_rank_{tag}", drawn_rank_kernel, dtype, 4, (), CHUNK=CHUNK))
     for known in (("known_ptr",), ()):
         name = "fresh" if known else "known"
         variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))

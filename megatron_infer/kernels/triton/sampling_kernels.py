@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_infer.kernels.draw_columns import Asks, Column
 from megatron_infer.kernels.triton.sampling_device import (
     SCALE,
     draw_from,
@@ -16,27 +17,33 @@ from megatron_infer.kernels.triton.sampling_device import (
     logit_of,
     weight_of,
 )
-from megatron_infer.kernels.triton.sampling_rows import ASK_OWN, ASK_RAW, STREAM, asks_of, is_edited, put_maxima
 
 # fmt: off
 
+_STREAM = tl.constexpr(int(Column.STREAM))
+_ASKS = tl.constexpr(int(Column.ASKS))
+_RAW = tl.constexpr(int(Asks.RAW))
+_OWN = tl.constexpr(int(Asks.OWN))
 
-@triton.jit(do_not_specialize=["columns_stride"])
+
+@triton.jit
 def chunk_maxima_kernel(
-    x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, model_best_ptr, work_ptr, numbers_ptr, columns_stride, row_ptr,
-    position_ptr, vocab, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+    x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, vocab, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Maxima of groups and chunks of the model's logits. STATIC: also clears the marks where logits will be edited."""
+    """Maxima of groups, and the largest logit of each chunk (NaN if one is NaN) with its lowest id."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_G = tl.arange(0, CHUNK // GROUP)
     ids = chunk * CHUNK + group_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * x_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
+    x = tl.where(x == x, x, -float("inf"))
+    maxima = tl.max(x, 1)
+    best = tl.max(maxima, 0)
+    best_id = tl.min(tl.min(tl.where(x == best, ids, 0x7FFFFFFF), 1), 0)
     at = row * num_chunks + chunk
-    best = put_maxima(x, ids, maxima_ptr, best_ptr, best_id_ptr, at, group_G, CHUNK, GROUP)
-    if STATIC:
-        tl.store(model_best_ptr + at, best)
-        if is_edited(numbers_ptr, columns_stride, tl.load(row_ptr + row).to(tl.int64), tl.load(position_ptr + row)):
-            tl.store(work_ptr + row * vocab + ids, tl.zeros((CHUNK // GROUP, GROUP), tl.int32), mask=ids < vocab)
+    tl.store(maxima_ptr + at * (CHUNK // GROUP) + group_G, maxima)
+    tl.store(best_ptr + at, tl.where(broken > 0, float("nan"), best))
+    tl.store(best_id_ptr + at, best_id)
 
 
 @triton.jit
@@ -64,49 +71,43 @@ def needs_mass(top_k, top_p, min_p, vocab):
     return (top_k >= vocab) & ((top_p < 1.0) | (min_p <= 0.0))
 
 
+@triton.jit
+def asks_of(numbers_ptr, stride, at):
+    """`Asks` of a request row, int32."""
+    return tl.load(numbers_ptr + _ASKS * stride + at).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["columns_stride"])
 def chunk_masses_kernel(
-    x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, position_ptr, numbers_ptr, work_ptr,
-    model_best_ptr, model_mass_ptr, vocab, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
+    x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, numbers_ptr, model_mass_ptr, vocab,
+    num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
 ):
-    """Sums of weights of the chunks, for rows whose draw needs them. STATIC: also those of the model's logits at
-    temperature 1, for rows that ask for them."""
+    """Sums of weights of the chunks, for rows whose draw needs them. STATIC: also those at temperature 1, for rows that
+    ask for the model's log probability."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = row
+    at, asks = row, tl.zeros((), tl.int32)
     if STATIC:
         at = tl.load(row_ptr + row).to(tl.int64)
+        asks = asks_of(numbers_ptr, columns_stride, at)
     inverse, top_k, top_p, min_p = wishes(columns_ptr, columns_stride, at)
     top, fit, _ = largest(best_ptr, row, num_chunks, CHUNKS)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    here = ids < vocab
-    place = row * num_chunks + chunk
-    wanted = needs_mass(top_k, top_p, min_p, vocab) & (inverse > 0.0)
-    if STATIC:
-        asks = asks_of(numbers_ptr, columns_stride, at)
-        edited = is_edited(numbers_ptr, columns_stride, at, tl.load(position_ptr + row))
-        wanted = fit & (wanted | ((inverse <= 0.0) & ((asks & ASK_OWN) != 0)))
-        inverse = tl.where(inverse > 0.0, inverse, 1.0)
+    is_drawn = inverse > 0.0
+    wanted = tl.where(is_drawn, needs_mass(top_k, top_p, min_p, vocab), (asks & _OWN) != 0)
+    of_model = (asks & _RAW) != 0
+    if fit & (wanted | of_model):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row * x_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+        one = tl.full((), 1.0, tl.float64)
+        inverse = tl.where(is_drawn, inverse, one)
+        place = row * num_chunks + chunk
         mass = tl.zeros((), tl.int64)
         if wanted:
-            if edited:
-                x = tl.load(work_ptr + row * vocab + ids, mask=here, other=-float("inf"))
-            else:
-                x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
             mass = tl.sum(weight_of(x, top, inverse), 0)
             tl.store(mass_ptr + place, mass)
-        if (asks & ASK_RAW) != 0:
-            if wanted & (inverse == 1.0) & (edited == 0):
-                tl.store(model_mass_ptr + place, mass)
-            else:
-                model_top, model_fit, _ = largest(model_best_ptr, row, num_chunks, CHUNKS)
-                if model_fit:
-                    x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
-                    one = tl.full((), 1.0, tl.float64)
-                    tl.store(model_mass_ptr + place, tl.sum(weight_of(x, model_top, one), 0))
-    else:
-        if fit & wanted:
-            x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
-            tl.store(mass_ptr + place, tl.sum(weight_of(x, top, inverse), 0))
+        if STATIC:
+            if of_model & ((wanted == 0) | (inverse != 1.0)):
+                mass = tl.sum(weight_of(x, top, one), 0)
+            tl.store(model_mass_ptr + place, mass, mask=of_model)
 
 
 @triton.jit
@@ -209,22 +210,18 @@ def draw_filtered(
 @triton.jit(do_not_specialize=["columns_stride"])
 def draw_kernel(
     x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, mass_ptr, listed_ptr, held_ptr,
-    columns_ptr, columns_stride, numbers_ptr, row_ptr, position_ptr, pool_ptr, pool_stride, model_ptr, model_stride,
-    model_best_ptr, model_mass_ptr, token_ptr, top_ptr, bad_ptr, cut_logit_ptr, cut_id_ptr, row_mass_ptr, own_ptr,
-    raw_ptr, rank_ptr, vocab, num_chunks,
-    STATIC: tl.constexpr, EDITED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
+    columns_ptr, columns_stride, numbers_ptr, row_ptr, position_ptr, pool_ptr, pool_stride, model_mass_ptr, token_ptr,
+    top_ptr, bad_ptr, cut_logit_ptr, cut_id_ptr, row_mass_ptr, own_ptr, raw_ptr, vocab, num_chunks,
+    STATIC: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """One row's token. STATIC: parameters are read by request row, the uniform is computed here, and the token is
-    written to the pool; for rows with EDITED logits, or for the others."""
+    written to the pool."""
     row = tl.program_id(0).to(tl.int64)
     at, asks = row, tl.zeros((), tl.int32)
     if STATIC:
         at = tl.load(row_ptr + row).to(tl.int64)
         position = tl.load(position_ptr + row)
-        if is_edited(numbers_ptr, columns_stride, at, position) != EDITED:
-            return
         asks = asks_of(numbers_ptr, columns_stride, at)
     inverse, top_k, top_p, min_p = wishes(columns_ptr, columns_stride, at)
     x_ptr += row * x_stride
@@ -238,11 +235,11 @@ def draw_kernel(
     if fit & (inverse <= 0.0):
         id_C = tl.load(best_id_ptr + row * num_chunks + at_C, mask=here_C, other=0x7FFFFFFF)
         token = tl.min(tl.where(best_C == top, id_C, 0x7FFFFFFF), 0)
-        if (asks & ASK_OWN) != 0:
+        if (asks & _OWN) != 0:
             kept_mass = tl.sum(tl.load(mass_ptr + row * num_chunks + at_C, mask=here_C, other=0), 0)
     if fit & (inverse > 0.0):
         if STATIC:
-            uniform = uniform_of(tl.load(numbers_ptr + STREAM * columns_stride + at), position)
+            uniform = uniform_of(tl.load(numbers_ptr + _STREAM * columns_stride + at), position)
         else:
             uniform = tl.load(columns_ptr + 4 * columns_stride + at)
         mass_C = tl.zeros((CHUNKS,), tl.int64)
@@ -272,15 +269,10 @@ def draw_kernel(
     if STATIC:
         tl.store(bad_ptr + row, (fit == 0).to(tl.int8))
         tl.store(pool_ptr + at * pool_stride + position, token)
-        tl.store(rank_ptr + row, tl.full((), 1, tl.int64))
-        if EDITED:
-            row_mass = tl.zeros((), tl.int64)
-        if (asks & ASK_RAW) != 0:
-            model_top, model_fit, _ = largest(model_best_ptr, row, num_chunks, CHUNKS)
-            row_mass = tl.sum(tl.load(model_mass_ptr + row * num_chunks + at_C, mask=here_C & model_fit, other=0), 0)
-            logit = tl.load(model_ptr + row * model_stride + token).to(tl.float32)
-            raw = logprob_of(logit, model_top, tl.full((), 1.0, tl.float64), row_mass)
-            tl.store(raw_ptr + row, tl.where(model_fit, raw, float("nan")))
+        if (asks & _RAW) != 0:
+            row_mass = tl.sum(tl.load(model_mass_ptr + row * num_chunks + at_C, mask=here_C & fit, other=0), 0)
+            raw = logprob_of(tl.load(x_ptr + token).to(tl.float32), top, tl.full((), 1.0, tl.float64), row_mass)
+            tl.store(raw_ptr + row, tl.where(fit, raw, float("nan")))
     tl.store(row_mass_ptr + row, row_mass)
 
 

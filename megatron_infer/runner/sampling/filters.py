@@ -57,10 +57,7 @@ class DrawResult:
     """fp32 log probability of the token in the distribution it was drawn from, by the draw's own sums; NaN for rows
     whose draw has not taken them."""
     raw_M: Tensor | None = None
-    """fp32 log probability in the model's distribution. It and the rank come from captured draws alone, for rows that
-    return them."""
-    rank_M: Tensor | None = None
-    """int64 rank of the token, in the distribution that `logprobs_mode` names."""
+    """fp32 log probability in the model's distribution: from captured draws alone, for rows that return it."""
 
     def replace(self, index: Tensor, other: DrawResult) -> None:
         """Write `other`'s rows to rows `index`, as far as both have them."""

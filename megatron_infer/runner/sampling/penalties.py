@@ -1,8 +1,7 @@
 """Changes to logits before a token is chosen: bias, allowed and bad ids, min_tokens, penalties.
 
-All of them act in place on fp32 [M, V] copies of the rows that ask for them. Within a CUDA graph
-`cuda_graphs.captured_draw` does the same. Legend: M rows of a draw group, P those with penalties, L tokens of context,
-V vocab.
+All of them act in place on fp32 [M, V] copies of the rows that ask for them.
+Legend: M rows of a draw group, P those with penalties, L tokens of context, V vocab.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Penalties:
         self._count_base = torch.arange(len(rows), device=device).unsqueeze(1) * params.vocab_size
         self._num_counts = len(rows) * params.vocab_size if bool(params.table[5:7, rows].any()) else 0
         self._counts: Tensor | None = None
-        """Zeros between steps, made when they are first needed: a captured draw may have drawn the group's rows."""
+        """Zeros between steps, made when they are first needed."""
 
     def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Upload) -> None:
         """positions [M]: context lengths; token_pool int32 [rows, positions].

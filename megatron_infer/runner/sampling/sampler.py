@@ -223,12 +223,6 @@ class Sampler:
         """Log probabilities of the group's tokens, in the model's distribution or in the one drawn from."""
         rows = inputs.rows[group.places]
         counts = self.params.num_logprobs[rows]
-        if drawn.rank_M is not None and counts.max() <= 0:  # the draw has found all of it
-            found = drawn.own_M if self.is_processed else drawn.raw_M
-            assert found is not None
-            logprob = group.take(found)
-            none = logprob.new_empty(len(counts), 0)
-            return LogprobBatch(group.places, logprob, group.take(drawn.rank_M), none.to(torch.int64), none, counts)
         values, score_rows = group.take(logits_SV), self._model_score(group, drawn)
         if self.is_processed:
             temperature = self.params.table[0, rows]

@@ -90,7 +90,7 @@ def test_decode_steps_on_flashinfer_are_replayed_with_the_pages_of_their_own_ste
     model = tiny_gpt(**SHAPE, window_size=(30, 0), window_attn_skip_freq=2)
     settings = {"attention_backend": "flashinfer", "overlap": overlap}
     wanted, _ = run(model, **settings)
-    got, engine = run(model, **settings, num_cuda_graphs=-1)
+    got, engine = run(model, **settings, num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
     assert got == wanted
     pool = inspect(engine).runner.graphs.pool
     assert pool.counts.replays > 4 and not pool.refused and not pool.counts.uncaptured
@@ -102,7 +102,8 @@ def test_decode_steps_on_flashinfer_are_replayed_with_the_pages_of_their_own_ste
 
 
 def test_prompts_that_no_graph_can_hold_are_told_of_where_all_must_be_captured(replays):
-    asked = {"attention_backend": "flashinfer", "num_cuda_graphs": -1, "cuda_graph_all_prefills": True}
+    asked = {"attention_backend": "flashinfer", "num_cuda_graphs": -1}
+    asked |= {"cuda_graph_all_prefills": True, "use_cuda_graphs_for_non_decode_steps": True}
     with pytest.warns(ConfigWarning, match="cuda_graph_all_prefills=True, and attention 'flashinfer' decides on"):
         DynamicInferenceEngine(tiny_gpt(**SHAPE), InferenceConfig(**BASE | asked))
 
@@ -122,7 +123,7 @@ def test_decode_rows_and_prompts_run_on_a_backend_each(on_hopper, replays, graph
     model = tiny_gpt(**SHAPE, window_size=(30, 0), window_attn_skip_freq=2)
     wanted, alone = answers(model, block_size_tokens=64)
     assert alone["attention, decode"] == alone["attention, prefill"] == "flashinfer", "blocks are no whole tiles"
-    got, engine = run(model, block_size_tokens=128, num_cuda_graphs=graphs)
+    got, engine = run(model, block_size_tokens=128, num_cuda_graphs=graphs, use_cuda_graphs_for_non_decode_steps=True)
     assert got == wanted
     rows = {row.operation: row for row in engine.kernels.rows}
     assert (rows["attention, decode"].chosen, rows["attention, prefill"].chosen) == ("flashinfer", "flash_attn_3")

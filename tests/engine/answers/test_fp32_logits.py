@@ -26,7 +26,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "torch": {},
     "reference": {},
     "exact": {"batch_invariant": True},
-    "padded for graphs": {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 16},
+    "padded for graphs": {
+        "num_cuda_graphs": -1,
+        "cuda_graph_max_tokens": 16,
+        "use_cuda_graphs_for_non_decode_steps": True,
+    },
 }
 
 

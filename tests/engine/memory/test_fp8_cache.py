@@ -29,7 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tiny_pool": {"pool_blocks": 8},
     "tiny_pool_swap": {"pool_blocks": 8, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "overlap": True},
     "reference": {},
-    "static_graphs": {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24},
+    "static_graphs": {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24, "use_cuda_graphs_for_non_decode_steps": True},
 }
 SIZES = {"max_sequence_length": 96, "max_requests": 6, "max_tokens": 64, "enable_chunked_prefill": True}
 TEXTS = [

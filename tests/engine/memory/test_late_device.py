@@ -41,7 +41,12 @@ SIZES: dict[str, Any] = {
     "overlap": True,
     "num_cuda_graphs": 0,
 }
-GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24, "cuda_graph_capture": "first_use"}
+GRAPHS: dict[str, Any] = {
+    "num_cuda_graphs": -1,
+    "cuda_graph_max_tokens": 24,
+    "use_cuda_graphs_for_non_decode_steps": True,
+    "cuda_graph_capture": "first_use",
+}
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
 KINDS = ("attention", "mamba", "hybrid")
 

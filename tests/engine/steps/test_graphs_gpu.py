@@ -28,6 +28,7 @@ BASE: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "check_invariants": True,
     "num_cuda_graphs": 0,
+    "use_cuda_graphs_for_non_decode_steps": True,
     "overlap": False,
 }
 

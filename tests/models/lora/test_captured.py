@@ -15,7 +15,7 @@ from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SIZES = {"max_sequence_length": 64, "max_requests": 4, "max_tokens": 48, "enable_chunked_prefill": True}
-GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 48}
+GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 48, "use_cuda_graphs_for_non_decode_steps": True}
 MODELS = {"gpt": tiny_gpt, "hybrid": lambda: tiny_hybrid("M*-ME", moe_shared_expert_intermediate_size=32)}
 PROMPTS = [[7 * i % 121 + 3 for i in range(5 + 9 * j)] for j in range(4)]
 

@@ -13,6 +13,16 @@ from megatron_infer.runner.sampling.draw_groups import DeviceOps
 from megatron_infer.runner.sampling.row_params import RowParams
 from megatron_infer.runner.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 
+UNEDITED = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_token_ids": None,
+    "min_tokens": 0,
+}
+"""Parameters of rows whose logits are drawn from as they are: those that a graph draws."""
 PADDING = 24
 """Vocabulary entries after the real ones; the tests make them the largest of all."""
 
