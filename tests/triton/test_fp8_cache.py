@@ -10,13 +10,8 @@ import torch
 from attention_case import check, on_device, padded
 from paged_case import Case, make_case
 
-from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
-from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
 
@@ -110,19 +105,3 @@ def test_what_cannot_read_it_says_so():
     wide = dataclasses.replace(spec, head_dim=256)
     assert make_backend().supports(wide, **asked) is None
     assert "head_dim up to 128 for FP8" in make_backend().supports(wide, **asked | {"dtype": torch.float32})
-
-
-def test_greedy_tokens_equal_those_of_torch(device, monkeypatch, reads_fp8):
-    model, found = tiny_gpt(init_method_std=0.2), []
-    prompts = [list(range(4, 44)), [9, 8, 7], [*range(4, 40), 3]]
-    for backend in ("torch", "triton"):
-        monkeypatch.setenv(BACKEND_VARIABLE, backend)
-        config = InferenceConfig(
-            kv_cache_dtype="fp8_e4m3", buffer_size_gb=0.01, block_size_tokens=16, max_sequence_length=64,
-            max_requests=4, max_tokens=24, enable_chunked_prefill=True, enable_prefix_caching=True,
-        )  # fmt: skip
-        engine = DynamicInferenceEngine(model, config)
-        assert engine.kernels.attention.name == backend
-        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-        found.append([output.outputs[0].token_ids for output in engine.generate(prompts, params)])
-    assert found[0] == found[1]

@@ -124,24 +124,6 @@ def test_a_cut_between_segments_and_a_capture_there_change_no_bit(segmented, cut
         assert torch.equal(part[int(second.step.table_row[0])], want[slot])
 
 
-@pytest.mark.parametrize("captures", [[], [(1, 7), (1, 32), (1, 70)]])
-def test_long_rows_beside_it_and_captures_change_no_bit_of_a_row(segmented, captures):
-    for length in (20, 80):
-        alone = make_case([(length, 200)], spec=ONE, seed=1)
-        rows = [(1, 9), (length, 200), (50, 50)]
-        kept = [(row, n) for row, n in captures if n < length]
-        together = make_case(rows, spec=ONE, captures=kept, num_decode=1, seed=2)
-        together.fused[1 : 1 + length] = alone.fused
-        for part, other in zip(together.states, alone.states, strict=True):
-            part[int(together.step.table_row[1])] = other[int(alone.step.table_row[0])]
-        together = replace(together, weights=alone.weights)
-        y, states = alone.run(segmented)
-        got, got_states = together.run(segmented)
-        assert torch.equal(got[1 : 1 + length], y)
-        for part, other in zip(got_states, states, strict=True):
-            assert torch.equal(part[int(together.step.table_row[1])], other[int(alone.step.table_row[0])])
-
-
 @pytest.mark.parametrize("rows", [[(1, 7)], [(1, 1)], [(1, 3), (1, 1), (1, 90)], [(9, 9)], [(2, 40), (3, 40), (4, 5)]])
 def test_steps_of_one_kind(scan, rows):
     decode = sum(q == 1 for q, _ in rows)
@@ -278,17 +260,22 @@ def same(got, want, *, exactly):
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("captures", [[], [(1, 7), (1, 32)]])
-def test_rows_beside_it_and_captures_change_nothing_of_a_row(scan, captures):
-    alone = make_case([(40, 50)], spec=SMALL, seed=1)
-    together = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=captures, num_decode=1, seed=2)
-    together.fused[1:41] = alone.fused
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("backend", "length"), [("scan", 40), ("segmented", 20), ("segmented", 80)])
+def test_rows_beside_it_and_captures_change_no_bit_of_a_row(request, backend, length, captured):
+    """Also of one that goes segment by segment."""
+    scan = request.getfixturevalue(backend)
+    alone = make_case([(length, 200)], spec=ONE, seed=1)
+    captures = [(1, n) for n in (7, 32, 70) if captured and n < length]
+    rows = [(1, 9), (length, 200), (50, 50)]
+    together = make_case(rows, spec=ONE, captures=captures, num_decode=1, seed=2)
+    together.fused[1 : 1 + length] = alone.fused
     for part, other in zip(together.states, alone.states, strict=True):
         part[int(together.step.table_row[1])] = other[int(alone.step.table_row[0])]
     together = replace(together, weights=alone.weights)
     y, states = alone.run(scan)
     got, got_states = together.run(scan)
-    assert torch.equal(got[1:41], y)
+    assert torch.equal(got[1 : 1 + length], y)
     for part, other in zip(got_states, states, strict=True):
         assert torch.equal(part[int(together.step.table_row[1])], other[int(alone.step.table_row[0])])
 
