@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_infer.kernels.triton.attention_splits import share_of_program
+from megatron_infer.kernels.triton.attention_decode import share_of_program
 
 
 @triton.jit

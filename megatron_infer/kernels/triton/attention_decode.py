@@ -1,14 +1,19 @@
 """Attention of decode rows over the paged cache, with the keys of a row split over programs and merged.
 
-The splits (`attention_splits`), and so every bit, depend on the row's length and the layer alone: not on the other
-rows, the padding, the capacity, or the number of multiprocessors.
+A row's keys are split every CHUNK keys, counted from position 0; a row with more chunks than it may have splits uses
+the least multiple of CHUNK that gives no more than that. A row that sees no more keys than CHUNK is not split and is
+written without a merge; one that sees up to 8 CHUNK is split every SHORT keys.
 
     keys    0       64       128      192       CHUNK 256, SHORT 64: 900 keys are 15 splits, 4096 keys 16 of 256
     splits  |---0---|---1----|---2----|--- ...  with a row of 1 split and 2 programs: {0 .. 7} and {8 .. 14, 0'}
     merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
-A row of one split is written without a merge. The query heads of a kv head are lines of one tile (padded to 16, the
-least that a dot takes), so each key and value is read once.
+The splits of all rows, end to end, are divided evenly in runs over as many programs as the device holds at once. Each
+program finds its run from the rows' lengths at the time it starts: a long row among short ones is spread too, and an
+upper bound of lengths costs no programs. Each split starts from zeros and stores its own partial sums, so that every
+bit depends on the row's length and the layer alone: not on the other rows, the padding, the capacity, or the number of
+multiprocessors. The query heads of a kv head are lines of one tile (padded to 16, the least that a dot takes), so each
+key and value is read once.
 
 Bytes per key: 2*K*H elements. A multiprocessor must keep about 30 KB in flight to reach 4.8 TB/s (132 of them, 0.8 us
 of latency); a program stages two or three tiles of 2*BLOCK_N*H elements, 32 KiB each at H=128 in 16 bit. Partial sums
@@ -29,7 +34,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.triton.attention_splits import row_splits, share_of_program
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -46,11 +50,83 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, Launcher
-from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, DECODE_SHORT_PARTS, decode_splits, max_decode_splits
+from megatron_infer.kernels.triton_scratch import (
+    DECODE_CHUNK,
+    DECODE_SHORT,
+    DECODE_SHORT_PARTS,
+    decode_splits,
+    max_decode_splits,
+)
 
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group has several. fp32 dots are in registers."""
+ROWS = tl.constexpr(256)
+"""Rows whose lengths are read at once."""
+_SHORT_CHUNKS = tl.constexpr(DECODE_SHORT)
+
+
+@triton.jit
+def _cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
+    """(origin: the first key of the first split, keys per split, splits; 1 for a row without keys)."""
+    first_chunk = first_key // CHUNK
+    chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
+    share = tl.maximum(tl.cdiv(chunks, max_splits), 1)
+    return first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+
+
+@triton.jit
+def row_splits(num_keys, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first visible key, origin, keys per split, splits) of a decode row."""
+    first_key = num_keys * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_keys - WINDOW, 0)
+    origin, split_keys, splits = _cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
+    if SHORT < CHUNK:  # both, as division by a number that is compiled in is a shift
+        short_origin, short_keys, short_splits = _cut_keys(first_key, num_keys, MAX_SPLITS, SHORT)
+        is_short = num_keys - first_key <= _SHORT_CHUNKS * CHUNK
+        origin = tl.where(is_short, short_origin, origin)
+        split_keys = tl.where(is_short, short_keys, split_keys)
+        splits = tl.where(is_short, short_splits, splits)
+    is_whole = num_keys - first_key <= CHUNK
+    split_keys = tl.where(is_whole, 2 * CHUNK, split_keys)  # from an origin before the first key
+    splits = tl.where(is_whole, 1, splits)
+    return first_key, origin, split_keys, splits
+
+
+@triton.jit
+def _splits_of_rows(
+    kv_len, first, num_rows, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The number of splits of rows first .. first + ROWS - 1; 0 after the last row."""
+    row = first + tl.arange(0, ROWS)
+    inside = row < num_rows
+    num_keys = tl.load(kv_len + row, mask=inside, other=0)
+    _, _, _, splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
+    return tl.where(inside, splits, 0)
+
+
+@triton.jit
+def share_of_program(
+    kv_len, num_rows, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """This program's share of all rows' splits end to end: (number, row of the first, its index in that row)."""
+    total = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        total += tl.sum(_splits_of_rows(kv_len, first, num_rows, CHUNK, SHORT, MAX_SPLITS, WINDOW), 0)
+    share = tl.cdiv(total, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    row = num_rows * 0
+    before = num_rows * 0
+    passed = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        splits = _splits_of_rows(kv_len, first, num_rows, CHUNK, SHORT, MAX_SPLITS, WINDOW)
+        ends = passed + tl.cumsum(splits, 0)
+        earlier = (ends <= begin) & (first + tl.arange(0, ROWS) < num_rows)
+        row += tl.sum(earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        passed += tl.sum(splits, 0)
+    return tl.minimum(share, total - begin), row, begin - before
 
 
 # fmt: off
