@@ -125,15 +125,9 @@ def aot_variants() -> list[AotVariant]:
     def add(name: str, dtype: str, form: Form, scale_stride: int = 0) -> None:
         constexprs = {"KIND": form.kind, "GATED": form.gated, "HAS_CLAMP": form.clamp is not None}
         constexprs |= {"SCALE_STRIDE": scale_stride, "BLOCK": TILE, "PDL": False}
-        signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "scale_ptr": "*i32" if scale_stride else f"*{dtype}"}
-        signature |= {"x_stride": "i32", "width": "i32", "clamp": "fp32", "offset": "fp32"}
-        one = AotVariant(
-            name=f"activate-{name}-{dtype}",
-            kernel=_activate,
-            signature=signature | dict.fromkeys(constexprs, "constexpr"),
-            constexprs=constexprs,
-            options={"num_warps": 4},
-        )
+        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "scale_ptr": "*i32" if scale_stride else f"*{dtype}"}
+        types |= {"clamp": "fp32", "offset": "fp32"}
+        one = AotVariant.of(f"activate-{name}-{dtype}", _activate, types, constexprs, num_warps=4)
         variants.extend((one, one.overlapping()) if dtype == "bf16" and form == SWIGLU else (one,))
 
     for dtype in DTYPES.values():

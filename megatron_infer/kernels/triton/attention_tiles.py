@@ -8,7 +8,7 @@ other queries of its tile. Source: FlashAttention-2, arXiv:2307.08691.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -159,10 +159,6 @@ def variant(
     of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
     of_fp32 = dict.fromkeys(("sinks", "acc_part", "top_part", "total_part"), "*fp32")
     of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
-    types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"} | dict.fromkeys(constexprs, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    name = f"{name}_{dtype}"
-    arch = FP8_ARCH if fp8 else 0
-    return AotVariant(
-        name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options, min_arch=arch
-    )
+    types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"}
+    one = AotVariant.of(f"{name}_{dtype}", kernel, types, constexprs, **options)
+    return replace(one, min_arch=FP8_ARCH if fp8 else 0)

@@ -211,45 +211,24 @@ def keep_inputs(
 
 def aot_variants() -> list[AotVariant]:
     """Inputs and states in each dtype, with and without a bias, 4 taps and 3."""
-    variants = [
-        AotVariant(
-            name="row_of_tokens",
-            kernel=_row_of_tokens,
-            signature={"row_ptr": "*i32", "cu_q_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32"}
-            | {"BLOCK": "constexpr"},
-            constexprs={"BLOCK": 1024},
-            options={"num_warps": 4},
-        )
-    ]
+    ints = {f"{what}_ptr": "*i32" for what in ("row", "captures", "cu_q", "kv_len", "table_row")}
+    variants = [AotVariant.of("row_of_tokens", _row_of_tokens, ints, {"BLOCK": 1024}, num_warps=4)]
+    for x, conv in (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32")):
+        types = ints | {"x_ptr": f"*{x}", "out_ptr": f"*{x}", "conv_ptr": f"*{conv}"}
+        types |= dict.fromkeys(("weight_ptr", "bias_ptr"), "*fp32")
 
-    def add(name: str, kernel: Any, dtypes: tuple[str, str], ints: tuple[str, ...], **constexprs: Any) -> None:
-        x, conv = dtypes
-        types = {"x_ptr": f"*{x}", "out_ptr": f"*{x}", "conv_ptr": f"*{conv}", "weight_ptr": "*fp32"}
-        types |= {"bias_ptr": "*fp32"} | {
-            f"{what}_ptr": "*i32" for what in ("row", "captures", "cu_q", "kv_len", "table_row")
-        }
-        types |= dict.fromkeys(ints, "i32") | dict.fromkeys(constexprs, "constexpr")
-        signature = {argument: types[argument] for argument in kernel.arg_names}
-        variants.append(
-            AotVariant(
-                name=f"{name}-{x}-{conv}-{'-'.join(str(int(v)) for v in constexprs.values())}",
-                kernel=kernel,
-                signature=signature,
-                constexprs=constexprs,
-                options={"num_warps": 8 if kernel is _convolve_slices else 4},
-            )
-        )
+        def add(
+            name: str, kernel: Any, warps: int, x: str = x, conv: str = conv, types: Any = types, **own: Any
+        ) -> None:
+            name = "-".join([name, x, conv, *(str(int(value)) for value in own.values())])
+            variants.append(AotVariant.of(name, kernel, types, own, num_warps=warps))
 
-    sizes = ("x_stride", "slot_stride", "num_channels")
-    for dtypes in (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32")):
         for width, taps in ((4, 4), (3, 4)):
+            channels = {"TAPS": taps, "BLOCK_C": DECODE_CHANNELS}
             for bias in (True, False):
-                block = {"TAPS": taps, "BLOCK_C": DECODE_CHANNELS}
-                add("convolve_decode", _convolve_decode, dtypes, sizes, WIDTH=width, HAS_BIAS=bias, **block)
+                add("convolve_decode", _convolve_decode, 4, WIDTH=width, HAS_BIAS=bias, **channels)
                 block = {"BLOCK_T": SLICE_TOKENS, "BLOCK_C": SLICE_CHANNELS}
-                ints = (*sizes, "first_token", "num_tokens")
-                add("convolve_slices", _convolve_slices, dtypes, ints, WIDTH=width, HAS_BIAS=bias, **block)
+                add("convolve_slices", _convolve_slices, 8, WIDTH=width, HAS_BIAS=bias, **block)
             for captures in (True, False):
-                block = {"WIDTH": width, "TAPS": taps, "BLOCK_C": DECODE_CHANNELS}
-                add("keep_inputs", _keep_inputs, dtypes, (*sizes, "first_row"), CAPTURES=captures, **block)
+                add("keep_inputs", _keep_inputs, 4, CAPTURES=captures, WIDTH=width, **channels)
     return variants

@@ -175,32 +175,13 @@ class TritonOps:
 def aot_variants() -> list[AotVariant]:
     """Each kernel in each dtype and branch, at a narrow width, a usual one and a wide one."""
     variants = []
-
-    def add(kernel: Any, name: str, pointers: dict[str, str], numbers: dict[str, str], **constexprs: Any) -> None:
-        warps = constexprs.pop("num_warps")
-        constexprs["PDL"] = False
-        one = AotVariant(
-            name=name,
-            kernel=kernel,
-            signature={k: f"*{v}" for k, v in pointers.items()} | numbers | dict.fromkeys(constexprs, "constexpr"),
-            constexprs=constexprs,
-            options={"num_warps": warps},
-        )
-        variants.extend((one, one.overlapping()) if "bf16-4096" in name else (one,))
-
     for dtype in DTYPES.values():
+        types = dict.fromkeys(("y_ptr", "gate_ptr", "weight_ptr", "out_ptr"), f"*{dtype}") | {"eps": "fp32"}
         for width in (80, 4096, 20480):
-            rows, block, num_warps = row_tile(width)
-            tile = {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
-            pointers = {"y_ptr": dtype, "gate_ptr": dtype, "weight_ptr": dtype, "out_ptr": dtype}
-            numbers = {"gate_stride": "i32", "num_rows": "i32", "num_groups": "i32", "width": "i32", "eps": "fp32"}
+            rows, block, warps = row_tile(width)
             for branch in (True, False):
-                add(
-                    _gated_kernel(width),
-                    f"gated_rms_norm-{branch}-{dtype}-{width}",
-                    pointers,
-                    numbers,
-                    HAS_WEIGHT=branch,
-                    **tile,
-                )
+                constexprs = {"HAS_WEIGHT": branch, "ROWS": rows, "BLOCK": block, "PDL": False}
+                name = f"gated_rms_norm-{branch}-{dtype}-{width}"
+                one = AotVariant.of(name, _gated_kernel(width), types, constexprs, num_warps=warps)
+                variants.extend((one, one.overlapping()) if "bf16-4096" in name else (one,))
     return variants

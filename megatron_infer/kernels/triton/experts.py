@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -289,30 +289,21 @@ def precision(dtype: torch.dtype) -> str:
 
 def aot_variants() -> list[AotVariant]:
     """The sort and the sum, and the product in each dtype, tile and branch."""
-    variants = []
-
-    def add(name: str, kernel: Any, types: dict[str, str], options: dict[str, int], **constexprs: Any) -> None:
-        known = dict.fromkeys(("choice_ptr", "record_ptr"), "*i32")
-        known |= {"address_ptr": "*i64", "bias_address_ptr": "*i64"} | types
-        known |= dict.fromkeys(constexprs, "constexpr")
-        signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
-        variants.append(
-            AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
-        )
-
-    warps, top_8 = {"num_warps": 4}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
-    add("sort_pairs", _sort_pairs, {}, warps, **top_8, BLOCK_E=128, BLOCK_M=16)
+    types = dict.fromkeys(("choice_ptr", "record_ptr"), "*i32")
+    types |= dict.fromkeys(("address_ptr", "bias_address_ptr"), "*i64")
+    top_8 = {"TOP_K": 8, "BLOCK_K": 8, "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
+    variants = [AotVariant.of("sort_pairs", _sort_pairs, types, top_8 | {"BLOCK_E": 128, "BLOCK_M": 16}, num_warps=4)]
     for dtype, kind in DTYPES.items():
-        products = {"product_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
+        types |= dict.fromkeys(("x_ptr", "product_ptr", "out_ptr"), f"*{kind}")
         for starts in (True, False):
-            add(f"add_up-{starts}-{kind}", _add_up, products, warps, TOP_K=8, STARTS=starts, BLOCK=1024)
+            constexprs = {"TOP_K": 8, "STARTS": starts, "BLOCK": 1024}
+            variants.append(AotVariant.of(f"add_up-{starts}-{kind}", _add_up, types, constexprs, num_warps=4))
         for pairs in (64,) if dtype is torch.float32 else (64, 32 * 64, 64 * 64, 128 * 64):
             m, n, k, num_warps, num_stages = tile_sizes(pairs, 64, dtype)
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": TILE_GROUP}
             for gather in (True, False):
-                types = {"x_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
-                options = {"num_warps": num_warps, "num_stages": num_stages}
                 branch = {"GATHER": gather, "HAS_BIAS": gather, "ALIGNED": True, "PRECISION": precision(dtype)}
-                blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": TILE_GROUP}
                 name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{m}"
-                add(name, _grouped_linear, types, options, **branch, **blocks)
+                variants.append(AotVariant.of(name, _grouped_linear, types, branch | blocks, **options))
     return variants

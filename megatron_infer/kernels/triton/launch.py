@@ -239,6 +239,15 @@ class AotVariant:
     aligned: frozenset[str] | None = None
     """Arguments that are multiples of 16; None: pointers, and integers named for a stride."""
 
+    @classmethod
+    def of(
+        cls, name: str, kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, Any], **options: int
+    ) -> AotVariant:
+        """types: of arguments that are neither compiled in nor plain integers. options: of the launch."""
+        known = {**types, **dict.fromkeys(constexprs, "constexpr")}
+        signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
+        return cls(name=name, kernel=kernel, signature=signature, constexprs=dict(constexprs), options=options)
+
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""
         return replace(

@@ -157,19 +157,9 @@ def aot_variants() -> list[AotVariant]:
         types = dict.fromkeys(("slot_ptr", "rank_ptr"), "*i32") | dict.fromkeys(("h_ptr", "scale_ptr"), "*fp32")
         types |= dict.fromkeys(("x_ptr", "y_ptr", "a_ptr", "b_ptr"), f"*{kind}")
         for block_r in (16, 32):
-            tile = {"BLOCK_M": BLOCK_M, "BLOCK_R": block_r}
             kernels = [("shrink", _shrink, {"PRECISION": precision(dtype.itemsize), "BLOCK_X": BLOCK_X})]
             kernels += [(f"expand-{parts}", _expand, {"PARTS": parts, "BLOCK_W": BLOCK_W}) for parts in (2, 8)]
             for name, kernel, own in kernels:
-                constexprs = tile | own
-                known = types | dict.fromkeys(constexprs, "constexpr")
-                variants.append(
-                    AotVariant(
-                        name=f"{name}-{kind}-{block_r}",
-                        kernel=kernel,
-                        signature={argument: known.get(argument, "i32") for argument in kernel.arg_names},
-                        constexprs=constexprs,
-                        options={"num_warps": NUM_WARPS},
-                    )
-                )
+                tile = {"BLOCK_M": BLOCK_M, "BLOCK_R": block_r, **own}
+                variants.append(AotVariant.of(f"{name}-{kind}-{block_r}", kernel, types, tile, num_warps=NUM_WARPS))
     return variants

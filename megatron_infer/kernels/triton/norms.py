@@ -223,15 +223,8 @@ def aot_variants() -> list[AotVariant]:
                 "PDL": False,
             }
             for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
-                pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-                signature = {arg: pointers.get(arg, "i32") for arg in kernel.arg_names} | {"eps": "fp32"}
-                signature |= {"residual_ptr": f"*{residual}"} | dict.fromkeys(constexprs, "constexpr")
-                one = AotVariant(
-                    name=f"norm-{name}-{residual}-{dtype}",
-                    kernel=kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    options={"num_warps": warps},
-                )
+                types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+                types |= {"residual_ptr": f"*{residual}", "eps": "fp32"}
+                one = AotVariant.of(f"norm-{name}-{residual}-{dtype}", kernel, types, constexprs, num_warps=warps)
                 variants.extend((one, one.overlapping()) if dtype == "bf16" else (one,))
     return variants

@@ -239,15 +239,8 @@ def aot_variants() -> list[AotVariant]:
             constexprs = _constexprs(*shape)
             pointers = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}")
             pointers |= dict.fromkeys(("k_cache", "v_cache"), kept)
-            types = pointers | {"kv_pos": "*i64"} | dict.fromkeys(constexprs, "constexpr")
-            signature = {argument: types.get(argument, "i32") for argument in rotary_append_kernel.arg_names}
-            variants.append(
-                AotVariant(
-                    name=f"rotary_append_{name}_{label}",
-                    kernel=rotary_append_kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    options={"num_warps": NUM_WARPS, "num_stages": 1},
-                )
-            )
+            types = pointers | {"kv_pos": "*i64"}
+            name = f"rotary_append_{name}_{label}"
+            one = AotVariant.of(name, rotary_append_kernel, types, constexprs, num_warps=NUM_WARPS, num_stages=1)
+            variants.append(one)
     return variants

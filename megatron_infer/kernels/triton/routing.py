@@ -243,21 +243,12 @@ def aot_variants() -> list[AotVariant]:
         "16-1-sigmoid": (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
         "512-10-softmax": (RoutingRules(top_k=10, score_function="softmax"), 512, False),
     }
+    listed = {"NUM_EXPERTS": 60, "TOP_K": 6, "BLOCK_T": 32, "BLOCK_E": 64, "BLOCK_K": 8}
     variants = []
-
-    def add(name: str, kernel: Any, constexprs: dict[str, Any], kind: str) -> None:
+    for kind in DTYPES.values():
         types = {"choice_ptr": "*i32", "chosen_ptr": "*u8", "bias_ptr": "*fp32"}
         types |= dict.fromkeys(("logits_ptr", "probs_ptr"), f"*{kind}")
-        types |= dict.fromkeys(constexprs, "constexpr")
-        signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-        options = {"num_warps": 4}
-        variants.append(
-            AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
-        )
-
-    for kind in DTYPES.values():
-        for name, (rules, num_experts, has_bias) in kinds.items():
-            add(f"choose-{name}-{kind}", _choose, _constexprs(rules, num_experts, has_bias), kind)
-        sizes = {"NUM_EXPERTS": 60, "TOP_K": 6, "BLOCK_T": 32, "BLOCK_E": 64, "BLOCK_K": 8}
-        add(f"list-{kind}", _list, sizes, kind)
+        for name, rule in kinds.items():
+            variants.append(AotVariant.of(f"choose-{name}-{kind}", _choose, types, _constexprs(*rule), num_warps=4))
+        variants.append(AotVariant.of(f"list-{kind}", _list, types, listed, num_warps=4))
     return variants

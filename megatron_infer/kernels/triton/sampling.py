@@ -23,6 +23,8 @@ Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -313,35 +315,15 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonSampling:
 
 
 _POINTERS = {
-    "maxima_ptr": "*fp32",
-    "best_ptr": "*fp32",
-    "best_id_ptr": "*i32",
-    "mass_ptr": "*i64",
-    "before_ptr": "*i32",
-    "listed_ptr": "*i32",
-    "held_ptr": "*i32",
-    "columns_ptr": "*fp64",
-    "top_ptr": "*fp32",
-    "bad_ptr": "*u8",
-    "cut_logit_ptr": "*fp32",
-    "cut_id_ptr": "*i64",
-    "row_mass_ptr": "*i64",
-    "numbers_ptr": "*i64",
-    "model_mass_ptr": "*i64",
-    "own_ptr": "*fp32",
-    "raw_ptr": "*fp32",
-    "row_ptr": "*i32",
-    "position_ptr": "*i32",
-    "pool_ptr": "*i32",
-    "token_ptr": "*i64",
-    "known_ptr": "*i64",
-    "logprob_ptr": "*fp32",
-    "rank_ptr": "*i64",
-    "top_ids_ptr": "*i64",
-    "top_logprobs_ptr": "*fp32",
-    "work_ptr": "*fp32",
-    "bits_ptr": "*i32",
-    "rows_ptr": "*i64",
+    f"{argument}_ptr": kind
+    for kind, arguments in {
+        "*fp32": ("maxima", "best", "top", "cut_logit", "own", "raw", "logprob", "top_logprobs", "work"),
+        "*fp64": ("columns",),
+        "*i32": ("best_id", "before", "listed", "held", "row", "position", "pool", "bits"),
+        "*i64": ("mass", "cut_id", "row_mass", "numbers", "model_mass", "token", "known", "rank", "top_ids", "rows"),
+        "*u8": ("bad",),
+    }.items()
+    for argument in arguments
 }
 _TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -351,13 +333,10 @@ _OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_mass_pt
 
 
 def _variant(
-    name: str, kernel: object, dtype: torch.dtype, warps: int, absent: tuple[str, ...] = (), **constexprs: object
+    name: str, kernel: Any, dtype: torch.dtype, warps: int, absent: tuple[str, ...] = (), **constexprs: object
 ) -> AotVariant:
-    names = kernel.arg_names  # type: ignore[attr-defined]
-    fixed = {**constexprs, **dict.fromkeys(name for name in absent if name in names)}
-    types = {**_POINTERS, "x_ptr": _TYPES[dtype]}
-    signature = {arg: "constexpr" if arg in fixed else types.get(arg, "i32") for arg in names}
-    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=fixed, options={"num_warps": warps})
+    fixed = {**constexprs, **dict.fromkeys(name for name in absent if name in kernel.arg_names)}
+    return AotVariant.of(name, kernel, {**_POINTERS, "x_ptr": _TYPES[dtype]}, fixed, num_warps=warps)
 
 
 def aot_variants() -> list[AotVariant]:

@@ -270,23 +270,12 @@ def aot_variants() -> list[AotVariant]:
     variants = []
 
     def add(kernel: Any, name: str, dtypes: tuple[str, str], warps: int, stages: int = 1, **constexprs: Any) -> None:
-        types = {f"{part}_ptr": f"*{dtypes[0]}" for part in ("mixed", "dt", "y")} | {"ssm_ptr": f"*{dtypes[1]}"}
-        integers = ("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr")
-        types |= dict.fromkeys(integers, "*i32") | {"dt_min": "fp32", "dt_max": "fp32"}
-        types |= dict.fromkeys(constexprs, "constexpr")
-        signature = {
-            argument: types.get(argument, "*fp32" if argument.endswith("_ptr") else "i32")
-            for argument in kernel.arg_names
-        }
-        variants.append(
-            AotVariant(
-                name=f"{name}-{'-'.join(dtypes)}",
-                kernel=kernel,
-                signature=signature,
-                constexprs=constexprs,
-                options={"num_warps": warps, "num_stages": stages},
-            )
-        )
+        types = {argument: "*fp32" for argument in kernel.arg_names if argument.endswith("_ptr")}
+        types |= {f"{part}_ptr": f"*{dtypes[0]}" for part in ("mixed", "dt", "y")} | {"ssm_ptr": f"*{dtypes[1]}"}
+        types |= dict.fromkeys(("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr"), "*i32")
+        types |= {"dt_min": "fp32", "dt_max": "fp32"}
+        name = f"{name}-{'-'.join(dtypes)}"
+        variants.append(AotVariant.of(name, kernel, types, constexprs, num_warps=warps, num_stages=stages))
 
     for dtype, ssm in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")):
         torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)

@@ -100,37 +100,20 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
 
 def aot_variants() -> list[AotVariant]:
     """All dtypes and the rotary dims that models have, and none."""
-    variants = []
-    for dtype in ("bf16", "fp16", "fp32"):
-        for dims in (0, 64, 128, 256):
-            table = f"*{dtype}" if dims else "*i32"
-            signature = {
-                "position_ptr": "*i32",
-                "row_ptr": "*i32",
-                "table_ptr": "*i32",
-                "pool_ptr": "*i32",
-                "cos_ptr": table,
-                "sin_ptr": table,
-                "ids_out_ptr": "*i64",
-                "positions_out_ptr": "*i64",
-                "kv_pos_out_ptr": "*i64",
-                "cos_out_ptr": table,
-                "sin_out_ptr": table,
-                **dict.fromkeys(("num_tokens", "max_blocks", "max_positions", "block_size"), "i32"),
-                "ROTARY": "constexpr",
-                "TOKENS": "constexpr",
-                "DIMS": "constexpr",
-            }
-            if dims or dtype == "bf16":
-                name = f"step_gather_{dtype}_r{dims}" if dims else "step_gather_no_rotary"
-                constexprs = {"ROTARY": dims, "TOKENS": TOKENS, "DIMS": dims}
-                variants.append(
-                    AotVariant(
-                        name=name,
-                        kernel=_gather_kernel,
-                        signature=signature,
-                        constexprs=constexprs,
-                        options={"num_warps": 4},
-                    )
-                )
-    return variants
+    ints = dict.fromkeys(("position_ptr", "row_ptr", "table_ptr", "pool_ptr"), "*i32")
+    ints |= dict.fromkeys(("ids_out_ptr", "positions_out_ptr", "kv_pos_out_ptr"), "*i64")
+    angles = ("cos_ptr", "sin_ptr", "cos_out_ptr", "sin_out_ptr")
+    cases = [("step_gather_no_rotary", "i32", 0)]
+    cases += [
+        (f"step_gather_{dtype}_r{dims}", dtype, dims) for dtype in ("bf16", "fp16", "fp32") for dims in (64, 128, 256)
+    ]
+    return [
+        AotVariant.of(
+            name,
+            _gather_kernel,
+            ints | dict.fromkeys(angles, f"*{dtype}"),
+            {"ROTARY": dims, "TOKENS": TOKENS, "DIMS": dims},
+            num_warps=4,
+        )
+        for name, dtype, dims in cases
+    ]
