@@ -87,9 +87,11 @@ def test_forks_prefixes_aborts_and_suspends_change_no_token(model, device, monke
     assert len({token for samples in want.values() for tokens in samples for token in tokens}) > 6
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
-    for graphs in ({}, {"num_cuda_graphs": 3, "cuda_graph_max_tokens": 4}):
+    mixed = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 4, "use_cuda_graphs_for_non_decode_steps": True}
+    for graphs in ({}, mixed):
         engine = engine_of(model, monkeypatch, "triton", overlap=True, **graphs)
         got, got_logprobs = lived_through(engine)
         assert got == want
         torch.testing.assert_close(got_logprobs, logprobs, rtol=0, atol=1e-4)
-    assert inspect(engine).runner.graphs.pool.counts.replays > 3
+    pool = inspect(engine).runner.graphs.pool
+    assert pool.counts.replays > 3 and not pool.counts.uncaptured

@@ -1,11 +1,13 @@
-"""An engine on Triton's kernels, its steps captured: as a CUDA graph, or on the CPU by a stand-in."""
+"""Steps on Triton's kernels, captured with adapters: as a CUDA graph, or on the CPU by a stand-in."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from lora_cases import random_adapter
 
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
@@ -13,39 +15,9 @@ from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
-
-MODELS = {
-    "attention": lambda: tiny_gpt(num_layers=1, vocab_size=64, max_sequence_length=32, init_method_std=0.2),
-    "hybrid": lambda: tiny_hybrid("M*", vocab_size=64, max_sequence_length=32, init_method_std=0.2, mamba_head_dim=64),
-}
-
-
-def answers(model, **settings):
-    base = {"buffer_size_gb": 0.005, "block_size_tokens": 16, "max_sequence_length": 32}
-    limits = {"max_requests": 2, "max_tokens": 16, "enable_chunked_prefill": True}
-    engine = DynamicInferenceEngine(model, InferenceConfig(**base, **limits, **settings))
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=1, max_tokens=3, ignore_eos=True),
-    ]
-    outputs = engine.generate([[5, 6, 7, 8, 9], [11, 12]], params)
-    return [output.outputs[0].token_ids for output in outputs], engine
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_an_engine_whose_triton_steps_are_replayed_answers_as_one_that_runs_them(device, monkeypatch, kind):
-    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
-    model = MODELS[kind]().to(device)
-    expected, _ = answers(model)
-    got, engine = answers(model, num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
-    assert got == expected
-    counts = inspect(engine).runner.graphs.pool.counts
-    assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
 
 
 def test_the_stand_in_repeats_launches_with_the_numbers_of_the_capture(device):
@@ -69,11 +41,7 @@ def test_the_stand_in_repeats_launches_with_the_numbers_of_the_capture(device):
 
 
 def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch):
-    from lora_cases import random_adapter
-
-    from megatron_infer.config.lora import LoRAConfig
-
-    model = MODELS["attention"]().to(device)
+    model = tiny_gpt(num_layers=1, vocab_size=64, max_sequence_length=32, init_method_std=0.2).to(device)
     adapters = [random_adapter(model, name, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 20))]
 
     def tokens(**settings):
