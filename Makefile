@@ -99,7 +99,7 @@ check-kernels: $(VENV)/.smollm2
 
 # After a kernel has changed, and `make check-kernels` has noted what is launched: what it compiled anew is known from then on.
 kernels-table: $(VENV)/.smollm2
-	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --most-launched 10000 --table $(KERNELS_TABLE) --write $(KERNELS_TABLE)
+	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --table $(KERNELS_TABLE) --write $(KERNELS_TABLE)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

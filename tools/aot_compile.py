@@ -60,8 +60,8 @@ BY_ARCH = ("tt.dot", "tt.elementwise_inline_asm", "f8E", "descriptor")
 WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
-LAUNCHED_ARCH, MOST_LAUNCHED = 90, 240
-"""For what was launched and is on no list."""
+LAUNCHED_ARCH = 90
+"""For what was launched."""
 ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
 """Entries of a cubin's .nv.info section, as `cuobjdump -elf` names them."""
 
@@ -177,30 +177,16 @@ def _is_for(variant: Any, arch: int) -> bool:
     return arch >= variant.min_arch and SHARED_LIMIT[arch] >= variant.min_shared
 
 
-def jobs_launched(
-    folder: Path, modules: Iterable[str], archs: Sequence[int], *, only: str | None, most: int, table: Figures
-) -> list[Job]:
-    """What a run noted in `folder` for one architecture: all that the table has, and of the rest at most `most`:
-    first what no list is like, then other numbers."""
-    from megatron_infer.testing.launches import read, some_of, unlisted
+def jobs_launched(folder: Path, archs: Sequence[int], *, only: str | None) -> list[Job]:
+    """What a run noted in `folder`, for one architecture."""
+    from megatron_infer.testing.launches import read
 
     found = [one for one in read(folder) if not only or only in f"{one.module}.{one.name}"]
     if not found and not only:
         raise SystemExit(f"aot_compile: no launch was noted in {folder}; run `make check-kernels`")
     arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
-    jobs = {one: Job(one.module, one.name, arch, one) for one in found}
-    known = [one for one in found if jobs[one].key in table]
-    new, others = unlisted(
-        [one for one in found if jobs[one].key not in table],
-        [variant for module in modules for variant in variants_of(module).values()],
-    )
-    taken = some_of(new, most)
-    rest = some_of(others, most - len(taken))
-    print(
-        f"aot_compile: {len(found)} specialisations were launched: {len(known)} are in the table, {len(taken)} of "
-        f"{len(new)} shapes that are on no list are compiled, and {len(rest)} of the {len(others)} others"
-    )
-    return [jobs[one] for one in known + taken + rest]
+    print(f"aot_compile: {len(found)} specialisations were launched")
+    return [Job(one.module, one.name, arch, one) for one in found]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -366,9 +352,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", type=Path, metavar="FILE", help="what it has is not compiled again")
     parser.add_argument("--recheck", type=int, default=0, metavar="N", help="compile N that the table has all the same")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a table")
-    parser.add_argument(
-        "--most-launched", type=int, default=MOST_LAUNCHED, metavar="N", help="launched ones that are compiled"
-    )
     return parser.parse_args(arguments)
 
 
@@ -389,9 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = jobs_of(modules, archs, only=options.only, quick=True)
     launched = []
     if options.launches:
-        launched = jobs_launched(
-            options.launches, modules, archs, only=options.only, most=options.most_launched, table=table
-        )
+        launched = jobs_launched(options.launches, archs, only=options.only)
     if not jobs and not launched:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2

@@ -11,8 +11,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,6 @@ class Launched:
     def name(self) -> str:
         """The kernel's name and a hash of the specialization."""
         return f"{self.kernel}-launched-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """The specialization without which plain numbers are 1 or multiples of 16."""
-        constants = constexprs_of(self._function())
-        kinds = [(name, kind) for name, kind in self.types if kind.startswith("*")]
-        values = [(name, value) for name, value in self.values if value is None or name in constants]
-        return self.module, self.kernel, tuple(kinds), tuple(sorted(values)), self.options
 
     def canonical(self) -> Launched:
         """Without what the kernel's do_not_specialize ignores; only where kernels are not interpreted."""
@@ -157,41 +148,6 @@ def read(folder: Path) -> list[Launched]:
             entry = json.loads(line)
             found.add(Launched(**{name: _frozen(value) for name, value in entry.items()}).canonical())
     return sorted(found, key=lambda one: one.name)
-
-
-def unlisted(found: Iterable[Launched], listed: Iterable[AotVariant]) -> tuple[list[Launched], list[Launched]]:
-    """(the first of each `shape` that no listed variant has, all others)."""
-    known = {_shape_of(variant) for variant in listed}
-    new, others = [], []
-    for one in found:
-        (others if one.shape in known else new).append(one)
-        known.add(one.shape)
-    return new, others
-
-
-def some_of(found: Sequence[Launched], most: int) -> list[Launched]:
-    """At most `most`, taken from the kernels in turn, so that kernels with few specializations have all of them."""
-    turns: Counter[tuple[str, str]] = Counter()
-    numbered = []
-    for one in found:
-        numbered.append((turns[one.module, one.kernel], one))
-        turns[one.module, one.kernel] += 1
-    return [one for _, one in sorted(numbered, key=lambda pair: pair[0])[:most]]
-
-
-def _shape_of(variant: AotVariant) -> tuple[Any, ...]:
-    signature = variant.signature
-    types = tuple((name, signature[name]) for name in variant.kernel.arg_names if name in signature)
-    options = tuple(sorted(variant.options.items()))
-    like = Launched(
-        module=variant.kernel.fn.__module__,
-        kernel=variant.kernel.fn.__name__,
-        types=types,
-        values=tuple(variant.constexprs.items()),
-        aligned=(),
-        options=options,
-    )
-    return like.shape
 
 
 def _frozen(value: Any) -> Any:
