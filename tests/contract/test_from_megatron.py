@@ -114,6 +114,7 @@ def test_every_keyword_of_the_installed_context_and_engine_moves_over():
         buffer_size_gb=2.5,
         max_sequence_length=1024,
         max_tokens=given["max_tokens"],
+        use_cuda_graphs_for_non_decode_steps=True,
         seed=7,
         enable_chunked_prefill=True,
         kv_cache_management_mode="recompute",

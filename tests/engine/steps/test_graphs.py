@@ -192,7 +192,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("mode", ["raw", pytest.param("processed", marks=pytest.mark.long)])
 def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mode):
     """Rows change hands, fork, are evicted and aborted; some steps have a row whose logits are edited."""
-    rng = random.Random(8)
+    rng = random.Random(11)
     asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], random_params(rng)) for _ in range(24)]
     plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
     expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
@@ -206,7 +206,7 @@ def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mod
         waiting = waiting[2:]
         found |= {output.request_id: output for output in engine.step() if output.finished}
         for i in (3, 9, 15):
-            if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.output_processor:
+            if engine.num_steps % 4 == 0 and f"aborted {i}" in engine.output_processor:
                 aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
     counts, outside = pool_of(engine).counts, inspect(engine).runner.graphs.drawn_outside
     assert 0 < outside["penalties or edited logits"] == engine.figures().graph_draws_outside < counts.replays
