@@ -196,16 +196,15 @@ def test_each_sample_has_its_own_tool_calls(client, engine):
 
 
 def test_chat_templates_that_cannot_be_used_are_named():
-    with serving(encoder=tokenizer("{% if %}")) as case:
-        reply = post(case, "/v1/chat/completions", messages=[USER])
-        assert reply.status_code == 400 and "chat template: line 1" in reply.json()["error"]["message"]
-        assert post(case, "/v1/completions", prompt="a", max_tokens=1).status_code == 200
-    with serving(encoder=tokenizer("{{ tools[0].function.name.split('') }}<tool_call>")) as case:
-        reply = post(case, "/v1/chat/completions", messages=[USER], tools=[WEATHER])
-        assert reply.status_code == 400 and "refused the messages" in reply.json()["error"]["message"]
-    with serving(encoder=tokenizer("{{ tools }} in words of its own")) as case:
-        reply = post(case, "/v1/chat/completions", messages=[USER], tools=[WEATHER])
-        assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
+    for template, tools, why in (
+        ("{% if %}", None, "chat template: line 1"),
+        ("{{ tools[0].function.name.split('') }}<tool_call>", [WEATHER], "refused the messages"),
+        ("{{ tools }} in words of its own", [WEATHER], "--tool-call-parser"),
+    ):
+        with serving(encoder=tokenizer(template)) as case:
+            reply = post(case, "/v1/chat/completions", messages=[USER], tools=tools)
+            assert reply.status_code == 400 and why in reply.json()["error"]["message"]
+            assert post(case, "/v1/completions", prompt="a", max_tokens=1).status_code == 200
 
 
 def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
