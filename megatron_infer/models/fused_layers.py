@@ -59,10 +59,6 @@ class LayerOp:
         """May write into residual_TD, and into x where residual_TD is None."""
         raise NotImplementedError
 
-    def dry_run(self, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
-        """What `run` returns, as zeros: no kernel, no collective. The default is for operations that keep x's shape."""
-        return x, residual_TD
-
     def flat(self) -> tuple[LayerOp, ...]:
         """The operations that this one consists of."""
         return (self,)
@@ -86,11 +82,6 @@ class LayerOps(LayerOp):
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
         for operation in self.operations:
             x, residual_TD = operation.run(step, x, residual_TD)
-        return x, residual_TD
-
-    def dry_run(self, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
-        for operation in self.operations:
-            x, residual_TD = operation.dry_run(x, residual_TD)
         return x, residual_TD
 
     def flat(self) -> tuple[LayerOp, ...]:
@@ -146,9 +137,6 @@ class FusedNorm(LayerOp):
             return self._norm_at_once(ops.norms, x_TD, residual_TD), residual_TD
         total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
         return self.norm(ops, total_TD.to(x_TD.dtype)), total_TD
-
-    def dry_run(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return x_TD, x_TD.float() if residual_TD is None else residual_TD
 
     def norm(self, ops: Ops, x_TD: Tensor) -> Tensor:
         if ops.norms is not None and (self.zero_centered or self.kind == L2):
@@ -259,9 +247,6 @@ class FusedLinear(LayerOp):
             return self.product(x_TX, bias)
         return ops.linear(x_TX, self.weight(), bias)
 
-    def dry_run(self, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return x_TX.new_zeros(len(x_TX), len(self.weight())), residual_TD
-
     def flat(self) -> tuple[LayerOp, ...]:
         return (self,) if self.reduce is None else (self, AllReduce(self.reduce, self.parameters))
 
@@ -335,9 +320,6 @@ class AllGather(LayerOp):
     def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.reducer.all_gather(x_TX), residual_TD
 
-    def dry_run(self, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return x_TX.new_zeros(len(x_TX), self.reducer.size * x_TX.shape[1]), residual_TD
-
 
 class SplitHeads(LayerOp):
     """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
@@ -379,9 +361,6 @@ class SplitHeads(LayerOp):
             k = self.k_norm.norm_heads(step.ops, k)
         return (q, k, v), residual_TD
 
-    def dry_run(self, qkv_TX: Tensor, residual_TD: Tensor | None) -> tuple[Heads, Tensor | None]:
-        return self._views(qkv_TX), residual_TD
-
     def _views(self, qkv_TX: Tensor) -> Heads:
         # as_strided: three views for three dispatches, half the time of view + narrow + select
         num_tokens, start = qkv_TX.shape[0], qkv_TX.storage_offset()
@@ -403,9 +382,6 @@ class Attend(LayerOp):
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, v_TKH = qkv
         return step.attend(self.layer, q_TKGH, k_TKH, v_TKH, self.spec), residual_TD
-
-    def dry_run(self, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros_like(qkv[0], memory_format=torch.contiguous_format).flatten(1), residual_TD
 
 
 class FusedAttention(LayerOps):

@@ -46,10 +46,6 @@ class Scan(LayerOp):
         gate_TM, xBC_TC, dt_TH = columns
         return (step.ssm(self.layer, xBC_TC, dt_TH, self.scan_weights.weights, self.spec), gate_TM), residual_TD
 
-    def dry_run(self, columns: Columns, residual_TD: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        gate_TM = columns[0]
-        return (gate_TM.new_zeros(gate_TM.shape), gate_TM), residual_TD
-
 
 class GatedNorm(LayerOp):
     """(y, gate) -> the norm of y * silu(gate), or the product alone where the mixer has no norm."""
