@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
 from megatron_infer.models.loading.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.models.loading.checkpoint_files import tensors_only
 from megatron_infer.models.loading.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.models.loading.families import FAMILIES, architecture_named_by
 from megatron_infer.models.loading.find import damage_named, description_of_directory
 from megatron_infer.models.loading.head_padding import allow_padding, unpadded
 from megatron_infer.models.loading.hf_names import WHOLE, Shard
@@ -260,6 +262,23 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         tied_embeddings=model.share_embeddings_and_output_weights,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
     )
+
+
+def description_by_names(model: nn.Module, names: Iterable[str]) -> ModelDescription:
+    """The description of a live model, with the family that tensor names imply.
+
+    Raises ModelError for a family that multiplies values of config.json into its weights: a model does not have them.
+    """
+    description = description_from_model(model)
+    architecture = architecture_named_by(names)
+    if architecture is None:
+        return description
+    if any(field.startswith("scales.") for field in FAMILIES[architecture].fields):
+        raise ModelError(
+            f"{architecture}: its weights are multiplied by values of config.json that the model does not have; give "
+            "plan=open_source(directory).config()"
+        )
+    return replace(description, architecture=architecture)
 
 
 def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:

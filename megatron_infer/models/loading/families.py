@@ -7,7 +7,7 @@ Source of the semantics: the models' own config and modelling files in `transfor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -600,3 +600,20 @@ MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {
 def family_of(description: ModelDescription) -> Family:
     """The row of a description. An architecture without a row, such as megatron-core's own, has Llama's."""
     return FAMILIES.get(description.architecture, _LLAMA)
+
+
+def is_hf_name(name: str) -> bool:
+    """Whether a tensor's name is a Hugging Face one rather than megatron-core's."""
+    return not name.startswith(("embedding.", "decoder.", "output_layer."))
+
+
+def architecture_named_by(names: Iterable[str]) -> str | None:
+    """The architecture whose `Family.marks` occur in tensor names. None: the names may be Llama's."""
+    text = "\n".join(names)
+    return next((name for name, family in FAMILIES.items() if any(mark in text for mark in family.marks)), None)
+
+
+def name_in_files(name: str, description: ModelDescription) -> str:
+    """A tensor's name in the family's files: models in memory call the body `model`, files may use another prefix."""
+    base = family_of(description).base
+    return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") else name

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models.loading.families import FAMILIES, family_of
+from megatron_infer.models.loading.checkpoint import description_by_names
+from megatron_infer.models.loading.families import FAMILIES, family_of, is_hf_name
 from megatron_infer.models.loading.head_padding import pad_groups, unpadded
-from megatron_infer.models.loading.hf_family import is_hf_name, plan_of
 from megatron_infer.models.loading.hf_names import WHOLE, Recipe, Recipes, Span
 from megatron_infer.models.loading.model_description import ModelDescription
 
@@ -84,7 +84,7 @@ class AdaptedLinears:
         if description is None:
             description = getattr(model, "source_description", None)
         if description is None:
-            description = unpadded(plan_of(model, names), model)
+            description = unpadded(description_by_names(model, names), model)
             if description.hybrid is not None and _is_unknown(description) and any(map(is_hf_name, names)):
                 raise ModelError(
                     f"{names[0]}: the names do not say which family of hybrid models they are of; give "

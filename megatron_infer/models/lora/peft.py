@@ -24,8 +24,7 @@ from torch import Tensor
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.lora import PairBlock, dense, is_finite
-from megatron_infer.models.loading.families import family_of
-from megatron_infer.models.loading.hf_family import spelled
+from megatron_infer.models.loading.families import family_of, name_in_files
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.lora.adapter import Adapter, JoinedPair, LoRAPair
 from megatron_infer.models.lora.names import AdaptedLinear, AdaptedLinears
@@ -162,7 +161,7 @@ class _Pairs:
             return module
         description = self._linears.description
         of_bare_body = f"{family_of(description).base}.{module}"
-        known = (spelled(module, description), of_bare_body)
+        known = (name_in_files(module, description), of_bare_body)
         return next((one for one in known if one in self._linears.by_source), None)
 
     def _check_complete(self, found: Mapping[str, _Found]) -> None:

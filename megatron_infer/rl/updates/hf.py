@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_infer.errors import WeightUpdateError, unknown_name
-from megatron_infer.models.loading.families import family_of
+from megatron_infer.models.loading.checkpoint import description_by_names
+from megatron_infer.models.loading.families import family_of, name_in_files
 from megatron_infer.models.loading.head_padding import PaddedReader
-from megatron_infer.models.loading.hf_family import plan_of, spelled
 from megatron_infer.models.loading.hf_names import Shard, Span
 from megatron_infer.models.loading.hf_weights import ignorable, made, recipes_of, source_shapes
 from megatron_infer.models.loading.model_description import ModelDescription
@@ -45,14 +45,14 @@ class HFAssembler:
     @classmethod
     def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFAssembler:
         """first: name of a tensor to come, which implies the family if there is no plan."""
-        return cls(model, plan if plan is not None else plan_of(model, (first,)))
+        return cls(model, plan if plan is not None else description_by_names(model, (first,)))
 
     def take(self, name: str, tensor: Tensor, *, strict: bool) -> Iterator[tuple[str, Tensor]]:
         """(parameter, its value on this rank) for each that this tensor completes."""
         while self._constants:
             constant = self._constants.pop()
             yield constant, made(constant, self._parameters[constant], self._recipes[constant], self._reader(), Shard())
-        base, name = family_of(self._plan).base, spelled(name, self._plan)
+        base, name = family_of(self._plan).base, name_in_files(name, self._plan)
         if name not in self._users and f"{base}.{name}" in self._users:
             name = f"{base}.{name}"  # saved from the bare body
         users = self._users.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
-from megatron_infer.models.loading.hf_family import is_hf_name
+from megatron_infer.models.loading.families import is_hf_name
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.rl.updates.hf import HFAssembler
 from megatron_infer.rl.updates.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, listed, whole_name

@@ -11,10 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
-from megatron_infer.models.loading.checkpoint import CheckpointSource
-from megatron_infer.models.loading.families import family_of
+from megatron_infer.models.loading.checkpoint import CheckpointSource, description_by_names
+from megatron_infer.models.loading.families import family_of, is_hf_name, name_in_files
 from megatron_infer.models.loading.find import is_checkpoint
-from megatron_infer.models.loading.hf_family import is_hf_name, plan_of, spelled
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, fitted, made
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.sources import open_source
@@ -145,11 +144,11 @@ class MappingSource:
         self._hf = None
         foreign = [name for name in keys if is_hf_name(name)]
         if foreign and len(foreign) == len(keys):
-            plan = self._plan if self._plan is not None else plan_of(target.model, tuple(foreign))
+            plan = self._plan if self._plan is not None else description_by_names(target.model, tuple(foreign))
             if isinstance(self._tensors, LazyTensors):
                 reader: Any = self._tensors.reader
             else:
-                reader = InMemoryReader({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
+                reader = InMemoryReader({name_in_files(name, plan): tensor for name, tensor in self._tensors.items()})
             self._hf = HFSource(plan, lambda: reader)
             self._hf.check(target, strict=strict)
             return
