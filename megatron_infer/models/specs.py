@@ -31,6 +31,7 @@ from megatron_infer.models.paged_layers import (
     PagedTransformerLayer,
     paged_attention_class,
 )
+from megatron_infer.models.stage_layers import expert_layers
 
 
 def with_inference(spec: Any) -> Any:
@@ -124,7 +125,9 @@ def gpt_spec(
     layers = [dense] * config.num_layers
     if num_experts is not None:
         experts = one_layer(num_experts=num_experts)
-        layers = [experts if has_experts else dense for has_experts in _expert_pattern(config)]
+        layers = [
+            experts if has_experts else dense for has_experts in expert_layers(config.num_layers, config.moe_layer_freq)
+        ]
     count = get_num_layers_to_build(config, pp_rank=pp_rank)
     if count != config.num_layers:
         from megatron_infer.models.mcore_compat import layer_offset
@@ -149,14 +152,6 @@ def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> An
     backend = SimpleNamespace(column_parallel_linear=lambda: ColumnParallelLinear, layer_norm=lambda *_, **__: norm)
     layer = get_mtp_layer_spec_for_backend(last, backend)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
-
-
-def _expert_pattern(config: TransformerConfig) -> list[bool]:
-    """Which layers have experts: every n-th from the first, or those with a 1 in a list."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [i % frequency == 0 for i in range(config.num_layers)]
-    return [bool(flag) for flag in frequency]
 
 
 def layer_spec(

@@ -1,8 +1,8 @@
-"""The layers of a pipeline stage, by megatron-core's rules."""
+"""The layers of a pipeline stage and the layers with experts, by megatron-core's rules. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_infer.errors import ConfigError
@@ -49,3 +49,10 @@ def stage_span(num_layers: int, num_stages: int, stage: int, asked: Mapping[str,
     counts += [last] * (last is not None)
     sizes = [count or 0 for count in counts]
     return sum(sizes[:stage]), sum(sizes[: stage + 1])
+
+
+def expert_layers(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
+    """Which layers have experts: every n-th from the first, or those with a 1 in a list (`moe_layer_freq`)."""
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]

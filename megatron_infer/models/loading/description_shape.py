@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
 from megatron_infer.config.step_work import LayerParameters, StepCounter
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.loading.head_padding import divisible
-from megatron_infer.models.loading.model_description import HybridDescription, ModelDescription
-from megatron_infer.models.stage_layers import stage_span
+from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.loading.parameter_layouts import LAYOUTS, sizes_of
+from megatron_infer.models.stage_layers import expert_layers, stage_span
 
 
 def shape_of(
@@ -30,7 +28,8 @@ def shape_of(
     heads = layers["num_attention_heads"]
     kv_heads = layers.get("num_query_groups") or heads
     padded = -(-description.vocab_size // tensor_parallel_size) * tensor_parallel_size
-    attends = _pattern(description)[begin:end].count("*") if description.hybrid is not None else end - begin
+    symbols = _symbols(description, begin, end)
+    attends = symbols.count("*")
     if attends and heads % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {heads} attention heads of the model"
@@ -51,20 +50,11 @@ def shape_of(
         kv_dtype_bytes=DTYPE_BYTES[dtype],
         dtype=dtype,
         num_parameters=parameters,
-        state=_state_of(
-            description,
-            _pattern(description)[begin:end].count("M"),
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-        ),
+        state=_state_of(description, symbols.count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size),
         experts=ExpertShape.of(layers.get, tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
         num_mtp_layers=layers.get("mtp_num_layers") or 0,
     )
-
-
-def _pattern(description: ModelDescription) -> str:
-    return description.hybrid.pattern if description.hybrid is not None else ""
 
 
 def _state_of(
@@ -126,47 +116,55 @@ def step_counter(description: ModelDescription, *, dtype: str, kv_element_bytes:
 
 
 def _symbols(description: ModelDescription, begin: int, end: int) -> str:
-    """megatron-core's symbols of these layers; a layer of a model that is no hybrid attends, then has an MLP."""
-    return _pattern(description)[begin:end] if description.hybrid is not None else "*-" * (end - begin)
+    """megatron-core's symbols of these layers; one of a model that is no hybrid attends, then has an MLP or experts."""
+    if description.hybrid is not None:
+        return description.hybrid.pattern[begin:end]
+    layers = description.transformer
+    has_experts = expert_layers(layers["num_layers"], layers.get("moe_layer_freq", 1))
+    seconds = ["E" if layers.get("num_moe_experts") and one else "-" for one in has_experts[begin:end]]
+    return "".join(f"*{second}" for second in seconds)
 
 
 def _layer_parameters(description: ModelDescription, begin: int, end: int) -> LayerParameters:
-    layers = description.transformer
-    hidden, ffn, heads = layers["hidden_size"], layers["ffn_hidden_size"], layers["num_attention_heads"]
-    head_dim, kv_heads = layers["kv_channels"], layers.get("num_query_groups") or heads
-    gates = 2 if layers.get("gated_linear_unit") else 1
-    qkv, biases = (heads + 2 * kv_heads) * head_dim, _biases(layers, description)
-    symbols = _symbols(description, begin, end)
-    num_experts, has_head_norms = layers.get("num_moe_experts") or 0, bool(layers.get("qk_layernorm"))
+    layers, symbols = description.transformer, _symbols(description, begin, end)
+    sizes, is_gated = sizes_of(description), bool(layers.get("gated_linear_unit"))
+    biased, has_head_norms = _biased(description), bool(layers.get("qk_layernorm"))
+
+    def count(*modules: str) -> int:
+        layouts = [(LAYOUTS[one], one in biased or LAYOUTS[one].bias in biased) for one in modules]
+        return sum(layout.num_elements(sizes, is_gated=is_gated, has_bias=has_bias) for layout, has_bias in layouts)
+
+    qkv = ["self_attention.linear_qkv"]
+    if has_head_norms:
+        qkv += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
     return LayerParameters(
-        norm=hidden * (2 if layers.get("normalization", "LayerNorm") == "LayerNorm" else 1),
-        qkv=qkv * hidden + 2 * head_dim * has_head_norms + qkv * ("qkv" in biases),
-        proj=heads * head_dim * hidden + hidden * ("proj" in biases),
-        mlp=(gates + 1) * ffn * hidden + gates * ffn * ("fc1" in biases) + hidden * ("fc2" in biases),
-        router=num_experts * hidden,
-        expert=(gates + 1) * hidden * (layers.get("moe_ffn_hidden_size") or 0),
-        shared_experts=(gates + 1) * hidden * (layers.get("moe_shared_expert_intermediate_size") or 0),
-        mixer=0 if description.hybrid is None else _mixer_parameters(layers, description.hybrid),
+        norm=count("input_layernorm"),
+        qkv=count(*qkv),
+        proj=count("self_attention.linear_proj"),
+        mlp=count("mlp.linear_fc1", "mlp.linear_fc2"),
+        router=count("mlp.router"),
+        expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
+        shared_experts=count("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
+        mixer=count(*(one for one in LAYOUTS if one.startswith("mixer."))),
         num_mlps=symbols.count("-"),
         num_moes=symbols.count("E"),
         num_mixers=symbols.count("M"),
-        num_experts=num_experts,
+        num_experts=sizes["experts"],
         has_head_norms=has_head_norms,
     )
 
 
-def _mixer_parameters(layers: Mapping[str, Any], hybrid: HybridDescription) -> int:
-    hidden, heads = layers["hidden_size"], layers["mamba_num_heads"]
-    inner = heads * layers["mamba_head_dim"]
-    channels = inner + 2 * layers["mamba_num_groups"] * layers["mamba_state_dim"]
-    projected = inner + channels + heads  # z, (x, B, C), dt
-    biases = projected + hidden if hybrid.projection_bias else 0
-    conv = channels * (hybrid.conv_width + hybrid.conv_bias)
-    return projected * hidden + inner * hidden + biases + conv + 3 * heads + inner
-
-
-def _biases(layers: Mapping[str, Any], description: ModelDescription) -> tuple[str, ...]:
-    """Linears that have a bias once built: megatron-core gives one to all of them or to qkv alone."""
+def _biased(description: ModelDescription) -> set[str]:
+    """What has a bias once built: modules, and names in `Layout.bias`. megatron-core gives biases to all linears
+    outside of mixers or to qkv alone."""
+    layers, hybrid = description.transformer, description.hybrid
+    found = {"input_layernorm"} if layers.get("normalization", "LayerNorm") == "LayerNorm" else set()
     if layers.get("add_bias_linear"):
-        return ("qkv", "proj", "fc1", "fc2")
-    return ("qkv",) if layers.get("add_qkv_bias") or "qkv" in description.linear_biases else ()
+        found |= {"qkv", "proj", "fc1", "fc2"}
+    elif layers.get("add_qkv_bias") or "qkv" in description.linear_biases:
+        found.add("qkv")
+    if hybrid is not None and hybrid.projection_bias:
+        found |= {"mixer.in_proj", "mixer.out_proj"}
+    if hybrid is not None and hybrid.conv_bias:
+        found.add("mixer.conv1d")
+    return found

@@ -1,6 +1,6 @@
 """How each parameter of a GPTModel or MambaModel is made from Hugging Face tensors.
 
-megatron-core's layout of a parameter is the same for all families and is stated here; `families` names the tensors.
+`parameter_layouts` has megatron-core's layout of a parameter, `families` the names of its tensors in files.
 megatron-core keeps Q, K and V fused and interleaved per kv group ([q of group 0, k0, v0, q of group 1, ...]), and gate
 and up stacked in fc1. A tensor-parallel rank holds its part of each block of rows, laid out the same way.
 Shape legend: N query heads, K kv heads, H head dim.
@@ -12,13 +12,14 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_infer.models.loading.families import Family, family_of
 from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.loading.parameter_layouts import LAYOUTS, Layout, sizes_of
 
 Span = tuple[int, int]
 
@@ -90,92 +91,6 @@ _ALIASES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """How one parameter of megatron-core lies in the whole model and over tensor-parallel ranks."""
-
-    rows: tuple[str, ...]
-    """The size (`_sizes`) of each block of rows that it stacks."""
-    columns: tuple[str, ...] = ()
-    """The sizes of its other dimensions, which a bias does not have."""
-    cut: Literal["rows", "columns", "groups", "vocabulary", "nothing"] = "rows"
-    """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole."""
-    layers: str = ""
-    """Symbols of a hybrid's layers that have it."""
-    gated: bool = False
-    """Whether a gated MLP has its block twice, for gate and up."""
-    bias: str = "own"
-    """The name of its bias in `linear_biases`. With `own` the source has a bias where the model has one, with `none`
-    neither has one."""
-    scale: str = ""
-    """The field of WeightScales that loading multiplies into it."""
-
-
-_NORM = _Layout(rows=("hidden",), cut="nothing")
-_FC1 = _Layout(rows=("ffn",), columns=("hidden",), layers="-", gated=True, bias="fc1")
-_FC2 = _Layout(rows=("hidden",), columns=("ffn",), cut="columns", layers="-", bias="fc2", scale="residual")
-_PER_HEAD = _Layout(rows=("mamba_heads",), layers="M")
-_VOCABULARY = _Layout(rows=("vocabulary",), columns=("hidden",), cut="vocabulary")
-_LAYOUTS = {
-    "embedding.word_embeddings": replace(_VOCABULARY, scale="embedding"),
-    "embedding.position_embeddings": _Layout(rows=("positions",), columns=("hidden",), cut="nothing"),
-    "decoder.final_layernorm": _NORM,
-    "output_layer": replace(_VOCABULARY, scale="logits"),
-    "norm": replace(_NORM, layers="M"),
-    "input_layernorm": replace(_NORM, layers="*"),
-    "pre_mlp_layernorm": replace(_NORM, layers="-E"),
-    "self_attention.q_layernorm": _Layout(rows=("head_dim",), cut="nothing", layers="*"),
-    "self_attention.k_layernorm": _Layout(rows=("head_dim",), cut="nothing", layers="*"),
-    "self_attention.linear_qkv": _Layout(
-        rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
-    ),
-    "self_attention.linear_proj": _Layout(
-        rows=("hidden",), columns=("queries",), cut="columns", layers="*", bias="proj", scale="residual"
-    ),
-    "mlp.linear_fc1": _FC1,
-    "mlp.linear_fc2": _FC2,
-    "mlp.router": _Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="none"),
-    "mlp.router.expert_bias": _Layout(rows=("experts",), cut="nothing", layers="E"),
-    "mlp.experts.linear_fc1": replace(_FC1, rows=("expert_ffn",), layers="E", bias="none"),
-    "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="none"),
-    "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
-    "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
-    # in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds.
-    "mixer.in_proj": _Layout(
-        rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="M"
-    ),
-    "mixer.conv1d": _Layout(rows=("inner", "states", "states"), columns=("one", "taps"), layers="M"),
-    "mixer.dt_bias": _PER_HEAD,
-    "mixer.A_log": _PER_HEAD,
-    "mixer.D": _PER_HEAD,
-    "mixer.norm": _Layout(rows=("inner",), layers="M"),
-    "mixer.out_proj": _Layout(rows=("hidden",), columns=("inner",), cut="columns", layers="M", scale="residual"),
-}
-"""megatron-core's module or bare parameter -> its layout. `Family.tensors` has the names in files."""
-
-
-def _sizes(description: ModelDescription) -> dict[str, int]:
-    layers, hybrid = description.transformer, description.hybrid
-    heads = layers.get("mamba_num_heads") or 0
-    return {
-        "one": 1,
-        "vocabulary": description.vocab_size,
-        "positions": description.max_sequence_length,
-        "hidden": layers["hidden_size"],
-        "head_dim": layers["kv_channels"],
-        "queries": layers["num_attention_heads"] * layers["kv_channels"],
-        "keys": layers["num_query_groups"] * layers["kv_channels"],
-        "ffn": layers["ffn_hidden_size"],
-        "experts": layers.get("num_moe_experts") or 0,
-        "expert_ffn": layers.get("moe_ffn_hidden_size") or 0,
-        "shared_ffn": layers.get("moe_shared_expert_intermediate_size") or 0,
-        "mamba_heads": heads,
-        "inner": heads * (layers.get("mamba_head_dim") or 0),
-        "states": (layers.get("mamba_num_groups") or 0) * (layers.get("mamba_state_dim") or 0),
-        "taps": 0 if hybrid is None else hybrid.conv_width,
-    }
-
-
 class Recipes:
     """The recipe of each parameter of a model, by its family's row."""
 
@@ -183,7 +98,7 @@ class Recipes:
         """family: None is the description's."""
         self.description = description
         self.family = family_of(description) if family is None else family
-        self._sizes = _sizes(description)
+        self._sizes = sizes_of(description)
         self._model_vocab: int = getattr(model, "vocab_size", description.vocab_size)
         self._kv_heads: int = description.transformer["num_query_groups"]
         self._place = ExpertPlace.of(model)
@@ -193,10 +108,10 @@ class Recipes:
         name = _ALIASES.get(name, name)
         found = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", name)
         name, local = (f"mlp.experts.{found[2]}", int(found[1])) if found else (name, None)
-        module, _, kind = (name, "", "") if name in _LAYOUTS else name.rpartition(".")
-        if module not in _LAYOUTS or kind not in ("", "weight", "bias"):
+        module, _, kind = (name, "", "") if name in LAYOUTS else name.rpartition(".")
+        if module not in LAYOUTS or kind not in ("", "weight", "bias"):
             return None
-        layout = _LAYOUTS[module]
+        layout = LAYOUTS[module]
         sources = self._sources(module, kind, layer)
         hybrid = self.description.hybrid
         if not sources or (layer is not None and hybrid is not None and hybrid.pattern[layer] not in layout.layers):
@@ -223,17 +138,16 @@ class Recipes:
         suffix = f".{kind}" if kind else ""  # a bare parameter has its whole name in the row
         return tuple(f"{prefix}{name}{suffix}" for name in names)
 
-    def _blocks(self, sources: tuple[str, ...], layout: _Layout) -> list[tuple[str, int, int]]:
+    def _blocks(self, sources: tuple[str, ...], layout: Layout) -> list[tuple[str, int, int]]:
         """(tensor, first row in the tensor, number of rows) of each block of rows."""
-        rows = layout.rows * 2 if layout.gated and self.description.transformer["gated_linear_unit"] else layout.rows
-        heights = [self._sizes[name] for name in rows]
+        heights = layout.heights(self._sizes, is_gated=self.description.transformer["gated_linear_unit"])
         if len(sources) == 1:
             starts = itertools.accumulate([0, *heights[:-1]])
             return [(sources[0], start, height) for start, height in zip(starts, heights, strict=True)]
         given = sources[-len(heights) :]  # without gating there is no gate, which comes first
         return [(name, 0, height) for name, height in zip(given, heights, strict=True)]
 
-    def _made(self, sources: tuple[str, ...], layout: _Layout, local: int | None) -> Recipe:
+    def _made(self, sources: tuple[str, ...], layout: Layout, local: int | None) -> Recipe:
         """local: the expert's number on its rank; None: the parameter belongs to no expert."""
         blocks = self._blocks(sources, layout)
         tail = tuple(self._sizes[name] for name in layout.columns)

@@ -1,0 +1,111 @@
+"""How each parameter of megatron-core lies in a whole model and over tensor-parallel ranks: one table. No torch.
+
+`hf_names` makes parameters of Hugging Face tensors by it, `description_shape` counts a model that is not built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_infer.models.loading.model_description import ModelDescription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one parameter of megatron-core lies in the whole model and over tensor-parallel ranks."""
+
+    rows: tuple[str, ...]
+    """The size (`sizes_of`) of each block of rows that it stacks."""
+    columns: tuple[str, ...] = ()
+    """The sizes of its other dimensions, which a bias does not have."""
+    cut: Literal["rows", "columns", "groups", "vocabulary", "nothing"] = "rows"
+    """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole."""
+    layers: str = ""
+    """Symbols of a hybrid's layers that have it."""
+    gated: bool = False
+    """Whether a gated MLP has its block twice, for gate and up."""
+    bias: str = "own"
+    """The name of its bias in `linear_biases`. With `own` the source has a bias where the model has one, with `none`
+    neither has one."""
+    scale: str = ""
+    """The field of WeightScales that loading multiplies into it."""
+
+    def heights(self, sizes: Mapping[str, int], *, is_gated: bool) -> list[int]:
+        """Rows of each block. sizes: `sizes_of` the model; is_gated: its MLPs are."""
+        blocks = self.rows * 2 if self.gated and is_gated else self.rows
+        return [sizes[name] for name in blocks]
+
+    def num_elements(self, sizes: Mapping[str, int], *, is_gated: bool, has_bias: bool) -> int:
+        """Numbers in the whole parameter, and in its bias."""
+        return sum(self.heights(sizes, is_gated=is_gated)) * (
+            math.prod(map(sizes.__getitem__, self.columns)) + has_bias
+        )
+
+
+_NORM = Layout(rows=("hidden",), cut="nothing")
+_FC1 = Layout(rows=("ffn",), columns=("hidden",), layers="-", gated=True, bias="fc1")
+_FC2 = Layout(rows=("hidden",), columns=("ffn",), cut="columns", layers="-", bias="fc2", scale="residual")
+_PER_HEAD = Layout(rows=("mamba_heads",), layers="M")
+_VOCABULARY = Layout(rows=("vocabulary",), columns=("hidden",), cut="vocabulary")
+LAYOUTS = {
+    "embedding.word_embeddings": replace(_VOCABULARY, scale="embedding"),
+    "embedding.position_embeddings": Layout(rows=("positions",), columns=("hidden",), cut="nothing"),
+    "decoder.final_layernorm": _NORM,
+    "output_layer": replace(_VOCABULARY, scale="logits"),
+    "norm": replace(_NORM, layers="M"),
+    "input_layernorm": replace(_NORM, layers="*"),
+    "pre_mlp_layernorm": replace(_NORM, layers="-E"),
+    "self_attention.q_layernorm": Layout(rows=("head_dim",), cut="nothing", layers="*"),
+    "self_attention.k_layernorm": Layout(rows=("head_dim",), cut="nothing", layers="*"),
+    "self_attention.linear_qkv": Layout(
+        rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
+    ),
+    "self_attention.linear_proj": Layout(
+        rows=("hidden",), columns=("queries",), cut="columns", layers="*", bias="proj", scale="residual"
+    ),
+    "mlp.linear_fc1": _FC1,
+    "mlp.linear_fc2": _FC2,
+    "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="none"),
+    "mlp.router.expert_bias": Layout(rows=("experts",), cut="nothing", layers="E"),
+    "mlp.experts.linear_fc1": replace(_FC1, rows=("expert_ffn",), layers="E", bias="none"),
+    "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="none"),
+    "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
+    "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
+    # in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds.
+    "mixer.in_proj": Layout(
+        rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="M"
+    ),
+    "mixer.conv1d": Layout(rows=("inner", "states", "states"), columns=("one", "taps"), layers="M"),
+    "mixer.dt_bias": _PER_HEAD,
+    "mixer.A_log": _PER_HEAD,
+    "mixer.D": _PER_HEAD,
+    "mixer.norm": Layout(rows=("inner",), layers="M"),
+    "mixer.out_proj": Layout(rows=("hidden",), columns=("inner",), cut="columns", layers="M", scale="residual"),
+}
+"""megatron-core's module or bare parameter -> its layout. `Family.tensors` has the names in files."""
+
+
+def sizes_of(description: ModelDescription) -> dict[str, int]:
+    """Sizes of a whole model by the names that layouts have for them."""
+    layers, hybrid = description.transformer, description.hybrid
+    heads, mamba_heads = layers["num_attention_heads"], layers.get("mamba_num_heads") or 0
+    return {
+        "one": 1,
+        "vocabulary": description.vocab_size,
+        "positions": description.max_sequence_length,
+        "hidden": layers["hidden_size"],
+        "head_dim": layers["kv_channels"],
+        "queries": heads * layers["kv_channels"],
+        "keys": (layers.get("num_query_groups") or heads) * layers["kv_channels"],
+        "ffn": layers["ffn_hidden_size"],
+        "experts": layers.get("num_moe_experts") or 0,
+        "expert_ffn": layers.get("moe_ffn_hidden_size") or 0,
+        "shared_ffn": layers.get("moe_shared_expert_intermediate_size") or 0,
+        "mamba_heads": mamba_heads,
+        "inner": mamba_heads * (layers.get("mamba_head_dim") or 0),
+        "states": (layers.get("mamba_num_groups") or 0) * (layers.get("mamba_state_dim") or 0),
+        "taps": 0 if hybrid is None else hybrid.conv_width,
+    }
