@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_infer.models.mcore_compat import (
     MegatronModule,
     TransformerConfig,
     is_layer_window_attention,
+    packed_lengths,
     sharded_tensors,
 )
 
@@ -96,10 +96,10 @@ class TorchCoreAttention(MegatronModule):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
         """Sequences laid end to end; each attends to itself only."""
-        starts = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = packed_lengths(packed_seq_params, length=len(query), batch=1)
         parts = [
-            self._attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)), None, AttnMaskType.causal).squeeze(1)
-            for a, b in itertools.pairwise(starts)
+            self._attend(*(x.unsqueeze(1) for x in sequence), None, AttnMaskType.causal).squeeze(1)
+            for sequence in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
         ]
         return torch.cat(parts).flatten(1)
 

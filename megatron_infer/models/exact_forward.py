@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.attached_lora import attached
 from megatron_infer.models.exact_step import DifferentiableOps, TrainingStep
-from megatron_infer.models.mcore_compat import MoELayer
+from megatron_infer.models.mcore_compat import MoELayer, packed_lengths
 from megatron_infer.models.moe import expert_ranks
 
 LOGPROB_ROWS = 256
@@ -143,9 +144,12 @@ class ExactForward:
             if given.get(name) is not None:
                 raise ModelError(f"exact_math: {name} is given; the exact forward starts from token ids")
         tokens_bs, packed = given["input_ids"], given.get("packed_seq_params")
-        lengths = _lengths(tokens_bs, packed)
+        batch, length = tokens_bs.shape
         if packed is None:
+            lengths = [length] * batch
             _check_causal(given.get("attention_mask"), given.get("position_ids"), tokens_bs)
+        else:
+            lengths = packed_lengths(packed, length=length, batch=batch)
         hidden_TD = self._hidden(tokens_bs.flatten(), lengths)
         if self._chosen is not None:
             rows_P, positions_P = self._chosen
@@ -183,7 +187,8 @@ class ExactForward:
         tokens_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
         with torch.set_grad_enabled(grad):
             hidden_TD = self._hidden(tokens_T, lengths)
-            rows = [start + i for start, n in zip(_starts(lengths), lengths, strict=True) for i in range(n - 1)]
+            starts = itertools.accumulate(lengths, initial=0)
+            rows = [start + i for start, n in zip(starts, lengths, strict=False) for i in range(n - 1)]
             rows_P = torch.tensor(rows, dtype=torch.int64)
             scored = [hidden_TD.new_empty(0, dtype=torch.float32)]
             for part_P in rows_P.split(len(rows) if grad and rows else LOGPROB_ROWS):
@@ -214,22 +219,6 @@ class ExactForward:
 
 def _recomputed(run: Any, *args: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False)
-
-
-def _lengths(tokens_bs: Tensor, packed: Any) -> list[int]:
-    if packed is None:
-        return [tokens_bs.shape[1]] * tokens_bs.shape[0]
-    if tokens_bs.shape[0] != 1:
-        raise ModelError(f"exact_math: packed sequences lie in one batch entry, got {tokens_bs.shape[0]}")
-    starts = [*packed.cu_seqlens_q.tolist(), tokens_bs.shape[1]]
-    return [end - start for start, end in zip(starts, starts[1:], strict=False) if end > start]
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    starts = [0]
-    for length in lengths[:-1]:
-        starts.append(starts[-1] + length)
-    return starts
 
 
 def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: Tensor) -> None:

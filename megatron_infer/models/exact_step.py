@@ -25,7 +25,7 @@ from megatron_infer.kernels.native.native_layers import LayerProgram
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
-from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
+from megatron_infer.models.mamba_scan import gated_rms_norm, mix
 
 BLOCK = 256
 """Keys per block of the scratch cache; no bit depends on it."""
@@ -276,14 +276,7 @@ class TrainingStep:
 
 def _recur(xBC_LbC: Tensor, dt_LbH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
     """[L, b, C] -> [L, b, M], every sequence from an empty state."""
-    mixed = F.silu(causal_conv(xBC_LbC.float(), weights.conv_CW, weights.conv_bias_C))
-    state = spec.num_groups * spec.state_dim
-    x, b, c = mixed.split((spec.inner_width, state, state), dim=-1)
-    x = x.unflatten(-1, (-1, spec.head_dim))
-    b, c = (part.unflatten(-1, (spec.num_groups, -1)) for part in (b, c))
-    dt = F.softplus(dt_LbH.float() + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
-    y = chunk_scan(x, dt, weights.decay_H, b, c, chunk=min(SCAN_CHUNK, len(x)))
-    return (y + x * weights.skip_H.view(spec.num_heads, -1)).flatten(-2).to(xBC_LbC.dtype)
+    return mix(xBC_LbC.float(), dt_LbH.float(), weights, spec, chunk=SCAN_CHUNK).to(xBC_LbC.dtype)
 
 
 def _weights(own: Sequence[Tensor | None]) -> SsmWeights:

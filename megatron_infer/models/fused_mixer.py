@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from megatron_infer.kernels.base import StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.fused_layers import FusedLinear, LayerOp, LayerOps, Parameters
-from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm
+from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm, spec_of
 from megatron_infer.models.tp_collectives import Reducer
 
 Columns = tuple[Tensor, ...]
@@ -80,16 +79,7 @@ class FusedMixer(LayerOps):
         _refuse_unsupported(mixer, name)
         in_proj = FusedLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
         out_proj = FusedLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
-        dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
-        self.spec = SsmSpec(
-            num_heads=mixer.nheads_local_tp,
-            head_dim=mixer.headdim,
-            state_dim=mixer.d_state,
-            num_groups=mixer.ngroups_local_tp,
-            conv_width=mixer.d_conv,
-            dt_min=dt_min,
-            dt_max=dt_max,
-        )
+        self.spec = spec_of(mixer)
         self.gated_norm = GatedNorm(mixer, self.spec.inner_width)
         self.scan_weights = ScanWeights(mixer)
         self._check_shapes(name)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.errors import ConfigError
+from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
+from megatron_infer.models.mamba_scan import gated_rms_norm, mix
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
 
 if TYPE_CHECKING:
@@ -66,6 +65,20 @@ def derives_from_stock_mixer(cls: type) -> bool:
 def paged_mixer_class(mixer: type) -> type:
     """The paged subclass of a mixer class; training runs the class's own forward."""
     return type(f"Paged{mixer.__name__}", (PagedMixer, mixer), {"__doc__": mixer.__doc__, "__module__": __name__})
+
+
+def spec_of(mixer: Any) -> SsmSpec:
+    """The sizes of this rank's part of a mixer, ours or megatron-core's."""
+    dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
+    return SsmSpec(
+        num_heads=mixer.nheads_local_tp,
+        head_dim=mixer.headdim,
+        state_dim=mixer.d_state,
+        num_groups=mixer.ngroups_local_tp,
+        conv_width=mixer.d_conv,
+        dt_min=dt_min,
+        dt_max=dt_max,
+    )
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -133,14 +146,32 @@ class TorchMambaMixer(mcore.MegatronModule):
         self._set_shares(num_heads, config.mamba_num_groups)
         self.rmsnorm, self.chunk_size, self.dt_limit = rmsnorm, chunk_size, dt_limit
         # In megatron-core's order, so that equal seeds give equal weights.
-        self.in_proj = self._project_in(submodules.in_proj, d_model, bias)
+        ranks, local = self.tp_group.size(), spec_of(self)
+        projected = local.inner_width + local.num_channels + local.num_heads  # z, x B C, dt
+        self.in_proj = self._project(
+            submodules.in_proj,
+            (d_model, ranks * projected),
+            bias,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+        )
         with _generator(config):
             self.conv1d = self._convolution(conv_init, conv_bias)
         with _generator(config):
             self._init_scan((dt_min, dt_max, dt_init_floor), A_init_range, D_has_hdim)
         if rmsnorm:
             self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups, norm_epsilon)
-        self.out_proj = self._project_out(submodules.out_proj, d_model, bias)
+        self.out_proj = self._project(
+            submodules.out_proj,
+            (ranks * local.inner_width, d_model),
+            bias,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+        )
         for key, parameter in self.named_parameters():
             if not key.startswith(("in_proj.", "out_proj.")):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -165,30 +196,25 @@ class TorchMambaMixer(mcore.MegatronModule):
         if packed_seq_params is None:
             y = self._mix(projected)
         else:
-            sequences = projected.split(_packed_lengths(packed_seq_params, projected), dim=0)
-            y = torch.cat([self._mix(sequence) for sequence in sequences])
+            length, batch, _ = projected.shape
+            lengths = mcore.packed_lengths(packed_seq_params, length=length, batch=batch)
+            y = torch.cat([self._mix(sequence) for sequence in projected.split(lengths)])
         return self.out_proj(y)
 
     def _mix(self, projected: Tensor) -> Tensor:
         """[S, b, z x B C dt] -> [S, b, M], each sequence from an empty state."""
-        width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+        spec, bias = spec_of(self), self.conv1d.bias
         wide = torch.promote_types(projected.dtype, torch.float32)
-        gate, inputs, dt = projected.split((width, width + 2 * state, self.nheads_local_tp), dim=-1)
-        bias = self.conv1d.bias
-        mixed = F.silu(
-            causal_conv(
-                inputs.to(wide), self.conv1d.weight.flatten(1).to(wide), None if bias is None else bias.to(wide)
-            )
+        gate, inputs, dt = projected.split((spec.inner_width, spec.num_channels, spec.num_heads), dim=-1)
+        weights = SsmWeights(
+            conv_CW=self.conv1d.weight.flatten(1).to(wide),
+            conv_bias_C=None if bias is None else bias.to(wide),
+            decay_H=-torch.exp(self.A_log.to(wide)),
+            skip_H=self.D.to(wide),
+            dt_bias_H=self.dt_bias.to(wide),
         )
-        x, b, c = mixed.split((width, state, state), dim=-1)
-        x = x.unflatten(-1, (-1, self.headdim))
-        b, c = (part.unflatten(-1, (self.ngroups_local_tp, -1)) for part in (b, c))
-        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.dt_limit)
-        decay = -torch.exp(self.A_log.to(wide))
-        y = chunk_scan(x, dt, decay, b, c, chunk=min(self.chunk_size, projected.shape[0]))
-        y = y + x * self.D.to(wide).view(self.nheads_local_tp, -1)
-        y = y.flatten(-2).to(projected.dtype)
-        return self.norm(y, gate) if self.rmsnorm else gated_rms_norm(y, gate, None, 0.0, width)
+        y = mix(inputs.to(wide), dt.to(wide), weights, spec, chunk=self.chunk_size).to(projected.dtype)
+        return self.norm(y, gate) if self.rmsnorm else gated_rms_norm(y, gate, None, 0.0, spec.inner_width)
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """Shapes of one request's (convolution, SSM) state on this rank."""
@@ -227,35 +253,10 @@ class TorchMambaMixer(mcore.MegatronModule):
         self.ngroups_local_tp = _divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
         self.d_inner_local_tp = self.nheads_local_tp * self.headdim
 
-    def _project_in(self, spec: Any, d_model: int, bias: bool) -> Any:
-        local = 2 * self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state + self.nheads_local_tp
+    def _project(self, spec: Any, sizes: tuple[int, int], bias: bool, **options: Any) -> Any:
+        """A linear of the mixer. sizes: (in, out) over all ranks."""
         return mcore.build_module(
-            spec,
-            d_model,
-            local * self.tp_group.size(),  # z x B C dt
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="fc1",
-            tp_group=self.tp_group,
-        )
-
-    def _project_out(self, spec: Any, d_model: int, bias: bool) -> Any:
-        return mcore.build_module(
-            spec,
-            self.d_inner_local_tp * self.tp_group.size(),
-            d_model,
-            config=self.config,
-            init_method=self.config.output_layer_init_method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="fc2",
-            tp_group=self.tp_group,
+            spec, *sizes, config=self.config, bias=bias, is_expert=False, tp_group=self.tp_group, **options
         )
 
     def _convolution(self, conv_init: float | None, has_bias: bool) -> torch.nn.Conv1d:
@@ -347,16 +348,6 @@ def _generator(config: mcore.TransformerConfig) -> Any:
     if config.use_cpu_initialization or not config.perform_initialization:
         return nullcontext()
     return mcore.get_cuda_rng_tracker().fork()
-
-
-def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:
-    """Lengths of the sequences end to end; tokens behind the last are one more sequence, as in megatron-core."""
-    if projected.shape[1] != 1:
-        raise ModelError(f"packed sequences lie in one batch entry, got {projected.shape[1]}")
-    padded = getattr(packed, "cu_seqlens_q_padded", None)
-    starts = (packed.cu_seqlens_q if padded is None else padded).tolist()
-    starts.append(projected.shape[0])
-    return [end - start for start, end in itertools.pairwise(starts) if end > start]
 
 
 def split_in_parts(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:

@@ -10,6 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+
+
+def mix(xBC_SbC: Tensor, dt_SbH: Tensor, weights: SsmWeights, spec: SsmSpec, *, chunk: int) -> Tensor:
+    """Convolution, scan and skip of whole sequences, each from an empty state -> [S, b, M], before gate and norm.
+
+    Inputs and weights have one dtype, fp32 at least. chunk: positions of a chunk, at most.
+    """
+    state = spec.num_groups * spec.state_dim
+    mixed = F.silu(causal_conv(xBC_SbC, weights.conv_CW, weights.conv_bias_C))
+    x, b, c = mixed.split((spec.inner_width, state, state), dim=-1)
+    x = x.unflatten(-1, (-1, spec.head_dim))
+    b, c = (part.unflatten(-1, (spec.num_groups, -1)) for part in (b, c))
+    dt = F.softplus(dt_SbH + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
+    y = chunk_scan(x, dt, weights.decay_H, b, c, chunk=min(chunk, len(x)))
+    return (y + x * weights.skip_H.view(spec.num_heads, -1)).flatten(-2)
+
 
 def causal_conv(x_SbC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
     """Depthwise convolution over each position and the W - 1 before it, zeros before the first -> [S, b, C]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_infer.errors import ModelError
 from megatron_infer.models.late_compile import compiling_late
 from megatron_infer.utils.gc_pause import is_program, no_collection
 
@@ -230,6 +232,19 @@ def sharded_tensors(
     return make_sharded_tensors_for_checkpoint(
         state, prefix, axes, sharded_offsets, tp_group=tp_group, dp_cp_group=metadata["dp_cp_group"]
     )
+
+
+def packed_lengths(packed: Any, *, length: int, batch: int) -> list[int]:
+    """Lengths of the packed sequences in `length` tokens, end to end, each with the padding after it.
+
+    packed: megatron-core's PackedSeqParams. Tokens after the last sequence are one more sequence, as in megatron-core.
+    Raises ModelError unless `batch` is 1.
+    """
+    if batch != 1:
+        raise ModelError(f"packed sequences lie in one batch entry, got {batch}")
+    padded = getattr(packed, "cu_seqlens_q_padded", None)
+    starts = [*(packed.cu_seqlens_q if padded is None else padded).tolist(), length]
+    return [end - start for start, end in itertools.pairwise(starts) if end > start]
 
 
 def group_size(group: Any) -> int:

@@ -284,9 +284,10 @@ def test_learnable_sinks_have_megatrons_name_in_checkpoints_and_learn():
 def test_packed_sequences_attend_each_to_itself():
     attention = tiny_gpt().decoder.layers[0].self_attention.core_attention
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(9, heads, 16, generator=generator) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(11, heads, 16, generator=generator) for heads in (4, 2, 2))
     packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, 5, 9]), qkv_format="thd")
     together = attention(query, key, value, packed_seq_params=packed)
+    assert len(together) == 11, "tokens after the last sequence are padding"
     for first, end in ((0, 4), (4, 5), (5, 9)):
         alone = attention(*(x[first:end].unsqueeze(1) for x in (query, key, value))).squeeze(1)
         torch.testing.assert_close(together[first:end], alone)

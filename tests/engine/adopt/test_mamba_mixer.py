@@ -100,7 +100,7 @@ def test_gradients_of_every_parameter_are_those_of_the_recurrence_in_float64(set
     loss, gradients = loss_and_gradients(single, ids)
     double.double().config.params_dtype = torch.float64
     monkeypatch.setattr(
-        "megatron_infer.models.mamba_mixer.chunk_scan",
+        "megatron_infer.models.mamba_scan.chunk_scan",
         lambda *inputs, chunk: by_definition(*(x.double() for x in inputs)),
     )
     expected_loss, expected = loss_and_gradients(double, ids)

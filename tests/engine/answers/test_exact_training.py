@@ -81,17 +81,19 @@ def test_a_padded_batch_gives_the_engines_bits(name):
         assert row[len(prompt) - 1 : len(whole)].tolist() == logprobs_of(sample)
 
 
-def test_packed_sequences_are_scored_each_by_itself():
+@pytest.mark.parametrize("padding", [0, 3])
+def test_packed_sequences_are_scored_each_by_itself(padding):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     model = model_of("hybrid")
     sequences = [list(range(5, 40)), [9], list(range(60, 20, -1))]
-    starts = torch.tensor([0, 35, 36, 76], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
-    ids = torch.tensor([sum(sequences, [])])
+    starts, places = torch.tensor([0, 35, 36, 76]), torch.arange(4) * padding
+    padded = {"cu_seqlens_q_padded": starts + places, "cu_seqlens_kv_padded": starts + places} if padding else {}
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **padded)
+    ids = torch.tensor([[token for row in sequences for token in row + [0] * padding]])
     with exact_math(model), torch.no_grad():
         logits = model(ids, None, None, packed_seq_params=packed)[0]
-    for begin, row, whole in zip([0, 35, 36], sequences, exact_logprobs(model, sequences), strict=True):
+    for begin, row, whole in zip(starts + places, sequences, exact_logprobs(model, sequences), strict=False):
         assert torch.equal(token_logprobs(logits[begin : begin + len(row) - 1], torch.tensor(row[1:])), whole)
 
 
