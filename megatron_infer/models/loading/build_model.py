@@ -17,6 +17,7 @@ from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.models.loading.head_padding import divisible
 from megatron_infer.models.loading.hf_names import Shard
 from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
+from megatron_infer.models.loading.parameter_layouts import check_split
 from megatron_infer.models.stage_layers import stage_options
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ def build_model(
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
     given = description
     true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
+    check_split(
+        description,
+        tensor=tensor_parallel,
+        expert=group_size(getattr(groups, "ep", None)),
+        expert_tensor=group_size(getattr(groups, "expt_tp", None)),
+    )
     config = transformer_config(
         description,
         dtype=dtype,

@@ -30,6 +30,7 @@ from megatron_infer.models.loading.hf_names import (
     head_from_embedding,
 )
 from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.loading.parameter_layouts import check_split
 from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
 from megatron_infer.utils.progress import tracked
@@ -58,7 +59,8 @@ def fitted(
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(description, shapes, needed, whole=_is_whole(model))
-    _check_split(description, shard, ExpertPlace.of(model))
+    place = ExpertPlace.of(model)
+    check_split(description, tensor=shard.size, expert=place.size, expert_tensor=place.shard.size)
     if getattr(model, "post_process", True):
         _check_tied(description, reader)
     return reader, recipes
@@ -148,35 +150,6 @@ def _check_tied(description: ModelDescription, reader: TensorReader) -> None:
             f"{description.name}: tie_word_embeddings is true, but lm_head.weight is not {embedding}; set it to false "
             "to use the former, or remove the former"
         )
-
-
-def _check_split(description: ModelDescription, shard: Shard, experts: ExpertPlace) -> None:
-    config = description.transformer
-    keys = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
-    if description.hybrid is not None:
-        layers = description.hybrid.pattern
-        keys = [*(keys[:2] if "*" in layers else ()), *(keys[2:] if "-" in layers else ())]
-        keys += ["mamba_num_heads", "mamba_num_groups"] if "M" in layers else []
-    if config.get("moe_shared_expert_intermediate_size"):
-        keys.append("moe_shared_expert_intermediate_size")
-    for key in keys:
-        # ranks may share kv heads, where each rank has one
-        shared = key == "num_query_groups" and shard.size % config[key] == 0
-        if config[key] % shard.size and not shared:
-            raise ModelError(
-                f"{description.name}: {key} {config[key]} cannot be split over {shard.size} tensor-parallel ranks"
-            )
-    if description.hybrid is not None and shard.size > 1 and description.hybrid.norm_groups % shard.size:
-        raise ModelError(
-            f"{description.name}: the gated norm runs over {description.hybrid.norm_groups} groups of channels, "
-            f"which cannot be split over {shard.size} tensor-parallel ranks"
-        )
-    for key, size, what in (
-        ("num_moe_experts", experts.size, "expert-parallel"),
-        ("moe_ffn_hidden_size", experts.shard.size, "expert-tensor-parallel"),
-    ):
-        if (config.get(key) or 0) % size:
-            raise ModelError(f"{description.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
 
 
 def _recipes(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Recipe]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.model_description import ModelDescription
 
 
@@ -109,3 +110,31 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "states": (layers.get("mamba_num_groups") or 0) * (layers.get("mamba_state_dim") or 0),
         "taps": 0 if hybrid is None else hybrid.conv_width,
     }
+
+
+def check_split(description: ModelDescription, *, tensor: int, expert: int = 1, expert_tensor: int = 1) -> None:
+    """Raise ModelError, with both numbers, for a size that does not divide over so many ranks.
+
+    expert, expert_tensor: expert-parallel ranks, and ranks that each expert is split over.
+    """
+    layers, hybrid = description.transformer, description.hybrid
+    symbols = "*-" if hybrid is None else hybrid.pattern
+    dense = {
+        "*": ("num_attention_heads", "num_query_groups"),
+        "-": ("ffn_hidden_size",),
+        "M": ("mamba_num_heads", "mamba_num_groups"),
+    }
+    keys = [key for symbol, several in dense.items() if symbol in symbols for key in several]
+    split = [(key, tensor, "tensor-parallel") for key in (*keys, "moe_shared_expert_intermediate_size")]
+    split.append(("num_moe_experts", expert, "expert-parallel"))
+    split.append(("moe_ffn_hidden_size", expert_tensor, "expert-tensor-parallel"))
+    for key, ranks, kind in split:
+        count = layers.get(key)
+        # ranks may share kv heads, where each rank has one
+        if count and count % ranks and not (key == "num_query_groups" and ranks % count == 0):
+            raise ModelError(f"{description.name}: {key} {count} cannot be split over {ranks} {kind} ranks")
+    if hybrid is not None and tensor > 1 and hybrid.norm_groups % tensor:
+        raise ModelError(
+            f"{description.name}: the gated norm runs over {hybrid.norm_groups} groups of channels, "
+            f"which cannot be split over {tensor} tensor-parallel ranks"
+        )
