@@ -9,7 +9,7 @@ import paged_step
 import pytest
 import torch
 from gloo_ranks import gathered, new_groups, run_on_ranks
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from test_adopt_tensor_parallel import logits_of_schedule
 
 from megatron_infer.config.inference import InferenceConfig
@@ -177,7 +177,7 @@ def test_experts_on_two_ranks_give_the_logits_of_one(tmp_path, part):
     adopted = adopt(model)
     torch.save((dict(model.named_parameters()), logits_of_schedule(adopted)), tmp_path / "gpt.pt")
     for case, (name, changes) in HF.items():
-        hf = random_hybrid(name, **changes)
+        hf = random_model(name, **changes)
         hf.save_pretrained(tmp_path / case)
         with torch.inference_mode():
             want = hf(torch.tensor([IDS]), use_cache=False).logits[0]

@@ -9,7 +9,7 @@ import gloo_ranks as ranks
 import pytest
 import stage_case
 import torch
-from test_hf_parity import CASES, random_hf_model
+from hf_models import random_model
 
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
@@ -39,9 +39,8 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_padded_model_is_saved_so_that_any_number_of_ranks_reads_it(tmp_path: Path) -> None:
-    kind, settings = CASES["llama_all_biases"]
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
-    random_hf_model(kind, settings | heads).save_pretrained(tmp_path / "hf")
+    random_model("llama_all_biases", **heads).save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     whole = build_model(source)
     save_checkpoint(whole, tmp_path / "whole", description=source.config())

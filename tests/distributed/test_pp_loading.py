@@ -8,9 +8,8 @@ from pathlib import Path
 import gloo_ranks as ranks
 import pytest
 import torch
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from test_gguf import write_gguf
-from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.adopt import adopt
@@ -89,10 +88,10 @@ def check_shape(plan, model, rank: int, size: int) -> None:
 def test_stages_read_their_own_layers_and_together_are_the_model(tmp_path: Path):
     """Hugging Face directories of every naming, tied and not, uneven; GGUF."""
     for name in GPT:
-        random_hf_model(*CASES[name]).save_pretrained(tmp_path / name)
+        random_model(name).save_pretrained(tmp_path / name)
     for name in HYBRID:
-        random_hybrid(name).save_pretrained(tmp_path / name)
-    write_gguf(tmp_path / "file.gguf", random_hf_model(*CASES["llama"]), "llama")
+        random_model(name).save_pretrained(tmp_path / name)
+    write_gguf(tmp_path / "file.gguf", random_model("llama"), "llama")
     for name in [*GPT, *HYBRID, "file.gguf"]:
         source = open_source(tmp_path / name)
         model = build_model(source)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import random_model
 from plain_forward import full_logits
-from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.adopt import adopt
@@ -27,7 +27,7 @@ from vocabularies import byte_level
 
 
 def built(case, folder, **options):
-    random_hf_model(*CASES[case]).save_pretrained(folder)
+    random_model(case).save_pretrained(folder)
     source = open_source(folder)
     return source, build_model(source, **options)
 

@@ -1,151 +1,175 @@
-"""A model built from a Hugging Face directory computes what transformers computes."""
+"""A model built from a Hugging Face directory computes what transformers computes, whatever its family."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from hf_models import CASES, SIZES, logits_of, random_model
+from paged_step import worst_difference
 from plain_forward import full_logits
+from safetensors.torch import load_file
 
+from megatron_infer.config.model_shape import StateShape
+from megatron_infer.errors import ConfigError
+from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.families import FAMILIES, Key
+from megatron_infer.models.loading.hf_export import tensors_of
+from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.sources import open_source
 
-if find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
+IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+ONE_WAY = ("granite_factors", "granite_factors_tied", "granite_tied", "granite_biases", "granite_experts")
+"""Loading multiplies factors into their weights, or all experts are in one tensor."""
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 50000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES = {
-    "llama": ("LlamaConfig", {}),
-    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama_attention_bias": ("LlamaConfig", {"attention_bias": True}),
-    "llama_all_biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama_mlp_bias": ("LlamaConfig", {"mlp_bias": True}),
-    "llama_head_dim": ("LlamaConfig", {"head_dim": 16}),
-    "llama_mha": ("LlamaConfig", {"num_key_value_heads": 6}),
-    "llama_mqa": ("LlamaConfig", {"num_key_value_heads": 1}),
-    "llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
-    "llama3_rope_native": (
-        "LlamaConfig",
-        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192, "factor": 32.0}},
-    ),
-    "llama_linear_rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    ),
-    "mistral_window": ("MistralConfig", {"sliding_window": 7}),
-    "mistral_no_window": ("MistralConfig", {"sliding_window": None}),
-    "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2_window_from_layer": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
-    ),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "qwen3_bias": ("Qwen3Config", {"head_dim": 8, "attention_bias": True}),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
-    "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2}),
-    "phi3_partial_rotary": (
-        "Phi3Config",
-        {
-            "pad_token_id": 0,
-            "eos_token_id": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+
+@pytest.fixture(scope="module", params=CASES)
+def one(request, tmp_path_factory):
+    """A model of transformers, its directory's source, and the model that is built of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = random_model(request.param)
+    theirs.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # every key that transformers writes is known
+        source = open_source(folder)
+    return SimpleNamespace(case=request.param, theirs=theirs, folder=folder, source=source, model=build_model(source))
+
+
+def test_logits_equal_transformers(one):
+    expected = logits_of(one.theirs, IDS)
+    assert expected.std() > 0.3
+    assert (full_logits(one.model, IDS) - expected).abs().max() < 1e-4
+
+
+def test_tensors_are_read_and_written_under_transformers_names(one):
+    theirs = load_file(one.folder / "model.safetensors")
+    assert source_shapes(one.model, one.source.config()) == {name: tuple(value.shape) for name, value in theirs.items()}
+    if one.case not in ONE_WAY:
+        ours = dict(tensors_of(one.model, one.source.config()))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_plan(one):
+    """Chunks and decodes in mixed steps; sizes of `megatron-infer plan`, which builds nothing, are the engine's."""
+    adopted = adopt(one.model)
+    assert worst_difference(one.model, adopted) < 1e-4
+    assert shape_of(one.source.config(), dtype="float32") == adopted.shape
+
+
+def test_every_family_has_a_case():
+    kinds = {getattr(transformers, kind).model_type for kind, _ in CASES.values()}
+    assert kinds == {family.model_type for family in FAMILIES.values()}
+
+
+def test_a_family_with_experts_is_a_row(monkeypatch, tmp_path):
+    """Nothing but its row says what is particular to it: an example of a family that is to come."""
+    qwen3 = FAMILIES["Qwen3ForCausalLM"]
+    row = replace(
+        qwen3,
+        model_type="qwen3_moe",
+        gguf="",
+        is_written=False,
+        fields={
+            **qwen3.fields,
+            "num_moe_experts": Key("num_experts", 128),
+            "moe_router_topk": Key("num_experts_per_tok", 8),
+            "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": False,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": False,
         },
-    ),
-    "gpt2": ("GPT2Config", {}),
-}
+        tensors={
+            **{name: named for name, named in qwen3.tensors.items() if not name.startswith("mlp.")},
+            "mlp.router": "mlp.gate",
+            "mlp.experts.linear_fc1": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+            "mlp.experts.linear_fc2": "mlp.experts.{expert}.down_proj",
+        },
+        ignored_keys=("output_router_logits", "router_aux_loss_coef"),
+        renamed_keys={"num_local_experts": "num_experts"},
+        required={
+            "norm_topk_prob": ((True,), "megatron-core normalises the weights of several experts"),
+            "decoder_sparse_step": ((1,), "every layer has experts"),
+        },
+    )
+    monkeypatch.setitem(FAMILIES, "Qwen3MoeForCausalLM", row)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    monkeypatch.setitem(CASES, "qwen3_moe", ("Qwen3MoeConfig", SIZES | {"head_dim": 16} | experts))
+    theirs = random_model("qwen3_moe")
+    theirs.save_pretrained(tmp_path)
+    source, tensors = open_source(tmp_path), load_file(tmp_path / "model.safetensors")
+    model = build_model(source)
+    ours = dict(tensors_of(model, source.config()))
+    assert ours.keys() == tensors.keys() and all(torch.equal(ours[name], value) for name, value in tensors.items())
+    assert (full_logits(model, IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+    assert shape_of(source.config(), dtype="float32") == adopt(model).shape
 
 
-def random_hf_model(kind: str, options: dict):
-    """A transformers model whose every parameter is random (norms and biases too), in fp32."""
-    import transformers  # not at the top: ranks of other tests import this file, and need its names alone
-
-    if kind == "GPT2Config":
-        sizes = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
-    else:
-        sizes = dict(SIZES)
-    config = getattr(transformers, kind)(**(sizes | options))
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if "embed" in name else 0.15))
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
-    return model
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case, tmp_path):
-    model = random_hf_model(*CASES[case])
+def test_correction_biases_choose_the_experts(tmp_path):
+    model = random_model("nemotron_h_experts")
+    before = logits_of(model, IDS)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(-3 * buffer)
+    after = logits_of(model, IDS)
+    assert (after - before).abs().max() > 0.1
     model.save_pretrained(tmp_path)
-    ids = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0]
-    built = build_model(open_source(tmp_path))
-    got = full_logits(built, ids)
-    assert expected.abs().max() > 0.5
-    assert (got - expected).abs().max() < 1e-4
+    assert (full_logits(build_model(open_source(tmp_path)), IDS) - after).abs().max() < 1e-4
 
 
-def test_sharded_safetensors_with_index_load(tmp_path):
-    model = random_hf_model(*CASES["llama"])
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    built = build_model(open_source(tmp_path))
-    ids = list(range(40))
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0]
-    assert (full_logits(built, ids) - expected).abs().max() < 1e-4
-
-
-def test_bfloat16_parameters_are_the_rounded_ones_and_bfloat16_files_load_exactly_into_fp32(tmp_path):
-    model = random_hf_model(*CASES["qwen2"])
-    model.save_pretrained(tmp_path / "fp32")
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+def test_bfloat16_weights_are_the_rounded_ones_load_exactly_into_fp32_and_leave_correction_biases_exact(tmp_path):
+    theirs = random_model("nemotron_h_experts")
+    theirs.save_pretrained(tmp_path / "fp32")
+    exact = build_model(open_source(tmp_path / "fp32"))
     rounded = build_model(open_source(tmp_path / "fp32"), dtype="bfloat16")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
     widened = build_model(open_source(tmp_path / "bf16"), dtype="float32")
     assert open_source(tmp_path / "bf16").config().dtype == "bfloat16"
-    for a, b in zip(rounded.parameters(), widened.parameters(), strict=True):
-        assert a.dtype == torch.bfloat16
-        assert b.dtype == torch.float32
-        assert torch.equal(a.float(), b)
+    for a, b, c in zip(exact.parameters(), rounded.parameters(), widened.parameters(), strict=True):
+        assert (b.dtype, c.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(a.to(torch.bfloat16), b) and torch.equal(b.float(), c)
+    biases = [(name, a, b) for (name, a), b in zip(exact.named_buffers(), rounded.buffers(), strict=True)]
+    found = [torch.equal(a, b) and b.dtype == torch.float32 for name, a, b in biases if name.endswith("expert_bias")]
+    assert found == [True, True]
 
 
-def test_padded_vocabulary_entries_are_zero_and_the_rest_is_unchanged(tmp_path):
-    model = random_hf_model(*CASES["llama"])
+@pytest.mark.parametrize("case", ["llama", "granite_factors_tied"])
+def test_padded_vocabulary_entries_are_zero_and_the_rest_is_unchanged(case, tmp_path):
+    model = random_model(case)
     model.save_pretrained(tmp_path)
     built = build_model(open_source(tmp_path), vocab_multiple=64)
     assert built.vocab_size == 192
     assert built.output_layer.weight[131:].abs().sum() == 0
     assert built.embedding.word_embeddings.weight[131:].abs().sum() == 0
-    ids = list(range(30))
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0]
-    assert (full_logits(built, ids)[:, :131] - expected).abs().max() < 1e-4
+    assert (full_logits(built, IDS)[:, :131] - logits_of(model, IDS)).abs().max() < 1e-4
 
 
 def test_end_tokens_of_both_configs_count(tmp_path):
-    model = random_hf_model(*CASES["llama"])
+    model = random_model("llama")
     model.generation_config.eos_token_id = [5, 9]
     model.save_pretrained(tmp_path)
     assert open_source(tmp_path).config().eos_ids == (5, 9, model.config.eos_token_id)
     (tmp_path / "generation_config.json").unlink()
     assert open_source(tmp_path).config().eos_ids == (2,)
+
+
+def test_ranks_share_heads_and_groups(tmp_path):
+    random_model("bamba").save_pretrained(tmp_path)
+    plan = open_source(tmp_path).config()
+    shape = shape_of(plan, dtype="bfloat16", tensor_parallel_size=2)
+    assert (shape.num_query_heads, shape.num_kv_heads) == (3, 1)
+    assert shape.state == StateShape(
+        num_layers=2, conv_shape=(6 * 8 + 2 * 16, 4), ssm_shape=(6, 8, 16), conv_dtype="bfloat16", ssm_dtype="float32"
+    )
+    with pytest.raises(ConfigError, match="must divide the 2 Mamba groups"):
+        shape_of(plan, dtype="float32", tensor_parallel_size=3)
+    random_model("mamba2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="must divide the 12 Mamba heads"):
+        shape_of(open_source(tmp_path).config(), dtype="float32", tensor_parallel_size=5)

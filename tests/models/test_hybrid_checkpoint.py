@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
@@ -44,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_save_then_load_is_exact(case, with_plan, tmp_path):
-    random_hybrid(case).save_pretrained(tmp_path / "hf")
+    random_model(case).save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     model = build_model(source)
     save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
@@ -54,7 +54,7 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
 
 
 def test_weights_that_were_scaled_when_loaded_are_not_scaled_again(tmp_path):
-    hf = random_hybrid("granite_factors_tied")
+    hf = random_model("granite_factors_tied")
     hf.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     save_checkpoint(build_model(source), tmp_path / "ckpt", description=source.config())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from hybrid_models import random_hybrid
+from hf_models import random_model
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 @pytest.mark.parametrize("case", ["mamba2_biases", "nemotron_h_experts"])
 def test_llm_without_a_config_serves_it_and_finds_prefixes(case, tmp_path):
-    random_hybrid(case).save_pretrained(tmp_path)
+    random_model(case).save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
         llm = LLM(str(tmp_path), dtype="float32", threads=1)
@@ -29,7 +29,7 @@ def test_llm_without_a_config_serves_it_and_finds_prefixes(case, tmp_path):
 
 
 def test_a_mapping_sets_some_options_and_leaves_the_others_to_the_machine(tmp_path):
-    random_hybrid("mamba2_biases").save_pretrained(tmp_path)
+    random_model("mamba2_biases").save_pretrained(tmp_path)
     llm = LLM(str(tmp_path), config={"max_requests": 3, "buffer_size_gb": 0.05}, dtype="float32", threads=1, seed=9)
     config = llm.engine.config
     assert (config.max_requests, config.buffer_size_gb, config.seed) == (3, 0.05, 9)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from vocabularies import byte_level
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -35,7 +35,7 @@ CASES = ["mamba2_biases", "mamba2_limits", "nemotron_h_time_step", "nemotron_h_e
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_and_logprobs_equal_transformers(case, tmp_path):
     """Chunked prompts and decodes of 12 requests at once, against transformers' forward over each whole sequence."""
-    reference = random_hybrid(case)
+    reference = random_model(case)
     reference.save_pretrained(tmp_path)
     rng = random.Random(4)
     prompts = [[rng.randrange(131) for _ in range(rng.randint(1, 90))] for _ in range(12)]
@@ -53,7 +53,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(case, tmp_path):
 
 def test_plan_and_generate_take_a_hybrid_directory(tmp_path, capsys):
     tokenizer = byte_level()
-    reference = random_hybrid("nemotron_h", vocab_size=tokenizer.vocab_size)
+    reference = random_model("nemotron_h", vocab_size=tokenizer.vocab_size)
     reference.save_pretrained(tmp_path)
     tokenizer.save(tmp_path)
     assert main(["plan", str(tmp_path), "--dtype", "float32", "--memory-gb", "8", "--json"]) == 0
@@ -79,7 +79,7 @@ def test_plan_and_generate_take_a_hybrid_directory(tmp_path, capsys):
 @pytest.mark.parametrize("case", ["mamba2", "bamba"])
 def test_transformers_is_measured_with_hybrids(case, tmp_path):
     """Which has no scaled dot product attention for a model without attention."""
-    random_hybrid(case).save_pretrained(tmp_path)
+    random_model(case).save_pretrained(tmp_path)
     report = tmp_path / "report.json"
     sizes = "--num-requests 3 --input-len 5:20 --output-len 4 --rounds 1 --dtype float32 --vs transformers".split()
     assert peers.run(peers.parse_args([str(tmp_path), *sizes, "--json", str(report)])) == 0

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from hf_models import CASES, SIZES
 from model_files import HYBRID
-from test_hf_parity import CASES, SIZES
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from gloo_ranks import start_ranks
-from hybrid_models import random_hybrid
+from hf_models import logits_of, random_model
 from plain_forward import full_logits
-from test_hf_parity import CASES, random_hf_model
 
-from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.errors import ConfigError
 from megatron_infer.models.loading.build_model import build_model, init_process_groups
-from megatron_infer.models.loading.hf_names import Shard
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.cpu_shim import cpu_shim
 
@@ -38,8 +36,7 @@ def run_on_two_ranks(models, saved, tmp_path):
     ids, expected = list(range(30)), {}
     for case, model in models.items():
         model.save_pretrained(tmp_path / case)
-        with torch.inference_mode():
-            expected[case] = model(torch.tensor([ids]), use_cache=False).logits[0]
+        expected[case] = logits_of(model, ids)
     source = open_source(tmp_path / saved)
     save_checkpoint(build_model(source), tmp_path / "saved", description=source.config())
     start_ranks(compute, (str(tmp_path), str(tmp_path / "saved"), list(models)), 2)
@@ -53,22 +50,14 @@ def run_on_two_ranks(models, saved, tmp_path):
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
     cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "gpt2"]
-    models = {case: random_hf_model(*CASES[case]) for case in cases}
-    kind, settings = CASES["phi3"]
-    models["phi3_mqa"] = random_hf_model(kind, settings | {"num_key_value_heads": 1})
+    models = {case: random_model(case) for case in cases}
+    models["phi3_mqa"] = random_model("phi3", num_key_value_heads=1)
     run_on_two_ranks(models, "qwen3", tmp_path)
 
 
 def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
     cases = ["mamba2_biases", "nemotron_h", "bamba_biases", "granite_factors_tied"]
-    run_on_two_ranks({case: random_hybrid(case) for case in cases}, "mamba2_biases", tmp_path)
-
-
-def test_a_split_that_does_not_divide_is_refused(tmp_path):
-    random_hf_model(*CASES["qwen3"]).save_pretrained(tmp_path)
-    source = open_source(tmp_path)
-    with pytest.raises(ModelError, match=r"num_query_groups \d cannot be split over 3"):
-        source.load_into(build_model(source), Shard(rank=0, size=3))
+    run_on_two_ranks({case: random_model(case) for case in cases}, "mamba2_biases", tmp_path)
 
 
 def ask_for_two_ranks(_: int) -> None:

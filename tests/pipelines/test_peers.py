@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_models import random_model
 from pipeline_case import contexts_of, run_to_end
-from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import McorePipelineModel, OverlapTextGenerationPipeline, PipelineConfig
@@ -19,7 +19,7 @@ LENGTH = 32
 def peers(tmp_path_factory):
     """(the reference, a pipeline of its files)."""
     folder = tmp_path_factory.mktemp("peer")
-    reference = random_hf_model(*CASES["llama_tied"])
+    reference = random_model("llama_tied")
     reference.save_pretrained(folder)
     config = PipelineConfig(
         model_path=str(folder),

@@ -12,7 +12,7 @@ import engines
 import pytest
 import torch
 from engines import finish, logprobs_of
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from safetensors.torch import load_file, save_file
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -123,7 +123,7 @@ def counting(calls: list[str]) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hugging_face_names_work_from_a_directory_a_mapping_and_a_stream_in_any_order(family, tmp_path):
-    theirs = random_hybrid(family)
+    theirs = random_model(family)
     theirs.save_pretrained(tmp_path)
     expected = answer(make_engine(build_model(open_source(tmp_path))))
     state = load_file(tmp_path / "model.safetensors")

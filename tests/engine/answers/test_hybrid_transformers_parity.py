@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from functools import partial
 
 import engines
-from hybrid_models import random_hybrid
+from hf_models import random_model
 from model_kinds import prefix_caching
 from plain_forward import full_logits, worst_error
 from vocabularies import byte_level
@@ -55,7 +55,7 @@ def prompts_of(vocab: int) -> list[list[int]]:
 def directory(request, tmp_path_factory) -> tuple[Path, Any]:
     """A saved model with its tokenizer, and the model itself."""
     path = tmp_path_factory.mktemp(request.param)
-    reference = random_hybrid(request.param)
+    reference = random_model(request.param)
     reference.save_pretrained(path)
     return path, reference
 
@@ -100,7 +100,7 @@ def test_generate_of_transformers_gives_the_same_tokens(directory):
 @pytest.mark.parametrize("case", ["mamba2", "bamba"])
 def test_the_command_line_answers_text_from_a_directory_and_from_its_checkpoint(case, tmp_path, capsys):
     tokenizer = byte_level()
-    reference = random_hybrid(case, vocab_size=288, eos_token_id=tokenizer.eos_ids[0])
+    reference = random_model(case, vocab_size=288, eos_token_id=tokenizer.eos_ids[0])
     reference.save_pretrained(tmp_path / "hf")
     tokenizer.save(tmp_path / "hf")
     source = open_source(tmp_path / "hf")

@@ -100,9 +100,9 @@ def test_a_full_engine_takes_what_was_planned():
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    hybrid_models = pytest.importorskip("hybrid_models", exc_type=ImportError)
+    hf_models = pytest.importorskip("hf_models", exc_type=ImportError)
     path = tmp_path_factory.mktemp("nemotron")
-    hybrid_models.random_hybrid("nemotron_h").save_pretrained(path)
+    hf_models.random_model("nemotron_h").save_pretrained(path)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Random adapters for tiny models, and what they compute by definition: the model with them merged."""
+"""Random adapters for tiny models, loaded or attached, and what they compute: the model with them merged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_infer.models.lora.adapter import Adapter, LoRAPair
+from megatron_infer.models.lora.attach import AttachedLoRA, attach_lora
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 
@@ -34,3 +35,16 @@ def merged(model: Any, adapter: Adapter) -> Any:
             weight = modules[path].weight
             weight.copy_(weight.double() + pair.scale * pair.b.double() @ pair.a.double())
     return model
+
+
+def randomise(adapter: AttachedLoRA, *, std: float = 0.1, seed: int = 3) -> AttachedLoRA:
+    """Values that do not depend on the parallel layout are those of the attach itself; these are for one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return adapter
+
+
+def with_lora(model: Any, *, rank: int = 4, **options: Any) -> AttachedLoRA:
+    return randomise(attach_lora(model, rank=rank, alpha=6, **{"targets": TARGETS} | options))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lora_case import EVERY, randomise
-from peft_cases import base_model, logits_of
+from hf_models import logits_of, random_model
+from lora_cases import TARGETS, randomise
 from plain_forward import full_logits
 
 from megatron_infer.errors import AdoptionError, ConfigError, WrongState
@@ -20,7 +20,7 @@ IDS = torch.randint(0, 131, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def built(tmp_path, kind="llama", **options):
-    base_model(kind).save_pretrained(tmp_path / "base")
+    random_model(kind).save_pretrained(tmp_path / "base")
     return build_model(open_source(tmp_path / "base"), **options)
 
 
@@ -57,7 +57,7 @@ def test_the_base_is_frozen_and_its_state_dict_is_as_before(tmp_path):
 def test_a_saved_adapter_is_the_trained_one_in_peft(kind, tmp_path):
     peft = pytest.importorskip("peft")
     model = built(tmp_path, kind)
-    targets = EVERY if kind != "nemotron_h_experts" else EVERY[:-1]  # PEFT refuses this family's out_proj
+    targets = TARGETS if kind != "nemotron_h_experts" else TARGETS[:-1]  # PEFT refuses this family's out_proj
     adapter = attach_lora(model, rank=4, alpha=6, targets=targets, rslora=kind == "qwen3")
     randomise(adapter)
     adapter.save(tmp_path / "out")
@@ -68,7 +68,7 @@ def test_a_saved_adapter_is_the_trained_one_in_peft(kind, tmp_path):
             torch.testing.assert_close(again.pairs[path].b, pair.b, atol=1e-7, rtol=1e-6)
     else:
         assert again.digest == adapter.to_adapter().digest, "our own reader"
-    wrapped = peft.PeftModel.from_pretrained(base_model(kind), tmp_path / "out").eval()
+    wrapped = peft.PeftModel.from_pretrained(random_model(kind), tmp_path / "out").eval()
     expected = logits_of(wrapped, IDS[0].tolist())
     assert (got - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
 

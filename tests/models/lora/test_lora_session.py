@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lora_case import with_lora
+from lora_cases import with_lora
 from session_case import answers_in, batch, copied, fresh_answers, make_session
 from training_case import loss_over, sequences_of
 

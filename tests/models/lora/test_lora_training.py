@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from lora_case import randomise, with_lora
-from peft_cases import base_model
+from hf_models import random_model
+from lora_cases import randomise, with_lora
 from session_case import copied, make_session
 from trainers import MegatronTrainer
 from training_case import loss_over, sequences_of
@@ -170,11 +170,11 @@ def test_dropout_acts_in_training_only():
 def test_three_steps_are_those_of_peft_under_transformers(tmp_path):
     """Phi-3, whose linears are fused as megatron-core's are, so that both have the same pairs."""
     peft = pytest.importorskip("peft")
-    base_model("phi3").save_pretrained(tmp_path / "base")
+    random_model("phi3").save_pretrained(tmp_path / "base")
     model = build_model(open_source(tmp_path / "base"))
     adapter = randomise(attach_lora(model, rank=4, alpha=8), std=0.05)
     adapter.save(tmp_path / "start")
-    theirs = peft.PeftModel.from_pretrained(base_model("phi3"), tmp_path / "start", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(random_model("phi3"), tmp_path / "start", is_trainable=True)
     prompts, rewards = [[5, 17, 90], [44, 8, 101, 3]], [1.0, -0.7]
     session = make_session(model)
     optimizers = [torch.optim.AdamW(one, lr=0.01) for one in (adapter.parameters(), theirs.parameters())]

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from peft_cases import DENSE, logits_of, merge, saved
+from hf_models import logits_of
+from lora_cases import merged
+from peft_cases import DENSE, saved
 from plain_forward import full_logits
 
 from megatron_infer.models.loading.build_model import build_model
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the pef
 IDS = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 CASES = {
     "every_target": ("llama", DENSE, {}),
-    "one_head_each": ("mha", ["q_proj", "v_proj"], {"r": 1}),
+    "one_head_each": ("llama_mha", ["q_proj", "v_proj"], {"r": 1}),
     "wide": ("qwen3", DENSE, {"r": 64, "lora_alpha": 16}),
     "rslora": ("llama", ["k_proj", "o_proj", "up_proj"], {"use_rslora": True, "r": 9}),
     "patterns": (
@@ -58,7 +60,7 @@ def test_an_adapter_computes_what_it_computes_in_peft(case, tmp_path):
     expected = logits_of(wrapped, IDS)
     assert (without - expected).abs().max() > 0.1, "the adapter changes nothing"
     scale = expected.abs().max()
-    assert (full_logits(merge(model, adapter), IDS) - expected).abs().max() < 1e-5 * max(scale, 1)
+    assert (full_logits(merged(model, adapter), IDS) - expected).abs().max() < 1e-5 * max(scale, 1)
 
 
 def test_kv_groups_that_a_model_is_padded_with_get_zeros(tmp_path):

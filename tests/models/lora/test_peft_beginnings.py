@@ -9,7 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from peft_cases import base_model, logits_of, merge
+from hf_models import logits_of, random_model
+from lora_cases import merged
 from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
@@ -28,7 +29,7 @@ def begun(init: Any, folder: Any) -> tuple[Any, Any]:
     """(the base model's directory, a model under PEFT whose adapter began so, before training)."""
     import peft
 
-    model = base_model("llama")
+    model = random_model("llama")
     model.save_pretrained(folder / "base")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=init)
     if init == "corda":
@@ -60,7 +61,7 @@ def error_of(base: Any, folder: Any, expected: torch.Tensor) -> float:
     source = open_source(base)
     model = build_model(source)
     adapter = read_adapter("one", folder, model, description=source.config())
-    return float((full_logits(merge(model, adapter), IDS) - expected).abs().max() / expected.abs().max())
+    return float((full_logits(merged(model, adapter), IDS) - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
@@ -70,7 +71,7 @@ def test_a_beginning_that_keeps_the_base_computes_as_in_peft(init: Any, tmp_path
     base, wrapped = begun(init, tmp_path)
     train(wrapped)
     wrapped.save_pretrained(tmp_path / "adapter")
-    reloaded = peft.PeftModel.from_pretrained(base_model("llama"), tmp_path / "adapter").eval()
+    reloaded = peft.PeftModel.from_pretrained(random_model("llama"), tmp_path / "adapter").eval()
     expected = logits_of(wrapped, IDS)
     assert (logits_of(reloaded, IDS) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert error_of(base, tmp_path / "adapter", expected) < 1e-5

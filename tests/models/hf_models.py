@@ -1,4 +1,4 @@
-"""Tiny random transformers models of the hybrid families, whose states and routers matter."""
+"""Tiny models of transformers of every family, with random parameters: states, routers and biases matter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,64 @@ from typing import Any
 
 import torch
 
-SIZES = {"vocab_size": 131, "hidden_size": 48, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_attention_bias": ("LlamaConfig", {"attention_bias": True}),
+    "llama_all_biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama_mlp_bias": ("LlamaConfig", {"mlp_bias": True}),
+    "llama_head_dim": ("LlamaConfig", {"head_dim": 16}),
+    "llama_mha": ("LlamaConfig", {"num_key_value_heads": 6}),
+    "llama_mqa": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama3_rope_native": (
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192, "factor": 32.0}},
+    ),
+    "llama_linear_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "mistral_window": ("MistralConfig", {"sliding_window": 7}),
+    "mistral_no_window": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2_window_from_layer": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_bias": ("Qwen3Config", {"head_dim": 8, "attention_bias": True}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2}),
+    "phi3_partial_rotary": (
+        "Phi3Config",
+        {
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}),
+}
+
+HYBRID_SIZES = {"vocab_size": 131, "hidden_size": 48, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 ATTENTION = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
 MAMBA2 = {"num_heads": 12, "head_dim": 8, "state_size": 16, "num_hidden_layers": 3, "n_groups": 2, "chunk_size": 16}
 NEMOTRON = ATTENTION | {
@@ -30,7 +87,7 @@ FACTORS = {
     "logits_scaling": 1.7,
 }
 NO_CONV_BIAS = {"mamba_conv_bias": False, "mamba_proj_bias": True}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", MAMBA2),
     "mamba2_one_group": ("Mamba2Config", MAMBA2 | {"n_groups": 1}),
     "mamba2_tied": ("Mamba2Config", MAMBA2 | {"tie_word_embeddings": True, "n_groups": 4}),
@@ -78,12 +135,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def random_hybrid(case: str, **changes: Any) -> Any:
-    """A transformers model whose every parameter is random, in fp32: decays, steps and skips differ between heads."""
+CASES = DENSE | HYBRID
+
+
+def random_model(case: str, **changes: Any) -> Any:
+    """A transformers model in fp32. changes: of its config."""
     import transformers  # not at the top: ranks import this file, and make no models of it
 
     kind, options = CASES[case]
-    config = getattr(transformers, kind)(**(SIZES | options | changes))
+    sizes = HYBRID_SIZES if case in HYBRID else {"vocab_size": 131} if case == "gpt2" else SIZES
+    config = getattr(transformers, kind)(**(sizes | options | changes))
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -91,20 +152,26 @@ def random_hybrid(case: str, **changes: Any) -> Any:
     tensors |= {name: buffer for name, buffer in model.named_buffers() if "correction_bias" in name}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(_drawn(name, tensor))
+            tensor.copy_(_drawn(name, tensor, 1.0 if case in HYBRID else 0.75))
     return model
 
 
-def _drawn(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _drawn(name: str, tensor: torch.Tensor, scale: float) -> torch.Tensor:
     if name.endswith("A_log"):
         return torch.log(torch.empty_like(tensor).uniform_(0.3, 3.0))
     if name.endswith("dt_bias"):
         return torch.empty_like(tensor).uniform_(-2.0, 1.0)
-    noise = torch.randn_like(tensor)
+    noise = scale * torch.randn_like(tensor)
     if name.endswith("correction_bias"):
         return 0.2 * noise
-    if ("norm" in name and name.endswith("weight")) or name.endswith(".D"):
+    if (("norm" in name or "ln_" in name) and name.endswith("weight")) or name.endswith(".D"):
         return 1.0 + 0.3 * noise
     if "conv1d" in name:
         return 0.5 * noise
     return noise * (0.4 if "embed" in name else 0.2)
+
+
+def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """What transformers computes."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
