@@ -1,4 +1,4 @@
-"""torch_dist checkpoints: exact, standing alone, and clear when they cannot be used."""
+"""torch_dist checkpoints, also as Megatron-LM leaves them: exact, standing alone, clear when they cannot be used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hf_models import random_model
 from plain_forward import full_logits
 
@@ -21,9 +22,12 @@ from megatron_infer.models.loading.checkpoint import CheckpointSource, descripti
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.hf_export import write_hugging_face
 from megatron_infer.models.loading.sources import open_source
+from megatron_infer.testing.tiny import tiny_hybrid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level
+
+IDS = list(range(40))
 
 
 def built(case, folder, **options):
@@ -32,27 +36,29 @@ def built(case, folder, **options):
     return source, build_model(source, **options)
 
 
-def equal(a, b):
-    left, right = dict(a.named_parameters()), dict(b.named_parameters())
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def same(a, b):
+    """Every parameter and persistent buffer, bit for bit."""
+    left, right = a.state_dict(), b.state_dict()
+    tensors = [name for name, value in left.items() if isinstance(value, torch.Tensor)]
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in tensors)
+
+
+CASES = [
+    *("llama_all_biases", "qwen3", "qwen2_window_from_layer", "llama3_rope", "gpt2", "mamba2_tied", "mamba2_biases"),
+    *("mamba2_limits", "nemotron_h_biases", "nemotron_h_time_step", "nemotron_h_experts_scaled", "bamba_full_rotary"),
+    *("bamba_linear_rope", "granite_factors_tied", "granite_experts"),
+]
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", ["llama_all_biases", "qwen3", "qwen2_window_from_layer", "llama3_rope", "gpt2"])
+@pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in CASES), ("llama_tied", "bfloat16")])
 @pytest.mark.parametrize("with_plan", [True, False])
-def test_save_then_load_is_exact(case, with_plan, tmp_path):
-    source, model = built(case, tmp_path / "hf")
+def test_save_then_load_is_exact(case, dtype, with_plan, tmp_path):
+    source, model = built(case, tmp_path / "hf", dtype=dtype)
     save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
-    loaded = build_model(CheckpointSource(tmp_path / "ckpt"))
-    assert equal(model, loaded)
-    ids = list(range(40))
-    assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
-
-
-def test_bfloat16_survives(tmp_path):
-    source, model = built("llama_tied", tmp_path / "hf", dtype="bfloat16")
-    save_checkpoint(model, tmp_path / "ckpt", description=source.config())
-    assert equal(model, build_model(CheckpointSource(tmp_path / "ckpt"), dtype="bfloat16"))
+    loaded = build_model(CheckpointSource(tmp_path / "ckpt"), dtype=dtype)
+    assert same(model, loaded)
+    assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
 
 
 def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
@@ -65,7 +71,7 @@ def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
     assert opened.config() == source.config()
     assert opened.tokenizer().encode("hello é") == byte_level().encode("hello é")
     assert set(source.config().eos_ids) <= set(opened.tokenizer().eos_ids)
-    assert equal(model, build_model(opened))
+    assert same(model, build_model(opened))
     assert any("linear_qkv" in name for name, _ in opened.tensors())
 
 
@@ -79,7 +85,7 @@ def test_a_multi_token_prediction_layer_is_saved_and_loaded(with_plan, tmp_path)
             parameter.normal_(std=0.1)
     save_checkpoint(model, tmp_path / "ckpt", description=description if with_plan else None)
     saved = CheckpointSource(tmp_path / "ckpt")
-    assert equal(model, build_model(saved))
+    assert same(model, build_model(saved))
     assert any(name.startswith("mtp.") for name in model.state_dict())
     for dtype in ("float32", "bfloat16"):
         shape = shape_of(saved.config(), dtype=dtype)
@@ -108,46 +114,123 @@ def test_saving_does_not_change_the_model_and_needs_no_cuda(tmp_path, monkeypatc
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-def megatron_lm(folder, tmp_path, **changes):
+PATTERN = "M*-ME"
+SIZES = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 80,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "layernorm_epsilon": 1e-3,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": False,
+    "activation_func": F.gelu,
+    "add_bias_linear": False,
+    "position_embedding_type": "none",
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 1.5,
+    "vocab_size": 128,
+    "max_sequence_length": 256,
+}
+HYBRID_ARGUMENTS = {
+    "hybrid_override_pattern": PATTERN, "num_layers": 5, "hidden_size": 48, "num_attention_heads": 6,
+    "group_query_attention": True, "num_query_groups": 2, "ffn_hidden_size": 80, "kv_channels": 8,
+    "mamba_state_dim": 16, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": None,
+    "norm_epsilon": 1e-3, "normalization": "RMSNorm", "swiglu": False, "add_bias_linear": False,
+    "position_embedding_type": "none", "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 1.5, "padded_vocab_size": 128, "max_position_embeddings": 256,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+GPT_ARGUMENTS = {
+    "num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "group_query_attention": True,
+    "num_query_groups": 2, "ffn_hidden_size": 80, "kv_channels": 8, "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 50000,
+    "rotary_percent": 1.0, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "max_position_embeddings": 256,
+    "untie_embeddings_and_output_weights": True, "padded_vocab_size": 131, "params_dtype": torch.float32,
+}  # fmt: skip
+
+
+def megatron_lm(folder, kind, **changes):
     """A checkpoint as Megatron-LM leaves it: iteration folder, arguments in common.pt, no plan file."""
-    source, model = built("llama3_rope_native", tmp_path / "hf")
-    iteration = folder / "iter_0000012"
-    save_checkpoint(model, iteration, description=source.config())
-    (iteration / "megatron_infer.json").unlink()
-    (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
-    config = source.config().transformer
-    arguments = {
-        "num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "group_query_attention": True,
-        "num_query_groups": 2, "ffn_hidden_size": 80, "kv_channels": 8, "normalization": "RMSNorm",
-        "norm_epsilon": config["layernorm_epsilon"],
-        "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 50000,
-        "rotary_percent": 1.0, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "max_position_embeddings": 256,
-        "untie_embeddings_and_output_weights": True, "padded_vocab_size": 131, "params_dtype": torch.float32,
-    }  # fmt: skip
-    arguments |= changes
     from megatron.core.transformer.enums import AttnBackend
 
-    namespace = argparse.Namespace(**arguments, attention_backend=AttnBackend.auto)
-    torch.save({"args": namespace, "iteration": 12, "checkpoint_version": 3.0}, iteration / "common.pt")
+    if kind == "gpt":
+        _, model = built("llama3_rope_native", folder / "hf")
+    else:
+        model = tiny_hybrid(PATTERN, **SIZES)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.linspace(-0.3, 0.3, 4))
+    iteration = folder / "iter_0000012"
+    save_checkpoint(model, iteration)
+    (iteration / "megatron_infer.json").unlink()
+    (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
+    arguments = (GPT_ARGUMENTS if kind == "gpt" else HYBRID_ARGUMENTS) | {"attention_backend": AttnBackend.auto}
+    common = {"args": argparse.Namespace(**arguments | changes), "iteration": 12, "checkpoint_version": 3.0}
+    torch.save(common, iteration / "common.pt")
     return model
 
 
-def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(tmp_path):
-    model = megatron_lm(tmp_path / "run", tmp_path)
-    loaded = build_model(CheckpointSource(tmp_path / "run"))
-    assert equal(model, loaded)
-    ids = list(range(40))
-    assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
-    assert open_source(tmp_path / "run" / "iter_0000012").config() == open_source(tmp_path / "run").config()
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(kind, tmp_path):
+    model = megatron_lm(tmp_path, kind)
+    loaded = build_model(CheckpointSource(tmp_path))
+    assert same(model, loaded)
+    assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
+    plan = open_source(tmp_path).config()
+    assert open_source(tmp_path / "iter_0000012").config() == plan
+    if kind == "hybrid":
+        assert plan.hybrid == description_from_model(model).hybrid
+        assert plan.transformer["mamba_num_heads"] == 12
+        assert plan.transformer["layernorm_epsilon"] == 1e-3
+        assert plan.hybrid.norm_epsilon == 1e-5, "megatron-core's mixer knows no other"
 
 
-def test_megatron_lm_arguments_that_are_missing_or_not_supported_are_named(tmp_path):
-    megatron_lm(tmp_path / "a", tmp_path, padded_vocab_size=None)
-    with pytest.raises(ModelError, match=r"arguments lack padded_vocab_size"):
-        open_source(tmp_path / "a")
-    megatron_lm(tmp_path / "b", tmp_path, num_experts=8, quick_geglu=True)
-    with pytest.raises(ModelError, match=r"trained with num_experts, quick_geglu"):
-        open_source(tmp_path / "b")
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt", {"padded_vocab_size": None}, "arguments lack padded_vocab_size"),
+        ("gpt", {"num_experts": 8, "quick_geglu": True}, "trained with num_experts, quick_geglu"),
+        ("hybrid", {"hybrid_override_pattern": "M*-G-"}, r"'M\*-G-' must have 5 symbols"),
+        ("hybrid", {"hybrid_override_pattern": "M*-"}, r"'M\*-' must have 5 symbols"),
+        ("hybrid", {"mamba_state_dim": None}, "arguments lack mamba_state_dim"),
+        ("hybrid", {"moe_latent_size": 8}, "moe_latent_size=8"),
+        ("hybrid", {"hybrid_override_pattern": "M*-M-"}, "trained with num_experts"),
+        ("hybrid", {"quick_geglu": True}, "trained with quick_geglu"),
+    ],
+)
+def test_arguments_that_are_missing_or_not_supported_are_named(kind, changes, message, tmp_path):
+    megatron_lm(tmp_path, kind, **changes)
+    with pytest.raises(ModelError, match=message):
+        open_source(tmp_path)
+
+
+def test_a_pattern_can_come_from_ratios(tmp_path):
+    ratios = {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25, "is_hybrid_model": True, "num_layers": 4}
+    megatron_lm(tmp_path, "hybrid", hybrid_override_pattern=None, num_experts=None, **ratios)
+    pattern = open_source(tmp_path).config().hybrid.pattern
+    assert sorted(pattern) == sorted("MM*-")
+
+
+def test_checkpoint_keys_are_those_of_megatron_core(tmp_path):
+    """Its Transformer Engine spec keeps norms in the linears behind them, its mixer saves in_proj in five parts."""
+    megatron_lm(tmp_path, "hybrid")
+    keys = {name for name, _ in open_source(tmp_path).tensors()}
+    parts = {f"decoder.layers.0.mixer.in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")}
+    parts |= {f"decoder.layers.0.mixer.conv1d.{kind}.{part}" for part in "xBC" for kind in ("weight", "bias")}
+    parts |= {f"decoder.layers.0.mixer.{name}" for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")}
+    parts |= {"decoder.layers.0.mixer.in_proj.layer_norm_weight", "decoder.final_norm.weight"}
+    parts |= {"decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"}
+    parts |= {"decoder.layers.2.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.mlp.router.expert_bias"}
+    assert parts <= keys
 
 
 class _Runs:
@@ -156,10 +239,10 @@ class _Runs:
 
 
 def test_a_pickle_with_code_is_refused(tmp_path, capsys):
-    megatron_lm(tmp_path / "a", tmp_path)
-    torch.save({"args": _Runs()}, tmp_path / "a" / "iter_0000012" / "common.pt")
+    megatron_lm(tmp_path, "gpt")
+    torch.save({"args": _Runs()}, tmp_path / "iter_0000012" / "common.pt")
     with pytest.raises(ModelError, match=r"common\.pt: cannot be read safely"):
-        open_source(tmp_path / "a")
+        open_source(tmp_path)
     assert "ran" not in capsys.readouterr().out
 
 
@@ -199,4 +282,16 @@ def test_parts_a_plan_cannot_describe_are_refused(tmp_path):
         description_from_model(model)
     model.config.num_moe_experts = 4
     with pytest.raises(ModelError, match="num_moe_experts=4"):
+        description_from_model(model)
+
+
+def test_mixers_that_a_plan_cannot_describe_are_refused():
+    model = tiny_hybrid(PATTERN, **SIZES)
+    mixer = model.decoder.layers[0].mixer
+    mixer.D_has_hdim = True
+    with pytest.raises(ModelError, match="D_has_hdim"):
+        description_from_model(model)
+    mixer.D_has_hdim = False
+    mixer.norm.eps = 1e-3
+    with pytest.raises(ModelError, match="mixers differ"):
         description_from_model(model)
