@@ -23,7 +23,7 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.layer_probes import module_probes, trace_forward
 from megatron_infer.models.moe import DeviceAgnosticRouter
-from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt, tiny_hybrid
 
 PROMPT = [5, 17, 3, 99, 42, 8, 8, 61]
 
@@ -145,37 +145,33 @@ def apex_norms():
 
 
 FUSED = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention")
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_router_load_balancing_type": "none",
-}
 CASES = {
-    "apex": apex_norms,  # first: megatron-core forgets Apex as soon as somebody asks it for a local spec with RMS norms
-    "rms": lambda: same_tokens(tiny_gpt(spec=te_spec), *FUSED, "RMSNorm"),
-    "layer norm, biases": lambda: same_tokens(
+    "adopted: apex": apex_norms,  # first: megatron-core forgets Apex once it is asked for a local spec with RMS norms
+    "adopted: rms": lambda: same_tokens(tiny_gpt(spec=te_spec), *FUSED, "RMSNorm"),
+    "adopted: layer norm, biases": lambda: same_tokens(
         tiny_gpt(spec=te_spec, normalization="LayerNorm", add_bias_linear=True, add_qkv_bias=True), *FUSED, "LayerNorm"
     ),
-    "zero-centred, head norms, window": lambda: same_tokens(
+    "adopted: zero-centred, head norms, window": lambda: same_tokens(
         tiny_gpt(spec=te_spec, layernorm_zero_centered_gamma=True, qk_layernorm=True, window_size=(5, 0)), *FUSED
     ),
-    "experts": lambda: same_tokens(tiny_gpt(spec=te_spec, **EXPERTS), "SequentialMLP", "TEColumnParallelLinear"),
-    "grouped experts": lambda: same_tokens(
+    "adopted: experts": lambda: same_tokens(
+        tiny_gpt(spec=te_spec, **EXPERTS), "SequentialMLP", "TEColumnParallelLinear"
+    ),
+    "adopted: grouped experts": lambda: same_tokens(
         tiny_gpt(spec=te_spec, moe_grouped_gemm=True, **EXPERTS), "TEGroupedMLP", "TEColumnParallelGroupedLinear"
     ),
-    "grouped experts with biases": lambda: same_tokens(
+    "adopted: grouped experts with biases": lambda: same_tokens(
         tiny_gpt(spec=te_spec, moe_grouped_gemm=True, add_bias_linear=True, **EXPERTS), "TEGroupedMLP"
     ),
-    "hybrid": lambda: same_tokens(
+    "adopted: hybrid": lambda: same_tokens(
         tiny_hybrid("M*-M", spec=te_hybrid_spec), "TELayerNormColumnParallelLinear", "TERowParallelLinear"
     ),
-    "a norm twice is refused": double_norm,
-    "weights of eight bits are refused": eight_bits,
+    "refused: a norm twice": double_norm,
+    "refused: weights of eight bits": eight_bits,
     **fp8_models.cases(te_spec, te_hybrid_spec),
-    "a recipe of its own is refused": own_recipe,
-    "a subclass is refused": subclass,
-    "a norm that no operation runs is refused": norm_inside_an_expert,
+    "refused: a recipe of its own": own_recipe,
+    "refused: a subclass": subclass,
+    "refused: a norm that no operation runs": norm_inside_an_expert,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from hf_models import logits_of, random_model
 from plain_forward import full_logits
 
 from megatron_infer.cli.main import main
@@ -24,20 +25,16 @@ from megatron_infer.models.loading.checkpoint import (
 from megatron_infer.models.loading.sources import open_source
 
 IDS = list(range(1, 40))
-SIZES = {
-    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16,
-}  # fmt: skip
 FIELDS: dict[str, Any] = {
     "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
     "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
     "add_bias_linear": False, "add_qkv_bias": False, "attention_output_gate": False,
     "attention_backend": {"_args_": [5], "_call_": True, "_name_": "auto",
                           "_target_": "megatron.core.transformer.enums.AttnBackend"},
-    "bf16": False, "ffn_hidden_size": 96, "fp16": False, "gated_linear_unit": True, "hidden_size": 64,
+    "bf16": False, "ffn_hidden_size": 80, "fp16": False, "gated_linear_unit": True, "hidden_size": 48,
     "init_method": {"_target_": "functools.partial", "_call_": True, "_args_": []}, "kv_channels": 16,
     "layernorm_epsilon": 1e-6, "make_vocab_size_divisible_by": 1, "multi_latent_attention": False,
-    "normalization": "RMSNorm", "num_attention_heads": 4, "num_layers": 2, "num_moe_experts": None,
+    "normalization": "RMSNorm", "num_attention_heads": 6, "num_layers": 3, "num_moe_experts": None,
     "num_query_groups": 2, "params_dtype": {"_call_": False, "_target_": "torch.float32"},
     "position_embedding_type": "rope", "qk_layernorm": True, "rope_scaling": False, "rope_scaling_factor": 1.0,
     "rotary_base": 10000.0, "rotary_percent": 1.0, "seq_len_interpolation_factor": None, "seq_length": 256,
@@ -51,14 +48,8 @@ FIELDS: dict[str, Any] = {
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
     """(a Hugging Face directory, a checkpoint of it without a description, logits of transformers)."""
-    config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2)
-        expected = model(torch.tensor([IDS])).logits[0]
+    model = random_model("qwen3", tie_word_embeddings=True)
+    expected = logits_of(model, IDS)
     model.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     save_checkpoint(build_model(source), tmp_path / "run" / "iter_0000003", description=source.config())
@@ -88,8 +79,7 @@ def test_checkpoint_without_a_description_takes_a_hugging_face_directory(saved: 
         open_source(run)
     assert main(["convert", str(run), str(tmp_path / "out"), "--hf-config", str(folder)]) == 0
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert (reloaded(torch.tensor([IDS])).logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (logits_of(reloaded, IDS) - expected).abs().max() < 1e-5 * expected.abs().max()
     write_description(run / "iter_0000003", open_source(folder).config())
     assert error_of(CheckpointSource(run), expected) < 1e-5
     with pytest.raises(ModelError, match="describes itself"):

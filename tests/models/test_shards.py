@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_models import logits_of, random_model
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 
@@ -26,15 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def original() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    return model
+    return random_model("llama")
 
 
 def in_shards(model: Any, folder: Path) -> list[Path]:
@@ -53,7 +46,7 @@ def stale_in(folder: Path, place: int) -> None:
     shards = sorted(folder.glob("model-*.safetensors"))
     home = json.loads((folder / INDEX).read_text())["weight_map"][NAME]
     assert shards[place].name != home
-    save_file({**load_file(shards[place]), NAME: torch.ones(48, 32)}, shards[place])
+    save_file({**load_file(shards[place]), NAME: torch.ones(80, 48)}, shards[place])
 
 
 def stale_before(model: Any, folder: Path) -> None:
@@ -78,7 +71,7 @@ def beside_shards(model: Any, folder: Path) -> None:
 def beside_one(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     save_file({"layers.0.wq.weight": torch.ones(3)}, folder / "consolidated.safetensors")
-    save_file({"state.0.exp_avg": torch.ones(3), NAME: torch.ones(48, 32)}, folder / "optimizer.safetensors")
+    save_file({"state.0.exp_avg": torch.ones(3), NAME: torch.ones(80, 48)}, folder / "optimizer.safetensors")
 
 
 def pickled(model: Any, folder: Path) -> None:
@@ -88,7 +81,7 @@ def pickled(model: Any, folder: Path) -> None:
     for path in shards:
         state = load_file(path)
         if path == shards[0]:
-            state[NAME] = torch.ones(48, 32)
+            state[NAME] = torch.ones(80, 48)
         torch.save(state, folder / f"pytorch_{path.stem}.bin")
         path.unlink()
     (folder / INDEX).unlink()
@@ -111,11 +104,10 @@ def test_a_directory_is_the_model_that_its_index_or_whole_file_says(
     make: Callable[[Any, Path], None], original: Any, tmp_path: Path
 ) -> None:
     make(original, tmp_path)
-    with torch.inference_mode():
-        expected = original(torch.tensor([IDS])).logits[0]
-        if make is not stale_after:  # transformers takes the tensor of the last shard, whatever the index says
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-            assert (loaded(torch.tensor([IDS])).logits[0] - expected).abs().max() < 1e-4
+    expected = logits_of(original, IDS)
+    if make is not stale_after:  # transformers takes the tensor of the last shard, whatever the index says
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        assert (logits_of(loaded, IDS) - expected).abs().max() < 1e-4
     got = full_logits(build_model(open_source(tmp_path)), IDS)
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
     if make is not pickled:

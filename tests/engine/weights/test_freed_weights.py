@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from freed_case import FC1, PARAMS, PROMPTS, SETTINGS, answers, assert_equal, freed, make_engine, moved, state
+from hf_models import random_model
 from lora_cases import random_adapter
 from model_kinds import KINDS, make_model
 from safetensors.torch import load_file, save_file
@@ -25,8 +26,6 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.rl.updates import apply
 from megatron_infer.testing.tiny import tiny_gpt
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -233,18 +232,8 @@ def test_an_mtp_layer_drafts_with_freed_weights():
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Llama of transformers with an embedding that is the output layer."""
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    random_model("llama_tied", **sizes).save_pretrained(tmp_path)
     return tmp_path
 
 
