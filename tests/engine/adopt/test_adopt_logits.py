@@ -15,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.hybrid import hybrid_spec
+from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
 from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.rotary import rotary_table
+from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt, tiny_hybrid
 
 try:
     from megatron.core.inference.utils import InferenceMode  # 0.19: a flag of the process tells GPTModel.forward
@@ -118,6 +121,36 @@ ARCHITECTURES = {
 }
 
 
+ROPE = {"position_embedding_type": "rope"}
+HYBRIDS = {
+    "hybrid_mamba": ("MMMM", {}),
+    "hybrid_one_mamba": ("M", {}),
+    "hybrid": ("M*-M*-", {}),
+    "hybrid_rope": ("M*-M*-", ROPE),
+    "hybrid_learned": ("M*-M", {"position_embedding_type": "learned_absolute"}),
+    "hybrid_experts": ("MEM*E", {}),
+    "hybrid_experts_rope": ("MEM*E", ROPE),
+    "hybrid_shared_expert": ("ME", {"moe_shared_expert_intermediate_size": 40}),
+    "hybrid_attention_first": ("*M-", ROPE),
+    "hybrid_attention_alone": ("*-*-", ROPE),
+    "hybrid_one_group": ("M*", {"mamba_num_groups": 1}),
+    "hybrid_heads": ("MM", {"mamba_num_heads": 6, "mamba_head_dim": 12}),
+    "hybrid_one_norm": ("MM", {"norm_groups": 1}),
+    "hybrid_layer_norm": ("M*-", {"normalization": "LayerNorm", "add_bias_linear": True}),
+    "hybrid_zero_centered": ("M*-", {"layernorm_zero_centered_gamma": True}),
+    "hybrid_tied": ("MM", {"share_embeddings_and_output_weights": True}),
+    "hybrid_squared_relu": ("M*-", {"gated_linear_unit": False, "activation_func": mcore.squared_relu}),
+    "hybrid_qk_norm_window": ("M*M*", {"qk_layernorm": True, "window_size": (4, 0), **ROPE}),
+}
+
+
+def make(name, **more):
+    if name in HYBRIDS:
+        pattern, settings = HYBRIDS[name]
+        return tiny_hybrid(pattern, **settings, **more)
+    return tiny_gpt(**ARCHITECTURES[name], **more)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def eager():
     """megatron-core's activations as they are written: compiling them takes seconds, and is looked at elsewhere."""
@@ -125,11 +158,14 @@ def eager():
         yield
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *HYBRIDS])
 def test_paged_logits_equal_the_full_forward(name):
-    model = tiny_gpt(**ARCHITECTURES[name])
+    model = make(name)
     adopted = adopt(model)
     assert paged_step.worst_difference(model, adopted) < 1e-5
+    if name in HYBRIDS:
+        pattern, _ = HYBRIDS[name]
+        assert (len(adopted.specs), len(adopted.ssm_specs)) == (pattern.count("*"), pattern.count("M"))
 
 
 def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
@@ -139,9 +175,15 @@ def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
         adopt(model)
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms"),
+        *("hybrid_rope", "hybrid_experts", "hybrid_mamba", "hybrid_layer_norm"),
+    ],
+)
 def test_the_decoder_called_as_megatron_calls_it_gives_the_same(name):
-    model = tiny_gpt(**ARCHITECTURES[name])
+    model = make(name)
     adopted = adopt(model)
 
     def through_decoder(step):
@@ -175,26 +217,44 @@ def test_gpt_model_forward_with_a_step_gives_the_logits_of_the_last_tokens(name)
             torch.testing.assert_close(logits.reshape(3, -1), expected, atol=1e-5, rtol=0)
 
 
-def test_attention_alone_takes_a_step_under_a_foreign_layer():
-    class TheirLayer(TransformerLayer):
-        """Theirs: adds a constant after the stock layer."""
+class TheirLayer(TransformerLayer):
+    """Theirs: adds a constant after the stock layer."""
 
-        def forward(self, *args, **kwargs):
-            hidden, context = super().forward(*args, **kwargs)
-            return hidden + 0.25, context
+    def forward(self, *args, **kwargs):
+        hidden, context = super().forward(*args, **kwargs)
+        return hidden + 0.25, context
 
-    from megatron_infer.models.specs import gpt_spec
 
-    def spec(config):
-        block = gpt_spec(config)
-        for layer in {id(layer): layer for layer in block.layer_specs}.values():
-            layer.module = TheirLayer
-        return block
+class TheirMambaLayer(mcore.MambaLayer):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) + 0.25
 
-    model = tiny_gpt(spec=spec)
+
+def their_gpt(config):
+    block = gpt_spec(config)
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        layer.module = TheirLayer
+    return block
+
+
+def their_hybrid(config):
+    stack = hybrid_spec(config)
+    stack.submodules.mamba_layer.module = TheirMambaLayer
+    return stack
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "cls", "part", "paged"),
+    [
+        ("gqa", their_gpt, TheirLayer, "self_attention", PagedSelfAttention),
+        ("hybrid", their_hybrid, TheirMambaLayer, "mixer", SlottedMambaMixer),
+    ],
+)
+def test_attention_or_mixer_alone_takes_a_step_under_a_foreign_layer(name, spec, cls, part, paged):
+    model = make(name, spec=spec)
     adopted = adopt(model)
-    assert type(model.decoder.layers[0]) is TheirLayer
-    assert type(model.decoder.layers[0].self_attention) is PagedSelfAttention
+    layer = model.decoder.layers[0]
+    assert type(layer) is cls and type(getattr(layer, part)) is paged
     assert paged_step.worst_difference(model, adopted) < 1e-5
 
 
@@ -211,9 +271,9 @@ def test_adopting_a_stock_model_gives_what_the_spec_gives():
             assert torch.equal(a, b)
 
 
-def test_bfloat16_logits_are_as_close_to_fp32_as_the_training_path():
-    exact = tiny_gpt(num_layers=3)
-    rounded = tiny_gpt(num_layers=3, params_dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["gqa", "hybrid"])
+def test_bfloat16_logits_are_as_close_to_fp32_as_the_training_path(name):
+    exact, rounded = make(name), make(name, params_dtype=torch.bfloat16)
     rounded.load_state_dict(exact.state_dict())
     adopted, tokens = adopt(rounded), paged_step.prompts()[0]
     assert adopted.shape.dtype == "bfloat16" and adopted.shape.kv_dtype_bytes == 2
@@ -314,8 +374,9 @@ def test_shape_says_what_sizing_needs():
     assert (shape.max_position, shape.kv_dtype_bytes, shape.dtype) == (96, 4, "float32")
 
 
-def test_packable_weights_are_all_and_only_the_linears():
-    model = tiny_gpt(share_embeddings_and_output_weights=True)
+@pytest.mark.parametrize("name", ["tied", "hybrid_experts"])
+def test_packable_weights_are_all_and_only_the_linears(name):
+    model = make(name)
     adopted = adopt(model)
     seen = []
 
@@ -329,8 +390,10 @@ def test_packable_weights_are_all_and_only_the_linears():
             return super().fp32_linear(x, weight, bias, rows)
 
     with torch.inference_mode():
-        step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
+        step = paged_step.Cache(adopted).step([(0, list(range(40)))])
         step.ops = Recording()
         adopted.logits(adopted.hidden(step), step.ops)
     assert set(seen) == {id(weight) for weight in adopted.packable_weights()}
     assert {id(weight) for weight in adopted.packable_weights()} <= {id(p) for p in model.parameters()}
+    mixers = [layer.mixer for layer in model.decoder.layers if hasattr(layer, "mixer")]
+    assert {id(linear.weight) for mixer in mixers for linear in (mixer.in_proj, mixer.out_proj)} <= set(seen)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_adopt_hybrid import unpaged
 
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.mcore_compat import (
     MLP,
     AttnMaskType,
     ColumnParallelLinear,
     DotProductAttention,
     GPTModel,
+    HybridStack,
     LanguageModelEmbedding,
     SelfAttention,
     TopKRouter,
@@ -24,7 +28,7 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.specs import gpt_spec, with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_config, tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_config, tiny_gpt, tiny_hybrid
 
 
 def stock(**overrides):
@@ -41,6 +45,12 @@ def set_config(**values):
 
 def changed(change, *, spec=stock_spec, **overrides):
     model = tiny_gpt(spec=spec, **overrides)
+    change(model)
+    return model
+
+
+def changed_hybrid(change):
+    model = tiny_hybrid("M*-M", spec=lambda config: unpaged(hybrid_spec(config)))
     change(model)
     return model
 
@@ -141,6 +151,33 @@ class ScaledEmbedding(LanguageModelEmbedding):
         return super().forward(*args, **options) * self.config.hidden_size**0.5
 
 
+class TheirMixer(torch.nn.Module):
+    pass
+
+
+class TheirStack(HybridStack):
+    pass
+
+
+def widen(model):
+    model.decoder.layers[0].mixer.D = torch.nn.Parameter(torch.ones(3))
+
+
+def other_gated_norm(model):
+    model.decoder.layers[0].mixer.norm = torch.nn.GroupNorm(1, 128)
+
+
+def norm_in_front_of_nothing(model):
+    model.decoder.layers[2].input_layernorm = torch.nn.RMSNorm(64)
+
+
+def smaller_state(model):
+    mixer = model.decoder.layers[3].mixer
+    mixer.headdim, mixer.nheads_local_tp = 16, 8
+    for name in ("A_log", "D", "dt_bias"):
+        setattr(mixer, name, torch.nn.Parameter(torch.ones(8)))
+
+
 LAYER = "decoder.layers.1"
 REFUSED = {
     "mla": (lambda: set_config(multi_latent_attention=True), "config: multi_latent_attention=True"),
@@ -230,6 +267,33 @@ REFUSED = {
         "decoder.layers.0.mlp: bias_activation_fusion with activation .*relu.*no such kernel",
     ),
     "no_layers": (lambda: changed(lambda m: m.decoder.layers.__init__()), "decoder.layers: the model has no attention"),
+    "nothing_kept": (lambda: tiny_hybrid("--"), "decoder.layers: the model has no attention or Mamba layers"),
+}
+HYBRIDS_REFUSED = {
+    "mixer": (become("decoder.layers.0.mixer", TheirMixer), r"layers.0.mixer: mixer class .*TheirMixer is not"),
+    "stack": (become("decoder", TheirStack), "decoder: class .*TheirStack is not megatron-core's"),
+    "linear": (
+        become("decoder.layers.0.mixer.in_proj", torch.nn.Linear),
+        "layers.0.mixer.in_proj: linear class .*Linear is not known",
+    ),
+    "gated_norm": (other_gated_norm, "layers.0.mixer.norm: norm class .*GroupNorm is not known"),
+    "shape": (widen, r"layers.0.mixer.D: shape \(3,\), expected \(16,\)"),
+    "other_heads": (smaller_state, "layers.3.mixer: state shapes differ between Mamba layers"),
+    "no_final_norm": (lambda model: delattr(model.decoder, "final_norm"), "decoder.final_norm: missing"),
+    "adding": (
+        lambda model: setattr(model.decoder.layers[0], "mamba_bda", lambda **_: None),
+        "layers.0.mamba_bda: .* is not megatron-core's bias-dropout-add",
+    ),
+    "stray_norm": (norm_in_front_of_nothing, "layers.2.input_layernorm: .*RMSNorm in a layer without self_attention"),
+    "activation": (
+        lambda model: setattr(model.decoder.layers[0].mixer, "activation", "gelu"),
+        "activation 'gelu' behind the convolution",
+    ),
+}
+"""Changes of an unpaged hybrid of M*-M."""
+REFUSED |= {
+    f"hybrid_{name}": (functools.partial(changed_hybrid, change), message)
+    for name, (change, message) in HYBRIDS_REFUSED.items()
 }
 
 
@@ -243,6 +307,7 @@ def test_refusal_names_the_module_and_the_reason(name):
     assert isinstance(caught.value, ModelError)
     assert str(caught.value).startswith(f"{caught.value.module_name or '<root>'}: ")
     assert [type(module) for module in _modules(model)] == before, "a refused model was changed"
+    assert all(getattr(module, "fused", None) is None for module in _modules(model))
 
 
 def _modules(model):

@@ -149,12 +149,15 @@ def test_adopting_twice_is_the_same_as_once():
     assert torch.equal(generate(again), first)
 
 
-def test_a_copy_of_an_adopted_model_reads_its_own_weights():
-    model = tiny_gpt()
+@pytest.mark.parametrize("name", ["plain", "hybrid"])
+def test_a_copy_of_an_adopted_model_reads_its_own_weights(name):
+    model = MODELS[name]()
     adopted = adopt(model)
     before = generate(adopted)
     # Process groups cannot be copied; a job that copies a model shares them.
-    twin = copy.deepcopy(model, {id(group): group for group in vars(model.pg_collection).values()})
+    groups = {id(group): group for group in vars(model.pg_collection).values()}
+    groups |= {id(group): group for group in (getattr(one, "tp_group", None) for one in model.modules())}
+    twin = copy.deepcopy(model, groups)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.1)  # logits stay in the range whose rounding the limit below is for
@@ -163,6 +166,11 @@ def test_a_copy_of_an_adopted_model_reads_its_own_weights():
     with torch.inference_mode():
         hidden = twin.decoder(hidden_states=adopted.embed(step), attention_mask=None, inference_context=step)
     assert not torch.allclose(hidden.squeeze(1), _hidden(adopted, [1, 2, 3]))
+    for layer in twin.decoder.layers:
+        if hasattr(layer, "mixer"):
+            layer.mixer.fused.scan_weights.refresh()
+            weights = layer.mixer.fused.scan_weights.weights
+            torch.testing.assert_close(weights.decay_H, -layer.mixer.A_log.exp().detach())
     assert paged_step.worst_difference(twin, adopt(twin)) < 1e-5
 
 
@@ -171,25 +179,28 @@ def _hidden(adopted, tokens):
         return adopted.hidden(paged_step.Cache(adopted).step([(0, tokens)]))
 
 
-def test_a_step_in_training_mode_or_under_autograd_is_refused_clearly():
-    model = tiny_gpt()
+@pytest.mark.parametrize("name", ["plain", "mamba"])
+def test_a_step_in_training_mode_or_under_autograd_or_before_adoption_is_refused_clearly(name):
+    model = MODELS[name]()
     adopted = adopt(model)
     step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
-    with pytest.raises(ModelError, match=r"autograd is recording; call model.eval\(\) and run under"):
-        adopted.hidden(step)
+    layer = model.decoder.layers[0]
+    part = getattr(layer, "mixer", None) or layer.self_attention
+    hidden = {"hidden_states": torch.zeros(3, 1, 64), "inference_context": step}
+    hidden |= {"attention_mask": None} if name == "plain" else {}
+    for call in (lambda: adopted.hidden(step), lambda: part(**hidden)):
+        with pytest.raises(ModelError, match=r"autograd is recording; call model.eval\(\) and run under"):
+            call()
     model.train()
-    with torch.inference_mode(), pytest.raises(ModelError, match="training mode"):
-        model.decoder(hidden_states=adopted.embed(step), attention_mask=None, inference_context=step)
+    for call in (lambda: model.decoder(adopted.embed(step), None, inference_context=step), lambda: part(**hidden)):
+        with torch.inference_mode(), pytest.raises(ModelError, match="training mode"):
+            call()
     model.eval()
     with torch.no_grad():
         assert torch.isfinite(adopted.hidden(step)).all()
-
-
-def test_a_model_built_by_spec_and_not_adopted_says_so():
-    model = tiny_gpt()
-    step = paged_step.Cache(adopt(tiny_gpt())).step([(0, [1, 2, 3])])
+    fresh = tiny_gpt() if name == "plain" else tiny_hybrid("MMM")
     with torch.inference_mode(), pytest.raises(ModelError, match=r"before megatron_infer\.models\.adopt\.adopt"):
-        model.decoder(hidden_states=torch.zeros(3, 1, 64), attention_mask=None, inference_context=step)
+        fresh.decoder(torch.zeros(3, 1, 64), None, inference_context=step)
 
 
 def test_wrapped_models_are_unwrapped():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_adopt_training import batch, loss_of
 
-from megatron_infer.errors import ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.tiny import tiny_hybrid, tiny_mamba
 
@@ -65,18 +64,3 @@ def test_training_learns_to_repeat_a_sequence():
         step = paged_step.Cache(adopted).step([(0, ids[0].tolist())])
         drawn = adopted.logits(adopted.hidden(step), step.ops).argmax(-1)
     assert (drawn == labels[0]).float().mean() > 0.9
-
-
-def test_a_step_in_training_mode_or_before_adoption_is_refused_clearly():
-    model = tiny_hybrid("MM")
-    adopted = adopt(model)
-    step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
-    mixer = model.decoder.layers[0].mixer
-    with pytest.raises(ModelError, match="autograd is recording"):
-        mixer(torch.zeros(3, 1, 64), step)
-    model.train()
-    with torch.inference_mode(), pytest.raises(ModelError, match="training mode"):
-        mixer(torch.zeros(3, 1, 64), step)
-    fresh = tiny_hybrid("MM").decoder.layers[0].mixer
-    with torch.inference_mode(), pytest.raises(ModelError, match=r"before megatron_infer\.models\.adopt\.adopt"):
-        fresh(torch.zeros(3, 1, 64), step)
