@@ -14,8 +14,7 @@ import torch
 from child_paths import python_path
 from gloo_ranks import start_ranks
 from model_kinds import buffers
-from test_adopt_tensor_parallel import fill_vectors
-from test_hybrid_tensor_parallel import share
+from test_adopt_tensor_parallel import fill_vectors, share
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams

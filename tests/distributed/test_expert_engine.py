@@ -10,7 +10,7 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
-from test_hybrid_tensor_parallel import share
+from test_adopt_tensor_parallel import share
 from test_tp_parity import CACHED, TOLERANCE, play, settings_of
 
 from megatron_infer.engine.engine import DynamicInferenceEngine

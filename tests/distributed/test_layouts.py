@@ -12,8 +12,8 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
+from test_adopt_tensor_parallel import share
 from test_expert_engine import REPLICATED, expert_of
-from test_hybrid_tensor_parallel import share
 from test_sequence_parallel import check_rounds, descend, rounds, training_batch
 
 from megatron_infer.engine.engine import DynamicInferenceEngine

@@ -1,4 +1,4 @@
-"""An adopted model over two tensor-parallel ranks (gloo) gives the logits of one process; checkpoints join its parts."""
+"""Two tensor-parallel ranks (gloo) give the logits of one process; checkpoints join their parts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ MODELS = {
 }
 
 
+_WHOLE = ("linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
+
+
 def share(name: str, whole: torch.Tensor, model, rank: int, size: int) -> torch.Tensor:
     """This rank's part of a parameter of the unsharded model."""
     config = model.config
@@ -42,13 +45,19 @@ def share(name: str, whole: torch.Tensor, model, rank: int, size: int) -> torch.
         parts = [len(whole) // 2] * 2
     elif name.endswith(("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")):
         parts, dim = [whole.shape[1]], 1
-    elif (
-        name.endswith(("linear_proj.bias", "linear_fc2.bias"))
-        or "position_embeddings" in name
-        or ("norm" in name and "mixer" not in name)
-    ):
+    elif name.endswith(_WHOLE) or ("norm" in name and "mixer" not in name):
         return whole
     return torch.cat([piece.chunk(size, dim)[rank] for piece in whole.split(parts, dim)], dim)
+
+
+def fill_vectors(model, rank: int, size: int) -> None:
+    """Equal biases and norm weights for any number of ranks: each takes its part of the same full vector."""
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            if parameter.ndim == 1:
+                parts = size if getattr(parameter, "tensor_model_parallel", False) else 1
+                full = torch.randn(parameter.numel() * parts, generator=torch.Generator().manual_seed(i)) * 0.3
+                parameter.copy_(full.chunk(parts)[rank % parts])
 
 
 def logits_of_schedule(adopted) -> list[torch.Tensor]:
