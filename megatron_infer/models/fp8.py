@@ -8,11 +8,12 @@ A linear's forward writes to state that training uses: amax histories, the recip
 micro-batch. So the linear is not called, and no autocast is entered. Transformer Engine's own factory makes the
 quantisers from the recipe that megatron-core derives from the configuration; under delayed scaling they get copies of
 the trainer's scales, and the amax that they record is not used. Transformer Engine is imported only by the functions
-that need it. Not yet run on a GPU. Legend: T tokens, X and W widths.
+that need it, under the names of versions 2.4 to 2.20. Not yet run on a GPU. Legend: T tokens, X and W widths.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megatron_infer.models.mcore_compat  # noqa: F401  megatron-core's import without its notices
 from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels.te_tensors import is_quantised, parts_of
-from megatron_infer.models import te_api as te
 
 INPUT, WEIGHT, PER_PRODUCT = 0, 1, 3
 """Indices of a product's quantisers in its module's list: input, weight and output of the first product, and so on."""
@@ -43,18 +44,35 @@ KINDS = {
 BF16 = "or build the model without fp8, for products in bfloat16"
 
 
+def _fp8_utils() -> Any:
+    return importlib.import_module("megatron.core.fp8_utils")
+
+
+def _quantization() -> Any:
+    """Transformer Engine's module with the states of recipes and the global state."""
+    try:
+        return importlib.import_module("transformer_engine.pytorch.quantization")
+    except ModuleNotFoundError:  # older versions
+        return importlib.import_module("transformer_engine.pytorch.fp8")
+
+
+def _general_gemm() -> Callable[..., Any]:
+    found: Callable[..., Any] = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    return found
+
+
 def fp8_recipe(config: Any) -> Any:
     """megatron-core's recipe for training; None where nothing is in FP8: `fp8` unset, or no Transformer Engine.
 
     Raises AdoptionError, naming the setting, for what is not supported here or by this GPU.
     """
-    if not config.fp8 or not te.is_there():
+    if not config.fp8 or not _fp8_utils().HAVE_TE:
         return None
     for field, reason in REFUSED.items():
         if getattr(config, field, False):
             raise AdoptionError("config", f"{field}=True: {reason}; set it to False")
     try:
-        recipe = te.recipe_of(config)
+        recipe = _fp8_utils().get_fp8_recipe(config)
     except (ValueError, AssertionError) as error:  # a version without this recipe
         raise AdoptionError("config", f"fp8_recipe={config.fp8_recipe!r}: {error}") from error
     kind = next((kind for name, kind in KINDS.items() if getattr(recipe, name, lambda: False)()), None)
@@ -63,7 +81,7 @@ def fp8_recipe(config: Any) -> Any:
             "config",
             f"fp8_recipe={config.fp8_recipe!r} is not known; choose delayed, tensorwise, blockwise or mxfp8, {BF16}",
         )
-    available, reason = getattr(te.quantization().FP8GlobalStateManager, f"is_{kind}_available")()
+    available, reason = getattr(_quantization().FP8GlobalStateManager, f"is_{kind}_available")()
     if not available:
         raise AdoptionError("config", f"fp8_recipe={config.fp8_recipe!r}: {reason}; generate on a GPU that has it")
     return recipe
@@ -140,7 +158,7 @@ class _Quantisers:
         more: dict[str, Any] = {} if roles is None else {"roles": roles(fwd=True, num_quantizers=count)}
         more |= {"mode": "forward", "num_quantizers": count, "device": next(module.parameters()).device}
         with torch.inference_mode(False):  # a refresh writes to it
-            self._state = te.quantization().RecipeState.create(recipe, **more)
+            self._state = _quantization().RecipeState.create(recipe, **more)
         self._made: list[Any] = self._state.make_quantizers()
         for place in range(count):
             if recipe.float8_current_scaling() and place % PER_PRODUCT in (INPUT, WEIGHT):
@@ -239,10 +257,10 @@ class Fp8Product:
 
 def _matmul(*, splits_accumulator: bool) -> Callable[[Any, Any, torch.dtype, Tensor | None], Tensor]:
     """Transformer Engine's product: (quantised weight, quantised input, dtype of the result, bias) -> x @ weight.T."""
-    gemm = te.general_gemm()
+    gemm = _general_gemm()
     more: dict[str, Any] = {"use_split_accumulator": splits_accumulator}
     if "workspace" in inspect.signature(gemm).parameters:  # older versions take it from the caller
-        more["workspace"] = te.workspace()
+        more["workspace"] = importlib.import_module("transformer_engine.pytorch.module.base").get_workspace()
 
     def run(weight: Any, x: Any, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         if bias is not None:  # bfloat16 where the result is fp32, as no product takes another
@@ -259,9 +277,14 @@ def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
     Raises AdoptionError, with nothing changed in the model, for weights in 8 bits in layers that compute in 16 bits.
     """
     recipe = fp8_recipe(config)
-    linears = None if recipe is None else Fp8Linears(recipe, row_multiple=te.row_multiple(config))
+    linears = (
+        None
+        if recipe is None
+        else Fp8Linears(recipe, row_multiple=int(_fp8_utils().get_fp8_align_size(config.fp8_recipe)))
+    )
     for layer in layers:
-        active = linears if recipe is not None and te.is_fp8_layer(config, layer.number) else None
+        # the first and last layers may stay in bfloat16
+        active = None if linears is None or _fp8_utils().is_first_last_bf16_layer(config, layer.number) else linears
         if active is not None and layer.fused is None:
             raise AdoptionError(
                 layer.name,

@@ -86,7 +86,7 @@ CALLS = {
         Call(REGION, "_pause", "saver.pause", (f"{SAVER}.pause",)),
     ],
     "transformer-engine": [
-        Call(FP8, "__init__", "te.quantization().RecipeState.create", (f"{STATE}:RecipeState.create",)),
+        Call(FP8, "__init__", "_quantization().RecipeState.create", (f"{STATE}:RecipeState.create",)),
         Call(FP8, "__init__", "self._made[place].set_usage", (f"{QUANTISER}.set_usage",)),
         Call(FP8, "__call__", "self._input", (f"{QUANTISER}.__call__",)),
         Call(FP8, "refresh", "self._weight.quantize", (f"{QUANTISER}.quantize",)),
@@ -94,7 +94,7 @@ CALLS = {
         Call(FP8, "refresh", "self._weight.update_quantized", tuple(f"{one}.update_quantized" for one in QUANTISERS)),
         Call(FP8, "run", "gemm", (f"{TE}/cpp_extensions/gemm.py:general_gemm",)),
         *(
-            Call(FP8, "fp8_recipe", "getattr(te.quantization().FP8GlobalStateManager, f'is_{kind}_available')",
+            Call(FP8, "fp8_recipe", "getattr(_quantization().FP8GlobalStateManager, f'is_{kind}_available')",
                  (f"{STATE}:FP8GlobalStateManager.is_{kind}_available",))
             for kind in ("fp8", "mxfp8", "fp8_block_scaling")
         ),
