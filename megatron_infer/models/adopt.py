@@ -298,7 +298,9 @@ class AdoptedModel:
                 return f"{name} is {has[name]} where the engine was built for {had[name]}"
         kinds = {
             "attention": (self.specs, reading.specs),
-            "sinks of attention": _with_sinks(self.specs, reading.specs),
+            "sinks of attention": [
+                [spec.sinks_N is not None for spec in specs] for specs in (self.specs, reading.specs)
+            ],
             "the Mamba layers": (self.ssm_specs, [mixer.spec for _, mixer in reading.mixers]),
             "the order of layers": (self.cache_order, reading.cache_order),
             "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
@@ -473,10 +475,6 @@ class AdoptedModel:
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)
         return x_TD
-
-
-def _with_sinks(before: Sequence[AttendSpec], now: Sequence[AttendSpec]) -> tuple[list[bool], list[bool]]:
-    return [spec.sinks_N is not None for spec in before], [spec.sinks_N is not None for spec in now]
 
 
 def _own(layers: Sequence[FusedLayer | None]) -> list[int]:

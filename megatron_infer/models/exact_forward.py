@@ -11,6 +11,7 @@ An engine with batch_invariant=True gives the same bits for every prompt and out
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
@@ -214,11 +215,9 @@ class ExactForward:
             live_scan_weights=self._adopted.live_scan_weights,
         )
         recompute = self.live.training and config.recompute_granularity is not None and torch.is_grad_enabled()
-        return self._adopted.decode(step, around=_recomputed if recompute else None)
-
-
-def _recomputed(run: Any, *args: Any) -> Any:
-    return checkpoint(run, *args, use_reentrant=False)
+        return self._adopted.decode(
+            step, around=functools.partial(checkpoint, use_reentrant=False) if recompute else None
+        )
 
 
 def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: Tensor) -> None:

@@ -156,7 +156,9 @@ class ScanWeights:
             for name, (parameters, key) in self._sources.items():
                 parameter = parameters[key]
                 weights[name] = fresh = _derived(name, parameter)
-                if parameter is None or fresh is None or _same_memory(parameter, fresh):
+                if parameter is None or fresh is None:
+                    continue
+                if parameter.untyped_storage().data_ptr() == fresh.untyped_storage().data_ptr():
                     continue
                 owned.add(name)
                 if name in self._owned:
@@ -175,8 +177,10 @@ class ScanWeights:
         with torch.no_grad():
             for name, (parameters, key) in self._sources.items():
                 fresh, kept = _derived(name, parameters[key]), getattr(self.weights, name)
-                same = fresh is kept if fresh is None or kept is None else _equal(fresh, kept)
-                if not same:
+                is_same = fresh is kept
+                if fresh is not None and kept is not None:
+                    is_same = (fresh.shape, fresh.device) == (kept.shape, kept.device) and torch.equal(fresh, kept)
+                if not is_same:
                     return key if "conv" not in name or key.startswith("conv") else f"conv1d.{key}"
         return None
 
@@ -193,11 +197,3 @@ def _formula(name: str, parameter: Tensor | None) -> Tensor | None:
     if name == "conv_CW":
         return plain.flatten(1)
     return -torch.exp(plain) if name == "decay_H" else plain
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.device == b.device and torch.equal(a, b)

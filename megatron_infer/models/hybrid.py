@@ -36,28 +36,24 @@ UNSUPPORTED_SYMBOLS: dict[str, str] = {
 """Symbols of later megatron-core versions that are not supported here."""
 
 
-def hybrid_pattern_error(pattern: Sequence[str], *, num_layers: int | None = None) -> str | None:
-    """The error in a layer pattern ("M*-M", or a list of its symbols); None: there is none."""
+def check_hybrid_pattern(pattern: Sequence[str], *, num_layers: int | None = None) -> None:
+    """Raise ConfigError, naming symbol, position and the known symbols, for a layer pattern that cannot be built.
+
+    pattern: "M*-M", or a list of its symbols. num_layers: the config's, which the pattern must have.
+    """
     if not pattern:
-        return "the layer pattern is empty"
+        raise ConfigError("the layer pattern is empty")
     known = ", ".join(f"{symbol} ({what})" for symbol, what in LAYER_SYMBOLS.items())
     for i, symbol in enumerate(pattern):
-        if symbol in LAYER_SYMBOLS:
-            continue
         where = f"layer pattern {''.join(pattern)!r}, position {i}: {symbol!r}"
         if symbol in UNSUPPORTED_SYMBOLS:
-            return f"{where} ({UNSUPPORTED_SYMBOLS[symbol]}) is not supported; known are {known}"
-        return f"{where} is no layer symbol; known are {known}"
+            raise ConfigError(f"{where} ({UNSUPPORTED_SYMBOLS[symbol]}) is not supported; known are {known}")
+        if symbol not in LAYER_SYMBOLS:
+            raise ConfigError(f"{where} is no layer symbol; known are {known}")
     if num_layers is not None and len(pattern) != num_layers:
-        return f"layer pattern {''.join(pattern)!r} has {len(pattern)} layers, the config has num_layers={num_layers}"
-    return None
-
-
-def check_hybrid_pattern(pattern: Sequence[str], *, num_layers: int | None = None) -> None:
-    """Raise ConfigError naming symbol, position and the known symbols if the pattern cannot be built."""
-    error = hybrid_pattern_error(pattern, num_layers=num_layers)
-    if error is not None:
-        raise ConfigError(error)
+        raise ConfigError(
+            f"layer pattern {''.join(pattern)!r} has {len(pattern)} layers, the config has num_layers={num_layers}"
+        )
 
 
 class TorchHybridStack(HybridStack):
@@ -76,10 +72,8 @@ class TorchHybridStack(HybridStack):
         **kwargs: Any,
     ) -> None:
         whole, part = kwargs.get("hybrid_override_pattern"), kwargs.get("layer_type_list")  # 0.16, 0.19
-        if whole is not None:
-            check_hybrid_pattern(whole, num_layers=config.num_layers)
-        elif part is not None:
-            check_hybrid_pattern(part)
+        if whole is not None or part is not None:
+            check_hybrid_pattern(whole or part, num_layers=None if whole is None else config.num_layers)
         pattern = "".join(whole or part or ())
         if "E" in pattern and submodules.moe_layer is IdentityOp:
             raise ConfigError(f"layer pattern {pattern!r} has experts (E), but config.num_moe_experts is not set")

@@ -56,7 +56,8 @@ def with_programs(operations: Iterable[LayerOp], *, end_model: bool) -> list[Lay
         run.clear()
 
     for group in _with_heads(operations):
-        op = _program_op(group)
+        make = _PROGRAM_OPS.get(type(group[-1]))
+        op = None if make is None else make(*group)
         if op is None:
             close()
             found.extend(group)
@@ -75,11 +76,6 @@ def _with_heads(operations: Iterable[LayerOp]) -> Iterator[tuple[LayerOp, ...]]:
         else:
             yield (operation,) if heads is None else (heads, operation)
             heads = None
-
-
-def _program_op(group: tuple[LayerOp, ...]) -> ProgramOp | None:
-    make = _PROGRAM_OPS.get(type(group[-1]))
-    return None if make is None else make(*group)
 
 
 def _norm(norm: FusedNorm) -> ProgramOp | None:

@@ -191,14 +191,11 @@ class FusedExperts(LayerOp):
         """One expert after the other, each on all tokens: the host waits for nothing (see `waits_for_device`)."""
         out_TD = torch.zeros_like(own_TD) if out_TD is None else out_TD
         for expert, mlp in enumerate(self.experts, self.first):
-            weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
-            out_TD += self._weighted(ops, mlp, own_TD, weight_T1).to(out_TD.dtype)
+            weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]  # 0 where a token did not choose it
+            first_TF = mlp.fc1.multiply(ops, own_TD, mlp.fc1.parameters["bias"])
+            product_TD = self._product(ops, mlp, self._middle(ops, first_TF, weight_T1), weight_T1)
+            out_TD += product_TD.to(out_TD.dtype)
         return out_TD
-
-    def _weighted(self, ops: Ops, mlp: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
-        """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
-        first_TF = mlp.fc1.multiply(ops, x_TD, mlp.fc1.parameters["bias"])
-        return self._product(ops, mlp, self._middle(ops, first_TF, weight_T1), weight_T1)
 
     def _middle(self, ops: Ops, first_TF: Tensor, weight_T1: Tensor) -> Tensor:
         """What fc2 multiplies, from the outputs of fc1: of one expert or several."""

@@ -47,12 +47,9 @@ def with_inference(spec: Any) -> Any:
     if isinstance(stack, HybridStackSubmodules):
         _page_stack(stack)
         return spec
-    if isinstance(spec, TransformerBlockSubmodules):
-        spec.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(spec.layer_specs)]
-        return spec
-    nested = getattr(spec, "submodules", None)
-    if isinstance(nested, TransformerBlockSubmodules):
-        nested.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(nested.layer_specs)]
+    block = spec if isinstance(spec, TransformerBlockSubmodules) else getattr(spec, "submodules", None)
+    if isinstance(block, TransformerBlockSubmodules):
+        block.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(block.layer_specs)]
         return spec
     return _paged_layer(spec, "")
 

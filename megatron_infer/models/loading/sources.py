@@ -124,11 +124,7 @@ def open_source(
         return CheckpointSource(place.path, name=place.name, hf_config=hf_config)
     if place.kind is Kind.GGUF:
         return GGUFSource(place.path, name=place.name)
-    return _open_hub(place.name)
-
-
-def _open_hub(name: str) -> ModelSource:
-    return HFDirectory(fetch(name), name=name)
+    return HFDirectory(fetch(place.name), name=place.name)
 
 
 def fetch(name: str, *, force: bool = False) -> str:

@@ -39,18 +39,17 @@ def answers(engine):
     return [(one.token_ids, logprobs_of(one)) for one in ones]
 
 
-def save_expected(folder: Path, kind: str) -> None:
-    model = whole_model(kind)
-    torch.save(
-        {key: value.clone() for key, value in model.state_dict().items() if value is not None},
-        folder / f"{kind}.weights.pt",
-    )
+def save_expected(path: Path, model, engine) -> None:
+    """Adapters of a whole model, as tensors, and the answers of its engine with them."""
     adapters = adapters_of(model)
-    engine = make_engine(model, lora=LORA)
     for adapter in adapters:
         engine.load_adapter(adapter.name, adapter)
     pairs = {adapter.name: {path: (p.a, p.b, p.scale) for path, p in adapter.pairs.items()} for adapter in adapters}
-    torch.save({"pairs": pairs, "want": answers(engine)}, folder / f"{kind}.want.pt")
+    torch.save({"pairs": pairs, "want": answers(engine)}, path)
+
+
+def adapter_of(name: str, pairs) -> Adapter:
+    return Adapter(name, {path: LoRAPair(*pair) for path, pair in pairs.items()})
 
 
 def check_rank(rank: int, size: int, folder: str) -> None:
@@ -58,7 +57,7 @@ def check_rank(rank: int, size: int, folder: str) -> None:
         saved = torch.load(f"{folder}/{kind}.want.pt")
         engine = make_engine(part_of_model(kind, folder, rank, size), lora=LORA)
         for name, pairs in saved["pairs"].items():
-            given = Adapter(name, {path: LoRAPair(*pair) for path, pair in pairs.items()})
+            given = adapter_of(name, pairs)
             engine.load_adapter(name, given)
         for (tokens, logprobs), (want, want_logprobs) in zip(answers(engine), saved["want"], strict=True):
             assert tokens == want, kind
@@ -80,11 +79,8 @@ def check_rank(rank: int, size: int, folder: str) -> None:
         engine.unload_adapter("b")
         assert [info.name for info in engine.adapters()] == ["a", "c"]
         # read on a thread of each rank while steps go on, and undone
-        manager, pairs = engine.controls.adapters, saved["pairs"]["b"]
-        readings = [
-            manager.read("b", Adapter("b", {path: LoRAPair(*pair) for path, pair in pairs.items()})),
-            manager.read("x", bad),
-        ]
+        manager = engine.controls.adapters
+        readings = [manager.read("b", adapter_of("b", saved["pairs"]["b"])), manager.read("x", bad)]
         engine.load_adapter("b", readings[0])
         with pytest.raises((ConfigError, ModelError, OtherRankFailed)):
             engine.load_adapter("x", readings[1])
@@ -101,7 +97,7 @@ def check_stage(rank: int, size: int, folder: Path) -> None:
     for features in stage_case.FEATURES:
         engine = stage_case.make_engine(model, features, lora=LORA)
         for name, pairs in saved["pairs"].items():
-            engine.load_adapter(name, Adapter(name, {path: LoRAPair(*pair) for path, pair in pairs.items()}))
+            engine.load_adapter(name, adapter_of(name, pairs))
         assert [tokens for tokens, _ in answers(engine)] == [want for want, _ in saved["want"]], features
 
 
@@ -109,17 +105,15 @@ def check_stage(rank: int, size: int, folder: Path) -> None:
 def test_two_pipeline_stages_answer_as_one(tmp_path):
     save_checkpoint(stage_case.MODELS[NAME](), tmp_path / NAME)
     model = stage_case.load_model(tmp_path, NAME)
-    adapters = adapters_of(model)
-    engine = stage_case.make_engine(model, lora=LORA)
-    for adapter in adapters:
-        engine.load_adapter(adapter.name, adapter)
-    pairs = {adapter.name: {path: (p.a, p.b, p.scale) for path, p in adapter.pairs.items()} for adapter in adapters}
-    torch.save({"pairs": pairs, "want": answers(engine)}, tmp_path / "stages.want.pt")
+    save_expected(tmp_path / "stages.want.pt", model, stage_case.make_engine(model, lora=LORA))
     run_on_ranks(check_stage, 2, tmp_path)
 
 
 @pytest.mark.long
 def test_two_tensor_parallel_ranks_answer_as_one(tmp_path):
     for kind in ("attention", "hybrid"):
-        save_expected(tmp_path, kind)
+        model = whole_model(kind)
+        weights = {key: value.clone() for key, value in model.state_dict().items() if value is not None}
+        torch.save(weights, tmp_path / f"{kind}.weights.pt")
+        save_expected(tmp_path / f"{kind}.want.pt", model, make_engine(model, lora=LORA))
     run_ranks(check_rank, tmp_path)
