@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron_infer.errors import unknown_name
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.hybrid import hybrid_spec
+from megatron_infer.models.loading.build_model import UNFUSED
 from megatron_infer.models.rotary import cpu_rotary
 from megatron_infer.models.specs import gpt_spec, mtp_spec
 
@@ -33,16 +34,8 @@ CONFIG: dict[str, Any] = {
     "gated_linear_unit": True,
     "activation_func": F.silu,
     "init_method_std": 0.1,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
     "params_dtype": torch.float32,
-    # On a CPU each fusion costs seconds of C++ compilation.
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
+    **UNFUSED,
     "moe_token_dispatcher_type": "allgather",
     "cuda_graph_scope": [],  # 0.16 warns about its own default
 }

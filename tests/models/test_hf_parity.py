@@ -19,7 +19,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.description_shape import shape_of
-from megatron_infer.models.loading.families import FAMILIES, Key
+from megatron_infer.models.loading.families import EXPERTS, FAMILIES, Key
 from megatron_infer.models.loading.hf_export import tensors_of
 from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.sources import open_source
@@ -77,14 +77,11 @@ def test_a_family_with_experts_is_a_row(monkeypatch, tmp_path):
         is_written=False,
         fields={
             **qwen3.fields,
+            **EXPERTS,
             "num_moe_experts": Key("num_experts", 128),
             "moe_router_topk": Key("num_experts_per_tok", 8),
             "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
             "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": False,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "allgather",
-            "moe_grouped_gemm": False,
         },
         tensors={
             **{name: named for name, named in qwen3.tensors.items() if not name.startswith("mlp.")},

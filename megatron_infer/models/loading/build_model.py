@@ -41,6 +41,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": squared_relu,
 }
 
+UNFUSED: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Fields of TransformerConfig without dropout and fusions, each of which costs seconds of C++ compilation on a CPU."""
+
 # megatron-core's rope_scaling switch means these numbers of Llama 3.1; others are set on the built model.
 _LLAMA3_NATIVE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 
@@ -167,10 +179,7 @@ def transformer_config(
     pipeline_parallel: int = 1,
     **overrides: Any,
 ) -> TransformerConfig:
-    """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions.
-
-    Each fusion would cost seconds of C++ compilation on a CPU.
-    """
+    """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions."""
     from megatron_infer.models.mcore_compat import TransformerConfig
 
     kwargs = dict(description.transformer)
@@ -188,15 +197,8 @@ def transformer_config(
         **stage_options(kwargs["num_layers"], pipeline_parallel, overrides),
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        **UNFUSED,
         "attention_softmax_in_fp32": True,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
     }
     if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
         kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning

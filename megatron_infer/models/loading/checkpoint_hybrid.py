@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.loading.families import EXPERTS
 from megatron_infer.models.loading.model_description import HybridDescription
 
 _MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
@@ -130,13 +131,7 @@ def _experts(get: Any) -> dict[str, Any]:
     refused = [f"{key}={get(key)!r}" for key in _MOE_REFUSED if get(key)]
     if refused:
         raise ModelError(f"experts with {', '.join(refused)}: a model description cannot express them yet")
-    fields = {key: get(key) for key in _MOE_FIELDS if get(key) is not None}
-    return fields | {
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",
-        "moe_grouped_gemm": False,
-        "moe_aux_loss_coeff": 0.0,
-    }
+    return {**EXPERTS, **{key: get(key) for key in _MOE_FIELDS if get(key) is not None}}
 
 
 def _with_heads(fields: dict[str, Any], hidden: int) -> dict[str, Any]:

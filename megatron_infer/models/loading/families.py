@@ -277,13 +277,14 @@ _LIMITS = {
     "hybrid.dt_min": lambda v: v["_limits"][0],
     "hybrid.dt_max": lambda v: v["_limits"][1],
 }
-_EXPERTS = {
+EXPERTS: Mapping[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_router_pre_softmax": False,
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
     "moe_aux_loss_coeff": 0.0,
 }
+"""Fields of TransformerConfig of every model with experts: no loss of training, all tokens on every rank."""
 # Keys for initialisation, training or other implementations of the same arithmetic. The paged path keeps the residual
 # stream in fp32 whatever residual_in_fp32 is. How a scan is cut into chunks changes its rounding, not its result.
 _HYBRID_IGNORED = (
@@ -384,7 +385,7 @@ _NEMOTRON_H = Family(
         "moe_router_dtype": "fp32",
         "_normalised": Key("norm_topk_prob", True, "flag"),
     }
-    | _EXPERTS,
+    | EXPERTS,
     tensors=_ONE_BLOCK_TENSORS
     | {
         "input_layernorm": "norm",
@@ -523,7 +524,7 @@ _GRANITE_MOE_HYBRID = Family(
         "moe_shared_expert_intermediate_size": _same("ffn_hidden_size"),
         "moe_router_score_function": "softmax",
     }
-    | _EXPERTS,
+    | EXPERTS,
     tensors=_OUTER
     | _ATTENTION
     | {
