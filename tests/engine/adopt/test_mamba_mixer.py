@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_infer.models import mamba_mixer
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
-from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
+from megatron_infer.models.mamba_scan import chunk_scan
 from megatron_infer.testing.tiny import tiny_hybrid, tiny_mamba
 
 
@@ -61,21 +61,6 @@ def test_a_scan_that_forgets_at_once_stays_finite_and_exact():
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     y.sum().backward()
     assert all(torch.isfinite(part.grad).all() for part in ours)
-
-
-def test_convolution_is_torchs_depthwise_convolution():
-    x, weight, bias = torch.randn(11, 3, 6), torch.randn(6, 4), torch.randn(6)
-    expected = F.conv1d(x.permute(1, 2, 0), weight[:, None], bias, padding=3, groups=6)[..., :11].permute(2, 0, 1)
-    torch.testing.assert_close(causal_conv(x, weight, bias), expected)
-    torch.testing.assert_close(causal_conv(x[:2], weight, None), expected[:2] - bias)
-
-
-def test_gated_norm_over_groups():
-    y, gate, weight = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
-    product = y * F.silu(gate)
-    groups = [F.rms_norm(part, (4,), eps=1e-5) for part in product.split(4, -1)]
-    torch.testing.assert_close(gated_rms_norm(y, gate, weight, 1e-5, 4), torch.cat(groups, -1) * weight)
-    assert torch.equal(gated_rms_norm(y, gate, None, 0.0, 12), product)
 
 
 def loss_and_gradients(model, ids, **how):
