@@ -12,6 +12,7 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.rotary import DeviceAgnosticRotary
+from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
     "multi_latent_attention": "multi-latent attention caches latents, not keys and values",
@@ -61,11 +62,11 @@ def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
     ):
         if type(model) not in mcore.known_wrappers():
             known = "DistributedDataParallel, Float16Module"
-            raise AdoptionError("", f"wrapper {_name(model)} is not known; known are {known}{_within(model)}")
+            raise AdoptionError("", f"wrapper {qualified(model)} is not known; known are {known}{_within(model)}")
         model = model.module
     if not isinstance(model, _MODELS):
         known = " or ".join(known.__qualname__ for known in _MODELS)
-        raise AdoptionError("", f"{_name(model)} is not a megatron-core {known}{_within(model)}")
+        raise AdoptionError("", f"{qualified(model)} is not a megatron-core {known}{_within(model)}")
     return model
 
 
@@ -97,7 +98,7 @@ def check_model(model: Any) -> None:
         )
     for method in _DRIVEN:
         if getattr(type(model), method, None) is not getattr(base, method, None):
-            raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
+            raise AdoptionError("", f"{qualified(model)} overrides {method}, which the paged path does not call")
     if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
         raise AdoptionError("mtp", "MTP layers of a hybrid model are not supported")
     if global_hooks():
@@ -117,7 +118,7 @@ def check_model(model: Any) -> None:
         if type(model.embedding) is not mcore.LanguageModelEmbedding:
             raise AdoptionError(
                 "embedding",
-                f"class {_name(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward adds "
+                f"class {qualified(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward adds "
                 "is not computed by the paged path (Gemma's multiplies by sqrt(hidden_size))",
             )
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
@@ -184,8 +185,4 @@ def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool
 
 def _check_class(module: Any, name: str, *known: type) -> None:
     if type(module) not in known:
-        raise AdoptionError(name, f"class {_name(module)} is not megatron-core's {known[0].__qualname__}")
-
-
-def _name(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+        raise AdoptionError(name, f"class {qualified(module)} is not megatron-core's {known[0].__qualname__}")

@@ -37,6 +37,7 @@ from megatron_infer.models.te_apex import (
     has_norm_inside,
     linear_role,
     norm_of,
+    qualified,
 )
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -113,7 +114,7 @@ class FusedNorm(LayerOp):
         else:
             raise AdoptionError(
                 name,
-                f"norm class {type(module).__module__}.{type(module).__qualname__} is not known; "
+                f"norm class {qualified(module)} is not known; "
                 "known are torch's RMSNorm and LayerNorm (megatron-core's local spec), Transformer Engine's, Apex's "
                 "FusedLayerNorm, L2Norm and specs.gpt_spec's",
             )
@@ -210,7 +211,7 @@ class FusedLinear(LayerOp):
         else:
             raise AdoptionError(
                 name,
-                f"linear class {type(module).__module__}.{type(module).__qualname__} is not known here; known are "
+                f"linear class {qualified(module)} is not known here; known are "
                 "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec) and those of Transformer "
                 "Engine",
             )
@@ -220,7 +221,7 @@ class FusedLinear(LayerOp):
             self.parameters: Parameters = module._parameters
         else:
             number = "" if expert is None else str(expert)
-            check_linear(module, name, (f"weight{number}",))
+            check_linear(module, name, f"weight{number}")
             self.parameters = LiveParameters(module, weight=f"weight{number}", bias=f"bias{number}")
             self.foreign = module, name, number
 

@@ -13,6 +13,7 @@ from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.fused_layers import FusedLinear, LayerOp, LayerOps, Parameters
 from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm, spec_of
+from megatron_infer.models.te_apex import qualified
 from megatron_infer.models.tp_collectives import Reducer
 
 Columns = tuple[Tensor, ...]
@@ -116,9 +117,7 @@ def _refuse_unsupported(mixer: Any, name: str) -> None:
     if mixer.rmsnorm:
         norm = mixer.norm
         if type(norm) is not GatedRMSNorm and not is_stock_norm(type(norm)):
-            raise AdoptionError(
-                f"{name}.norm", f"norm class {type(norm).__module__}.{type(norm).__qualname__} is not known"
-            )
+            raise AdoptionError(f"{name}.norm", f"norm class {qualified(norm)} is not known")
         if norm._parameters.get("bias") is not None or norm._parameters["weight"] is None:
             raise AdoptionError(f"{name}.norm", "a gated norm with a bias or without a weight")
 

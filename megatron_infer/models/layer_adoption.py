@@ -26,7 +26,7 @@ from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts
 from megatron_infer.models.paged_layers import PAGED_LAYERS, PagedAttention, PagedSelfAttention
-from megatron_infer.models.te_apex import has_norm_inside, is_te_attention
+from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
 from megatron_infer.models.tp_collectives import Reducer
 
 BY_SPEC = "build it by spec instead: megatron_infer.models.specs.with_inference(spec)"
@@ -252,7 +252,3 @@ def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> LayerOp:
     if type(mlp) is mcore.MoELayer:
         return FusedExperts(mlp, name, tp=tp)
     raise AdoptionError(name, f"class {qualified(mlp)} is not megatron-core's MLP or MoELayer")
-
-
-def qualified(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -140,15 +140,28 @@ def trace_forward(
             x = torch.cat(parts)
         return x[:length].clone()
 
+    def keep(probe: ModuleProbe, _: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        if probe.kind != EMBEDDING:
+            given = args[0] if args else next(value for value in kwargs.values() if torch.is_tensor(value))
+            found.inputs[probe.name] = whole(given[:, 0])
+        value, bias = _first(out), out[1] if isinstance(out, tuple) and len(out) > 1 else None
+        if probe.kind == OUTPUT:  # never divided over positions
+            found.outputs[probe.name] = value.detach()[logits_from : len(found.inputs[probe.name]), 0].clone()
+        else:
+            found.outputs[probe.name] = whole((value + bias if torch.is_tensor(bias) else value)[:, 0])
+
+    def keep_routing(probe: ModuleProbe, router: Any, args: Any, kwargs: Any, out: Any) -> None:
+        found.experts[probe.name] = whole(chosen_ids(out[1], router.topk))
+
     with contextlib.ExitStack() as stack:
 
         def add_hook(module: Any, hook: Callable[..., None]) -> None:
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
         for probe in probes:
-            add_hook(probe.module, partial(_keep, found, probe, whole))
+            add_hook(probe.module, partial(keep, probe))
             if probe.kind == MOE:
-                add_hook(probe.module.router, partial(_keep_routing, found, probe, whole))
+                add_hook(probe.module.router, partial(keep_routing, probe))
         for layer in model.decoder.layers:
             add_hook(layer, lambda _m, _a, _k, out: found.layers.append(whole(_first(out)[:, 0])))
         model(ids_1S, torch.arange(padded, device=device)[None], None)
@@ -156,38 +169,6 @@ def trace_forward(
     if missing:
         raise ModelError(f"the trainer's forward did not call {', '.join(missing)}")
     return found
-
-
-def _keep(
-    found: ForwardTrace,
-    probe: ModuleProbe,
-    whole: Callable[[Tensor], Tensor],
-    _: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    out: Any,
-) -> None:
-    if probe.kind != EMBEDDING:
-        given = args[0] if args else next(value for value in kwargs.values() if torch.is_tensor(value))
-        found.inputs[probe.name] = whole(given[:, 0])
-    value, bias = _first(out), out[1] if isinstance(out, tuple) and len(out) > 1 else None
-    if probe.kind == OUTPUT:  # never divided over positions
-        length = len(found.inputs[probe.name])
-        found.outputs[probe.name] = value.detach()[found.logits_from : length, 0].clone()
-        return
-    found.outputs[probe.name] = whole((value + bias if torch.is_tensor(bias) else value)[:, 0])
-
-
-def _keep_routing(
-    found: ForwardTrace,
-    probe: ModuleProbe,
-    whole: Callable[[Tensor], Tensor],
-    router: Any,
-    args: Any,
-    kwargs: Any,
-    out: Any,
-) -> None:
-    found.experts[probe.name] = whole(chosen_ids(out[1], router.topk))
 
 
 def _first(out: Any) -> Tensor:

@@ -41,6 +41,11 @@ class LiveParameters:
         return self._parameters.get(self._names[name])
 
 
+def qualified(module: Any) -> str:
+    """The full name of a module's class, for errors."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def _is(module: Any, where: tuple[str, str]) -> bool:
     return (type(module).__module__, type(module).__qualname__) == where
 
@@ -73,12 +78,11 @@ def norm_of(module: Any) -> tuple[bool, LiveParameters] | None:
     return (False, LiveParameters(module)) if _is(module, APEX_NORM) else None
 
 
-def check_linear(module: Any, name: str, weights: tuple[str, ...] = ("weight",)) -> None:
-    """Raise AdoptionError for a Transformer Engine linear that does not compute a product of these weights."""
+def check_linear(module: Any, name: str, weight: str) -> None:
+    """Raise AdoptionError for a Transformer Engine linear that does not compute a product of this weight."""
     if getattr(module, "te_quant_params", None) is not None:
         raise AdoptionError(
             name, "has a quantisation recipe of its own (quant_recipe): quantised linears are not known"
         )
-    for key in weights:
-        if module._parameters.get(key) is None:
-            raise AdoptionError(name, f"has no parameter {key!r}: weights kept in several parts are not known")
+    if module._parameters.get(weight) is None:
+        raise AdoptionError(name, f"has no parameter {weight!r}: weights kept in several parts are not known")

@@ -30,6 +30,7 @@ from megatron_infer.models.lora.names import LAYERS, PARTS, AdaptedLinears
 from megatron_infer.models.lora.peft import write_adapter
 from megatron_infer.models.lora.peft_config import scale_of
 from megatron_infer.models.mamba_mixer import split_in_parts
+from megatron_infer.models.te_apex import qualified
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -282,8 +283,8 @@ def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:
             if type(linear) not in (mcore.ColumnParallelLinear, mcore.RowParallelLinear):
                 raise AdoptionError(
                     name,
-                    f"a pair cannot be attached to {type(linear).__module__}.{type(linear).__qualname__}; build the "
-                    "model from megatron-core's local spec or from megatron_infer.models.specs",
+                    f"a pair cannot be attached to {qualified(linear)}; build the model from megatron-core's local "
+                    "spec or from megatron_infer.models.specs",
                 )
             found[f"{LAYERS}.{layer.layer_number - 1}.{part}"] = name
     if not found and live.pre_process and live.post_process:
