@@ -118,8 +118,8 @@ def check_model(model: Any) -> None:
         if type(model.embedding) is not mcore.LanguageModelEmbedding:
             raise AdoptionError(
                 "embedding",
-                f"class {qualified(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward adds "
-                "is not computed by the paged path (Gemma's multiplies by sqrt(hidden_size))",
+                f"class {qualified(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward "
+                "adds is not computed by the paged path (Gemma's multiplies by sqrt(hidden_size))",
             )
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
         if model.embedding.num_tokentypes > 0:
