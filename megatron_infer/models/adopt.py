@@ -40,7 +40,6 @@ from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead
-from megatron_infer.models.output_layer import OutputLayer
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
@@ -217,7 +216,7 @@ class AdoptedModel:
         """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
-        self._tp, self._output = reading.tp, OutputLayer(self.live, reading.tp)
+        self._tp = reading.tp
         self.num_adoptions += 1
         self._module_guard = ModuleGuard(self.live)
 
@@ -375,14 +374,33 @@ class AdoptedModel:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """fp32 [S, V]: this rank's part of the padded vocabulary, all of it on one rank."""
-        return self._output.logits(hidden_SD, ops)
+        hidden_SD, weight = hidden_SD if self._tp is None else self._tp.spread(hidden_SD), self._output_weight()
+        return ops.fp32_linear(hidden_SD, weight, self._output_bias(), len(weight))
 
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
         """Those of the lowest `count` tokens; None where the vocabulary is split over ranks."""
-        return self._output.first_logits(hidden_SD, ops, count)
+        if self._tp is not None:
+            return None
+        return ops.fp32_linear(hidden_SD, self._output_weight(), self._output_bias(), count)
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
-        return self._output.argmax(hidden_SD, ops, count)
+        """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None: it takes all of them."""
+        if self._tp is not None or ops.argmax_linear is None or self._output_bias() is not None:
+            return None
+        return ops.argmax_linear(hidden_SD, self._output_weight(), count)
+
+    def _output_weight(self) -> Tensor:
+        """[V, D], live: a trainer may replace it. The embedding's where they are tied."""
+        live = self.live
+        if live.share_embeddings_and_output_weights:
+            tied: Tensor = live.shared_embedding_or_output_weight()
+            return tied
+        own: Tensor = live.output_layer._parameters["weight"]
+        return own
+
+    def _output_bias(self) -> Tensor | None:
+        found: Tensor | None = self.live.output_layer._parameters["bias"]
+        return found
 
     def whole_logits(self, logits_SW: Tensor) -> Tensor:
         """[S, V] on every rank, from the part of each; all ranks then compute the same from them."""
@@ -400,7 +418,7 @@ class AdoptedModel:
 
     def output_weight(self) -> Tensor | None:
         """The output layer's, or this rank's part of it; None on other stages than the last."""
-        return self._output.weight if self.is_last_stage else None
+        return self._output_weight() if self.is_last_stage else None
 
     def packable_weights(self) -> Iterable[Tensor]:
         """This rank's weights that go through `ops.linear`, the output layer's included."""
