@@ -12,24 +12,22 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from megatron_infer.kernels import optional_packages
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.torch import torch_ref
 
 
-def attend(q, k, v, *, scale, window=None):
-    """Causal, ends aligned: q [T, N, H], k and v [P, K, H]; window: keys before the query's own, None: all."""
-    queries, keys = len(q), len(k)
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("tnh,pnh->ntp", q.double(), k) * scale
-    position = torch.arange(keys - queries, keys)[:, None]
-    key = torch.arange(keys)
-    seen = key <= position
-    if window is not None:
-        seen &= key >= position - window
-    return torch.einsum("ntp,pnh->tnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
-
-
-def gather(cache, pages, length):
-    return cache[pages.long()].flatten(0, 1)[:length]
+def attend(q, pages, position, cache, *, scale, left):
+    """By the definition, in float64: q [T, N, H], pages [T, W], position [T]; left: keys before its own, -1: all."""
+    num_kv_heads, head_dim = cache[0].shape[2:]
+    spec = AttendSpec(
+        num_kv_heads=num_kv_heads,
+        group_size=q.shape[1] // num_kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        window=None if left < 0 else left + 1,
+    )
+    q_TKGH = q.unflatten(1, (num_kv_heads, -1))
+    return torch_ref.attend(q_TKGH, pages.long(), position, torch.stack(cache), spec).flatten(1, 2).to(q.dtype)
 
 
 def check_int32(*tensors):
@@ -62,13 +60,13 @@ class _Wrapper:
         assert q.ndim == 3 and q.shape[1:] == heads and q.stride(-1) == 1 and q.dtype is rest["q_data_type"]
         assert keys.shape[1:] == (rest["page_size"], rest["num_kv_heads"], rest["head_dim"])
         assert keys.stride() == values.stride() and len(q) == plan.q_indptr[-1] == len(out)
-        window = None if rest["window_left"] < 0 else rest["window_left"]
         for row in range(len(plan.last)):
             pages = plan.indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
             length = (len(pages) - 1) * rest["page_size"] + int(plan.last[row])
             tokens = slice(int(plan.q_indptr[row]), int(plan.q_indptr[row + 1]))
-            found = gather(keys, pages, length), gather(values, pages, length)
-            out[tokens] = attend(q[tokens], *found, scale=rest["sm_scale"], window=window)
+            count = tokens.stop - tokens.start
+            found = pages.expand(count, -1), torch.arange(length - count, length), paged_kv_cache
+            out[tokens] = attend(q[tokens], *found, scale=rest["sm_scale"], left=rest["window_left"])
         return out
 
 
@@ -101,21 +99,10 @@ class Decode(_Wrapper):
         if self.buffers is None:
             return super().run(q, paged_kv_cache, out=out)
         (indptr, pages, last), rest = self.buffers, self.planned.rest
-        counts = indptr.diff()
         most = torch.arange(len(pages))
-        index = pages[(indptr[:-1, None] + most).clamp(max=len(pages) - 1).long()].long()
-        keys, values = (part[index].flatten(1, 2).double() for part in paged_kv_cache)
-        length = (counts - 1) * rest["page_size"] + last
-        position = torch.arange(keys.shape[1])
-        seen = position < length[:, None]
-        if rest["window_left"] >= 0:
-            seen = seen & (position >= (length - 1 - rest["window_left"])[:, None])
-        group = rest["num_qo_heads"] // rest["num_kv_heads"]
-        keys, values = (part.repeat_interleave(group, dim=2) for part in (keys, values))
-        scores = torch.einsum("rnh,rpnh->rnp", q.double(), keys) * rest["sm_scale"]
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-        out.copy_(torch.einsum("rnp,rpnh->rnh", weights, values.masked_fill(~seen[:, :, None, None], 0.0)))
-        return out
+        index = pages[(indptr[:-1, None] + most).clamp(max=len(pages) - 1).long()]
+        position = (indptr.diff() - 1) * rest["page_size"] + last - 1
+        return out.copy_(attend(q, index, position, paged_kv_cache, scale=rest["sm_scale"], left=rest["window_left"]))
 
     def plan(
         self,
@@ -230,16 +217,9 @@ def flash_attn_3_with_kvcache(
     no_row = row == len(cache_seqlens)
     row = row.clamp(max=len(cache_seqlens) - 1)
     position = (cache_seqlens[row] - cu_seqlens_q[1:][row]).long() + token
-    index, group = page_table[row].long(), q.shape[1] // k_cache.shape[2]
+    index = page_table[row]
     index = torch.where(torch.arange(index.shape[1]) * k_cache.shape[1] <= position[:, None], index, 0)
-    keys, values = (part[index].flatten(1, 2).double().repeat_interleave(group, dim=2) for part in (k_cache, v_cache))
-    key = torch.arange(keys.shape[1])
-    seen = key <= position[:, None]
-    if left >= 0:
-        seen = seen & (key >= (position - left)[:, None])
-    scores = torch.einsum("tnh,tpnh->tnp", q.double(), keys) * softmax_scale
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-    out = torch.einsum("tnp,tpnh->tnh", weights, values.masked_fill(~seen[:, :, None, None], 0.0)).to(q.dtype)
+    out = attend(q, index, position, (k_cache, v_cache), scale=softmax_scale, left=left)
     out = out.masked_fill(no_row[:, None, None], torch.nan)  # what no row writes is whatever memory held
     return out[:, None] if one_each else out
 

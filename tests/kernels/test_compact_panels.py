@@ -145,21 +145,6 @@ def test_the_largest_output_is_found_in_compact_panels(native_library, layout, m
     assert found is not None and found[0].tolist() == ops.linear(x, weight).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("shape", [(100, 576), (33, 1032), (1, 64), (49, 520)], ids=str)
-def test_a_compact_weight_and_its_rows_are_unpacked_to_the_bit(native_library, layout, shape):
-    weight = torch.randn(*shape).to(BF16)
-    weight[0, :6] = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-3, -1e-3])
-    kept, packed = weight.clone(), PackedLinears(layout=layout)
-    ops = NativeOps(native_library, BF16, packed)
-    assert is_compact(layout, weight)
-    packed.pack([weight], freeable={id(weight)})
-    ids = torch.randint(0, shape[0], (70,))
-    assert weight in packed.freed
-    assert torch.equal(ops.embedding(ids, weight).view(torch.int16), kept[ids].view(torch.int16))
-    packed.unpack()
-    assert torch.equal(weight.view(torch.int16), kept.view(torch.int16))
-
-
 def test_a_weight_that_changed_since_its_size_was_asked_for_is_packed_plain(native_library, layout):
     weight = torch.randn(64, 256).to(BF16)
     memory = torch.empty(layout.num_elements(weight), dtype=BF16)

@@ -30,34 +30,7 @@ BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces one of `select.BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
 TRITON_INTERPRET=1."""
 FOLDER = Path(__file__).parent
-SOURCES = (
-    "elementwise.cpp",
-    "linear.cpp",
-    "lora.cpp",
-    "packed_weight.cpp",
-    "panels.cpp",
-    "int8.cpp",
-    "int4.cpp",
-    "decode.cpp",
-    "prefill.cpp",
-    "sampling.cpp",
-    "ssm.cpp",
-    "layers.cpp",
-    "conv_stack.cpp",
-    "gguf.cpp",
-    "module_guard.cpp",
-    "team.cpp",
-)
-HEADERS = (
-    "common.h",
-    "attention.h",
-    "checksum.h",
-    "layer_ops.h",
-    "packed_weight.h",
-    "quantised_linear.h",
-    "shares.h",
-    "tiles.h",
-)
+SOURCES, HEADERS = (tuple(sorted(path.name for path in FOLDER.glob(kind))) for kind in ("*.cpp", "*.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
 

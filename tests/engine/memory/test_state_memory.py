@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_engine
 from model_kinds import RECURRENT, make_model
 
 from megatron_infer.cli import generate
@@ -166,14 +165,3 @@ def test_narrower_states_take_half_and_the_engine_answers():
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
     outputs = [engine.generate(list(range(9)), params)[0].outputs[0] for engine in (wide, narrow)]
     assert outputs[0].token_ids[0] == outputs[1].token_ids[0]
-
-
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_sizes_are_what_the_store_takes(kind):
-    model = make_model(kind)
-    engine = make_engine(model, prefix="lru")
-    sizes, store = engine.sizes, inspect(engine).store
-    assert sizes.num_cached_states > 0 and sizes.state_slot_bytes == engine.shape.state.slot_bytes
-    assert sizes.kv_bytes + sizes.state_bytes <= store.layout.num_bytes < sizes.kv_bytes + sizes.state_bytes + 4096
-    assert sizes.kv_bytes == store.kv_cache.nbytes and (kind == "hybrid") == (sizes.kv_bytes > 0)
-    assert store.states.ssm_SLHPN.shape[0] == sizes.max_requests + 1 + sizes.num_cached_states
