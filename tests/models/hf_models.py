@@ -23,6 +23,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -60,6 +61,15 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5}),
+    "mixtral_window_three": (
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7, "head_dim": 16},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN3_MOE | {"head_dim": 16}),
+    "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN3_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}),
 }
 

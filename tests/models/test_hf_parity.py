@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from hf_models import CASES, SIZES, logits_of, random_model
+from hf_models import CASES, logits_of, random_model
 from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file
@@ -19,7 +18,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.description_shape import shape_of
-from megatron_infer.models.loading.families import EXPERTS, FAMILIES, Key
+from megatron_infer.models.loading.families import FAMILIES
 from megatron_infer.models.loading.hf_export import tensors_of
 from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.sources import open_source
@@ -65,48 +64,6 @@ def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_p
 def test_every_family_has_a_case():
     kinds = {getattr(transformers, kind).model_type for kind, _ in CASES.values()}
     assert kinds == {family.model_type for family in FAMILIES.values()}
-
-
-def test_a_family_with_experts_is_a_row(monkeypatch, tmp_path):
-    """Nothing but its row says what is particular to it: an example of a family that is to come."""
-    qwen3 = FAMILIES["Qwen3ForCausalLM"]
-    row = replace(
-        qwen3,
-        model_type="qwen3_moe",
-        gguf="",
-        is_written=False,
-        fields={
-            **qwen3.fields,
-            **EXPERTS,
-            "num_moe_experts": Key("num_experts", 128),
-            "moe_router_topk": Key("num_experts_per_tok", 8),
-            "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
-            "moe_router_score_function": "softmax",
-        },
-        tensors={
-            **{name: named for name, named in qwen3.tensors.items() if not name.startswith("mlp.")},
-            "mlp.router": "mlp.gate",
-            "mlp.experts.linear_fc1": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-            "mlp.experts.linear_fc2": "mlp.experts.{expert}.down_proj",
-        },
-        ignored_keys=("output_router_logits", "router_aux_loss_coef"),
-        renamed_keys={"num_local_experts": "num_experts"},
-        required={
-            "norm_topk_prob": ((True,), "megatron-core normalises the weights of several experts"),
-            "decoder_sparse_step": ((1,), "every layer has experts"),
-        },
-    )
-    monkeypatch.setitem(FAMILIES, "Qwen3MoeForCausalLM", row)
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    monkeypatch.setitem(CASES, "qwen3_moe", ("Qwen3MoeConfig", SIZES | {"head_dim": 16} | experts))
-    theirs = random_model("qwen3_moe")
-    theirs.save_pretrained(tmp_path)
-    source, tensors = open_source(tmp_path), load_file(tmp_path / "model.safetensors")
-    model = build_model(source)
-    ours = dict(tensors_of(model, source.config()))
-    assert ours.keys() == tensors.keys() and all(torch.equal(ours[name], value) for name, value in tensors.items())
-    assert (full_logits(model, IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
-    assert shape_of(source.config(), dtype="float32") == adopt(model).shape
 
 
 def test_correction_biases_choose_the_experts(tmp_path):

@@ -166,6 +166,11 @@ _LLAMA_TENSORS = _OUTER | _ATTENTION | {
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": "mlp.down_proj",
 }  # fmt: skip
+_GATED_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.linear_fc1": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    "mlp.experts.linear_fc2": "mlp.experts.{expert}.down_proj",
+}
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "proj")}
 _MLP_BIAS = {"mlp_bias": ("fc1", "fc2")}
 _QWEN_WINDOW = Window(default=4096, switch="use_sliding_window", first_layer=("max_window_layers", 28))
@@ -260,6 +265,83 @@ _GPT2 = Family(
     biases={ALWAYS: ("qkv", "proj", "fc1", "fc2")},
 )
 
+# ---------------------------------------------------------------------- mixtures of experts
+
+EXPERTS: Mapping[str, Any] = {
+    "moe_router_load_balancing_type": "none",
+    "moe_router_pre_softmax": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "moe_aux_loss_coeff": 0.0,
+}
+"""Fields of TransformerConfig of every model with experts: no loss of training, all tokens on every rank."""
+_SOFTMAX_ROUTER = {
+    "moe_router_score_function": "softmax",
+    # The weights are probabilities among all experts, or are normalised over those that were chosen.
+    "moe_router_pre_softmax": lambda v: not v["_normalised"],
+}
+_ONE_EXPERT = (
+    lambda v: v["_has_experts"] and v["_normalised"] and v["moe_router_topk"] == 1,
+    "num_experts_per_tok=1 is not supported: the modelling file gives the one expert the weight 1, megatron-core its "
+    "probability among all",
+)
+_NO_BIAS_WITH_EXPERTS: Required = {"attention_bias": ((None, False), "megatron-core biases both")}
+_ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
+
+_QWEN3_MOE = replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    fields=_QWEN3.fields
+    | EXPERTS
+    | _SOFTMAX_ROUTER
+    | {
+        "num_query_groups": _kv_heads(4),
+        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
+        "num_moe_experts": Key("num_experts", 128),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
+        "_normalised": Key("norm_topk_prob", False, "flag"),
+        "_step": Key("decoder_sparse_step", 1),
+        "_dense": Key("mlp_only_layers", (), "any"),
+        "moe_layer_freq": lambda v: [
+            int(layer not in (v["_dense"] or ()) and (layer + 1) % v["_step"] == 0) for layer in range(v["num_layers"])
+        ],
+    },
+    tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
+    marks=("mlp.experts.",),
+    gguf="",
+    is_written=False,
+    ignored_keys=_ROUTER_LOSSES,
+    renamed_keys={"num_local_experts": "num_experts"},
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
+    refusals=(_ONE_EXPERT,),
+)
+_MIXTRAL = Family(
+    model_type="mixtral",
+    fields={"_normalised": True}
+    | _DECODER
+    | EXPERTS
+    | _SOFTMAX_ROUTER
+    | {
+        "num_query_groups": _kv_heads(8),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "num_moe_experts": Key("num_local_experts", 8),
+        "moe_router_topk": Key("num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": Key("intermediate_size"),
+    },
+    tensors={
+        **{name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")},
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
+    },
+    marks=("block_sparse_moe.experts.",),
+    rope=Rope(base=1e6),
+    window=Window(),
+    ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise"),
+    refusals=(_ONE_EXPERT,),
+)
+
 # ---------------------------------------------------------------------- Mamba-2 and hybrids
 #
 # A layer of megatron-core's MambaModel is one block, a norm and a body. Mamba2 and NemotronH have such layers; a layer
@@ -277,14 +359,6 @@ _LIMITS = {
     "hybrid.dt_min": lambda v: v["_limits"][0],
     "hybrid.dt_max": lambda v: v["_limits"][1],
 }
-EXPERTS: Mapping[str, Any] = {
-    "moe_router_load_balancing_type": "none",
-    "moe_router_pre_softmax": False,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_grouped_gemm": False,
-    "moe_aux_loss_coeff": 0.0,
-}
-"""Fields of TransformerConfig of every model with experts: no loss of training, all tokens on every rank."""
 # Keys for initialisation, training or other implementations of the same arithmetic. The paged path keeps the residual
 # stream in fp32 whatever residual_in_fp32 is. How a scan is cut into chunks changes its rounding, not its result.
 _HYBRID_IGNORED = (
@@ -551,7 +625,7 @@ _GRANITE_MOE_HYBRID = Family(
         "normalization_function": ((None, "rmsnorm"), "the modelling file has RMS norms only"),
         "position_embedding_type": ((None, "rope", "nope"), "supported are rope and null"),
     },
-    required_of_experts={"attention_bias": ((None, False), "megatron-core biases both")},
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
     refusals=(
         (
             lambda v: v["_has_experts"] and v["moe_router_topk"] == 1,
@@ -567,6 +641,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": _SMOLLM3,
+    "MixtralForCausalLM": _MIXTRAL,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,
     "BambaForCausalLM": _BAMBA,
     "NemotronHForCausalLM": _NEMOTRON_H,
@@ -582,8 +658,6 @@ REFUSED = {
     "Gemma3ForCausalLM": "it scales embeddings and norms after each block, which GPTModel does not",
     "Olmo2ForCausalLM": "it norms after attention and MLP, which GPTModel does not",
     "GraniteForCausalLM": "it scales embeddings, residuals and logits, which GPTModel does not",
-    "MixtralForCausalLM": "mixture-of-experts weights are not mapped yet",
-    "Qwen3MoeForCausalLM": "mixture-of-experts weights are not mapped yet",
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
     "the hidden state, which MambaModel does not do",
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",
