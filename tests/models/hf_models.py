@@ -23,6 +23,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -70,6 +76,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN3_MOE | {"head_dim": 16}),
     "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN3_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
+    "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
+    "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),
+    "granite_moe": ("GraniteMoeConfig", FACTORS | {"num_local_experts": 5, "intermediate_size": 24}),
     "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}),
 }
 
@@ -90,12 +99,6 @@ GRANITE = ATTENTION | {
     "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 12, "mamba_d_state": 16, "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }  # fmt: skip
-FACTORS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.4,
-    "logits_scaling": 1.7,
-}
 NO_CONV_BIAS = {"mamba_conv_bias": False, "mamba_proj_bias": True}
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", MAMBA2),

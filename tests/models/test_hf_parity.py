@@ -24,7 +24,16 @@ from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.sources import open_source
 
 IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-ONE_WAY = ("granite_factors", "granite_factors_tied", "granite_tied", "granite_biases", "granite_experts")
+ONE_WAY = (
+    "dense_granite",
+    "dense_granite_tied",
+    "granite_moe",
+    "granite_factors",
+    "granite_factors_tied",
+    "granite_tied",
+    "granite_biases",
+    "granite_experts",
+)
 """Loading multiplies factors into their weights, or all experts are in one tensor."""
 
 

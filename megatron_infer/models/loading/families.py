@@ -342,6 +342,45 @@ _MIXTRAL = Family(
     refusals=(_ONE_EXPERT,),
 )
 
+_GRANITE_FACTORS = {
+    "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
+    "scales.embedding": Key("embedding_multiplier", 1.0, "real", null=1.0),
+    "scales.residual": Key("residual_multiplier", 1.0, "real", null=1.0),
+    "_logits_scaling": Key("logits_scaling", 1.0, "positive", null=1.0),
+    "scales.logits": lambda v: 1.0 / v["_logits_scaling"],
+    "scales.head_from_embedding": _same("tied_embeddings"),
+}
+_GRANITE_EXPERTS = EXPERTS | {
+    "num_moe_experts": Key("num_local_experts", 8, "any"),
+    "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
+    "moe_ffn_hidden_size": Key("intermediate_size"),
+    "moe_router_score_function": "softmax",
+    "_normalised": True,
+}
+_GRANITE_EXPERT_TENSORS = {
+    "mlp.router": "block_sparse_moe.router.layer",
+    "mlp.experts.linear_fc1": "block_sparse_moe.input_linear",
+    "mlp.experts.linear_fc2": "block_sparse_moe.output_linear",
+}
+_GRANITE = Family(
+    model_type="granite",
+    fields=_DECODER | _GRANITE_FACTORS,
+    tensors=_LLAMA_TENSORS,
+    biases=_ATTENTION_BIAS | _MLP_BIAS,
+    rope=Rope(),
+)
+_GRANITE_MOE = Family(
+    model_type="granitemoe",
+    fields=_DECODER | _GRANITE_FACTORS | _GRANITE_EXPERTS,
+    tensors={name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")}
+    | _GRANITE_EXPERT_TENSORS,
+    marks=("block_sparse_moe.input_linear",),
+    rope=Rope(),
+    ignored_keys=_ROUTER_LOSSES,
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
+    refusals=(_ONE_EXPERT,),
+)
+
 # ---------------------------------------------------------------------- Mamba-2 and hybrids
 #
 # A layer of megatron-core's MambaModel is one block, a norm and a body. Mamba2 and NemotronH have such layers; a layer
@@ -586,19 +625,10 @@ _GRANITE_MOE_HYBRID = Family(
         "ffn_hidden_size": Key("shared_intermediate_size", 1024),
         "_position": Key("position_embedding_type", None, "any"),
         "position_embedding": lambda v: "rope" if v["_position"] == "rope" else "none",
-        "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
-        "scales.embedding": Key("embedding_multiplier", 1.0, "real", null=1.0),
-        "scales.residual": Key("residual_multiplier", 1.0, "real", null=1.0),
-        "_logits_scaling": Key("logits_scaling", 1.0, "positive", null=1.0),
-        "scales.logits": lambda v: 1.0 / v["_logits_scaling"],
-        "scales.head_from_embedding": _same("tied_embeddings"),
-        "num_moe_experts": Key("num_local_experts", 8, "any"),
-        "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
-        "moe_ffn_hidden_size": Key("intermediate_size"),
         "moe_shared_expert_intermediate_size": _same("ffn_hidden_size"),
-        "moe_router_score_function": "softmax",
     }
-    | EXPERTS,
+    | _GRANITE_FACTORS
+    | _GRANITE_EXPERTS,
     tensors=_OUTER
     | _ATTENTION
     | {
@@ -608,14 +638,12 @@ _GRANITE_MOE_HYBRID = Family(
         "pre_mlp_layernorm": "post_attention_layernorm",
         "mlp.linear_fc1": "shared_mlp.input_linear",
         "mlp.linear_fc2": "shared_mlp.output_linear",
-        "mlp.router": "block_sparse_moe.router.layer",
-        "mlp.experts.linear_fc1": "block_sparse_moe.input_linear",
-        "mlp.experts.linear_fc2": "block_sparse_moe.output_linear",
         "mlp.shared_experts.linear_fc1": "shared_mlp.input_linear",
         "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
-    },
+    }
+    | _GRANITE_EXPERT_TENSORS,
     blocks_per_layer=2,
-    marks=("block_sparse_moe.", "shared_mlp."),
+    marks=("shared_mlp.",),
     biases=_ATTENTION_BIAS,
     rope=Rope(),
     pattern=Pattern(types=("layer_types", "layers_block_type"), allowed="M*", two_blocks=True),
@@ -626,13 +654,7 @@ _GRANITE_MOE_HYBRID = Family(
         "position_embedding_type": ((None, "rope", "nope"), "supported are rope and null"),
     },
     required_of_experts=_NO_BIAS_WITH_EXPERTS,
-    refusals=(
-        (
-            lambda v: v["_has_experts"] and v["moe_router_topk"] == 1,
-            "num_experts_per_tok=1 is not supported: the modelling file gives the one expert the weight 1, "
-            "megatron-core its probability among all",
-        ),
-    ),
+    refusals=(_ONE_EXPERT,),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -643,7 +665,9 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": _SMOLLM3,
     "MixtralForCausalLM": _MIXTRAL,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "GraniteForCausalLM": _GRANITE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
     "BambaForCausalLM": _BAMBA,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "Mamba2ForCausalLM": _MAMBA2,
@@ -657,7 +681,6 @@ REFUSED = {
     "Gemma2ForCausalLM": "it scales embeddings, caps logits and norms after each block, which GPTModel does not",
     "Gemma3ForCausalLM": "it scales embeddings and norms after each block, which GPTModel does not",
     "Olmo2ForCausalLM": "it norms after attention and MLP, which GPTModel does not",
-    "GraniteForCausalLM": "it scales embeddings, residuals and logits, which GPTModel does not",
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
     "the hidden state, which MambaModel does not do",
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",
