@@ -10,25 +10,18 @@ import contextlib
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_infer import __version__
-from megatron_infer.cli.bench_workload import (
-    RunResult,
-    Workload,
-    column,
-    latency_summary,
-    make_workload,
-    parse_range,
-    run_engine,
-)
 from megatron_infer.cli.config_flags import METHOD_DEST, SYNTHETIC, add_bench_only_options, given
 from megatron_infer.cli.loading import (
     add_model_options,
@@ -46,7 +39,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.step_work import Ceiling, least_work
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.child_process import ChildProcess
-from megatron_infer.utils.host import cpu_has_bf16, cpu_name, resident_mib
+from megatron_infer.utils.host import CpuClock, cpu_has_bf16, cpu_name, resident_mib
 
 OURS = "megatron_infer"
 SUSPENDING = "megatron_infer, suspending"
@@ -54,7 +47,6 @@ OFF = "off"
 """This engine without speculation."""
 QUIET_CORES = 0.1
 """A run is disturbed if other programs used more of the cores than this."""
-Runner = Callable[[Workload], RunResult | None]
 SIZES: dict[str, Any] = {"num_requests": 32, "input_len": (64, 256), "output_len": (64, 128), "concurrency": 16}
 """Defaults of the options that describe one workload."""
 SPIN = """
@@ -129,6 +121,173 @@ def run(args: argparse.Namespace) -> int:
     report_path = open_report(args.json)
     measure(prepare(args, with_off=args.vs == OFF), report_path)
     return 0
+
+
+# ---------------------------------------------------------------------- workloads
+
+NAMED_COLUMNS: dict[str, dict[str, Any]] = {
+    "single": {"num_requests": 2, "input_len": (128, 128), "output_len": (128, 128), "concurrency": 1},
+    "prefill": {"num_requests": 4, "input_len": (1024, 1024), "output_len": (1, 1), "concurrency": 4},
+    "rl": {
+        "num_requests": 8,
+        "input_len": (64, 256),
+        "output_len": (128, 128),
+        "concurrency": 8,
+        "num_samples": 8,
+    },
+}
+"""One stream; prompts alone; rollouts with 8 samples of each prompt at temperature 1, with log probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts of random tokens, and the number of output tokens of each."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+    concurrency: int
+    """Most requests in flight at once."""
+    num_samples: int = 1
+    """Answers to each prompt: one is drawn greedily, several at temperature 1 with log probabilities."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """In the form of `column`."""
+        inputs, outputs = list(map(len, self.prompts)), self.output_lens
+        lengths = {"input_len": (min(inputs), max(inputs)), "output_len": (min(outputs), max(outputs))}
+        return {"num_requests": len(inputs), "concurrency": self.concurrency, **lengths}
+
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens) * self.num_samples
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens that its rate counts: those of the answers, or of the prompts where answers have one token."""
+        return self.num_input_tokens if max(self.output_lens) == 1 else self.num_output_tokens
+
+    def head(self) -> Workload:
+        """A few short requests, at the full batch size, to warm up every path."""
+        count = self.concurrency
+        return replace(self, prompts=self.prompts[:count], output_lens=[min(n, 8) for n in self.output_lens[:count]])
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """ "64:256" -> (64, 256), "128" -> (128, 128); both ends included."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected LOW:HIGH or a number, got {text!r}") from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"expected 1 <= LOW <= HIGH, got {text!r}")
+    return bounds
+
+
+def column(name: str) -> dict[str, Any]:
+    """The sizes of a column of the benchmark's table, for `make_workload`. Raises ConfigError for an unknown name."""
+    if name in NAMED_COLUMNS:
+        return NAMED_COLUMNS[name]
+    if not name.isdecimal() or int(name) < 1:
+        known = ", ".join(NAMED_COLUMNS)
+        raise ConfigError(f"--columns: {name!r} is neither a number of requests at once nor one of {known}")
+    at_once = int(name)
+    lengths = {"input_len": (64, 256), "output_len": (64, 128)}
+    return {"num_requests": max(32, at_once), "concurrency": at_once, **lengths}
+
+
+def make_workload(
+    *,
+    num_requests: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    concurrency: int,
+    token_ids: Sequence[int],
+    seed: int,
+    shared_prefix: int = 0,
+    num_samples: int = 1,
+) -> Workload:
+    """Lengths are uniform in their ranges, tokens over `token_ids`; all prompts share their first `shared_prefix`."""
+    draw = random.Random(seed)
+    prefix = draw.choices(token_ids, k=shared_prefix)
+    lengths = [(draw.randint(*input_len), draw.randint(*output_len)) for _ in range(num_requests)]
+    prompts = [(prefix + draw.choices(token_ids, k=size))[: max(size, shared_prefix + 1)] for size, _ in lengths]
+    output_lens = [size for _, size in lengths]
+    return Workload(prompts=prompts, output_lens=output_lens, concurrency=concurrency, num_samples=num_samples)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """One run of an engine over a workload. Times are in seconds since its start; None: not measured."""
+
+    seconds: float
+    arrivals: list[float] = field(default_factory=list)
+    token_times: list[list[float]] | None = None
+    """Times of the tokens of each request."""
+    outputs: list[list[int]] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    suspensions: list[dict[str, Any]] = field(default_factory=list)
+    """Reports of the suspends and resumes (MemoryReport.to_dict), in order."""
+    other_load: float | None = None
+    """Cores that other processes used meanwhile, which makes the figures unreliable."""
+
+
+def run_engine(engine: Any, workload: Workload, *, suspend_every: int = 0, company: Sequence[int] = ()) -> RunResult:
+    """Run a workload on an engine with at most `concurrency` requests in flight.
+
+    suspend_every: steps between suspends with running requests, each resumed at once; 0: none.
+    company: processes whose use of the cores is meant to be there.
+    """
+    suspensions: list[dict[str, Any]] = []
+    count, samples = len(workload.prompts), workload.num_samples
+    kind: dict[str, Any] = {"temperature": 0.0} if samples == 1 else {"temperature": 1.0, "n": samples, "logprobs": 0}
+    arrivals = [0.0] * (count * samples)
+    times: list[list[float]] = [[] for _ in range(count * samples)]
+    outputs: list[list[int]] = [[] for _ in range(count * samples)]
+    index_of: dict[str, int] = {}
+    before, clock, added = engine.stats(), CpuClock.now(company), 0
+    started = clock.wall
+    while index_of or added < count:
+        while added < count and len(index_of) < workload.concurrency:
+            params = SamplingParams(max_tokens=workload.output_lens[added], ignore_eos=True, detokenize=False, **kind)
+            arrivals[added * samples : (added + 1) * samples] = [time.perf_counter() - started] * samples
+            index_of[engine.add_request(workload.prompts[added], params)] = added
+            added += 1
+        if suspend_every and engine.num_steps > before.num_steps and not engine.num_steps % suspend_every:
+            suspensions += [engine.suspend().to_dict(), engine.resume().to_dict()]
+        for output in engine.step():
+            index = index_of[output.request_id]
+            if output.error is not None:
+                raise output.error
+            now = time.perf_counter() - started
+            for sample, answer in enumerate(output.outputs, start=index * samples):
+                times[sample] += [now] * (len(answer.token_ids) - len(times[sample]))
+                if output.finished:
+                    outputs[sample] = answer.token_ids
+            if output.finished:
+                del index_of[output.request_id]
+    end = CpuClock.now(company)
+    after = engine.stats()
+    counters = {name: value - before.counters.get(name, 0) for name, value in after.counters.items()}
+    return RunResult(
+        seconds=end.wall - started,
+        arrivals=arrivals,
+        token_times=times,
+        outputs=outputs,
+        details={"steps": after.num_steps - before.num_steps, **counters},
+        suspensions=suspensions,
+        other_load=end.other_load(clock),
+    )
+
+
+# ---------------------------------------------------------------------- engines and rounds
+
+
+Runner = Callable[[Workload], RunResult | None]
 
 
 class Peer(Protocol):
@@ -246,7 +405,7 @@ def measure(benchmark: Benchmark, report_path: Path | None, peers: Sequence[Peer
 def _warm_up(benchmark: Benchmark, peers: Sequence[Peer], head: Workload) -> None:
     note("warming up ...")
     for llm in benchmark.llms.values():
-        run_engine(llm.engine, SamplingParams, head)
+        run_engine(llm.engine, head)
     for peer in peers:
         note(f"warming up {peer.name} ...")
         peer.warm_up(head)
@@ -258,7 +417,7 @@ def _runners(benchmark: Benchmark, peers: Sequence[Peer], company: Sequence[int]
     def ours(engine: Any, suspend_every: int = 0) -> Runner:
         def run_ours(workload: Workload) -> RunResult:
             engine.reset_prefix_cache()  # a round finds no earlier round's blocks
-            return run_engine(engine, SamplingParams, workload, suspend_every=suspend_every, company=company)
+            return run_engine(engine, workload, suspend_every=suspend_every, company=company)
 
         return run_ours
 
@@ -456,6 +615,33 @@ def summarize_column(
     }
 
 
+def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
+    """TTFT, inter-token latency (each gap) and TPOT (each request's mean gap) in ms: mean, p50, p90, p99."""
+    if result.token_times is None:
+        return {}
+    series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": []}
+    for arrival, times in zip(result.arrivals, result.token_times, strict=True):
+        series["ttft_ms"].append((times[0] - arrival) * 1e3)
+        series["itl_ms"] += [(b - a) * 1e3 for a, b in pairwise(times)]
+        if len(times) > 1:
+            series["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
+    return {name: distribution(values) for name, values in series.items() if values}
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """mean, p50, p90, p99."""
+    return {"mean": statistics.fmean(values), **{f"p{p}": percentile(values, p) for p in (50, 90, 99)}}
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """Linear interpolation; values must not be empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * p / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
     """Medians and spread over the rounds; latencies and counters are those of the round with the median time.
 
@@ -548,7 +734,7 @@ def _summary_of_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
             rows = [other["tags"][tag] for other in reports if tag in other["tags"]]
             tags[tag] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return {
-        "seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
+        "seconds": _spread(seconds),
         "requests": statistics.median(report["num_requests"] for report in reports),
         "tags": tags,
     }
@@ -571,7 +757,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def render_table(report: Mapping[str, Any]) -> str:
     """Markdown: a row for each workload, a column for each engine, in tokens per second."""
-    engines = {name: one for name, one in report["engines"].items() if name in _measured(report)}
+    measured = {name for row in report["columns"].values() for name in row["engines"]}
+    engines = {name: one for name, one in report["engines"].items() if name in measured}
     titles = [f"{name} {one['version']}" for name, one in engines.items()]
     lines = ["", f"| tok/s: median (min..max), share of the bound | {' | '.join(titles)} | beside the best |"]
     lines.append("|---" * (len(titles) + 2) + "|")
@@ -602,10 +789,6 @@ def render_table(report: Mapping[str, Any]) -> str:
             f"at most {max(loud):.2f}: repeat on an idle machine"
         )
     return "\n".join(lines)
-
-
-def _measured(report: Mapping[str, Any]) -> set[str]:
-    return {name for row in report["columns"].values() for name in row["engines"]}
 
 
 def _title(name: str, size: Mapping[str, Any]) -> str:

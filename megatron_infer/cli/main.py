@@ -25,7 +25,7 @@ COMMANDS = {
     "speak": "speak a text with a model of speech tokens",
     "bench": "throughput and latency, beside the machine's limits",
     "serve": "OpenAI-compatible HTTP server",
-    "bench-serve": "load test of a server: latencies, throughput, errors",
+    "bench-serve": "commands that load a server; replay of recorded calls",
     "coordinator": "distribute requests over replicas",
     "replica": "serve a model behind a coordinator",
     "demo": "three prompts answered by a 135M model",

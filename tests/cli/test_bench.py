@@ -12,18 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_infer.cli import bench, bench_workload
-from megatron_infer.cli.bench import measure_ceiling, render_suspensions, summarize_suspensions
-from megatron_infer.cli.bench_workload import (
+from megatron_infer.cli import bench
+from megatron_infer.cli.bench import (
     RunResult,
     Workload,
     latency_summary,
     make_workload,
+    measure_ceiling,
     parse_range,
     percentile,
+    render_suspensions,
+    summarize_suspensions,
 )
 from megatron_infer.config.model_shape import ModelShape, StateShape
-from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.step_work import Ceiling, WorkloadWork, least_work
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.scheduler.drafts import SpecDecodeMetrics
@@ -106,7 +107,7 @@ def test_engine_run_holds_at_most_concurrency_requests_and_samples_all_tokens(ll
 
     engine.step = counting_step
     load = workload()
-    result = bench_workload.run_engine(engine, SamplingParams, load)
+    result = bench.run_engine(engine, load)
     assert most == 3
     assert [len(tokens) for tokens in result.outputs] == load.output_lens
     assert [len(times) for times in result.token_times] == load.output_lens
@@ -117,7 +118,7 @@ def test_a_failed_request_ends_the_benchmark_with_its_error(llm):
     load = workload()
     llm.engine.fail = {bytes(load.prompts[2])}
     with pytest.raises(InferenceError, match="forward raised"):
-        bench_workload.run_engine(llm.engine, SamplingParams, load)
+        bench.run_engine(llm.engine, load)
 
 
 def test_a_model_without_tokenizer_is_measured_with_any_of_its_ids(llm):
@@ -225,16 +226,16 @@ def test_ratio_is_against_the_better_peer():
 
 def test_samples_of_a_prompt_are_counted_and_held_apart(llm):
     load = workload(num_samples=3)
-    result = bench_workload.run_engine(llm.engine, SamplingParams, load)
+    result = bench.run_engine(llm.engine, load)
     assert [len(tokens) for tokens in result.outputs] == [n for n in load.output_lens for _ in range(3)]
     assert sum(map(len, result.outputs)) == load.num_output_tokens == sum(map(len, result.token_times))
     assert {(r.params.n, r.params.temperature, r.params.logprobs) for r in llm.engine.added} == {(3, 1.0, 0)}
 
 
 def test_prompts_are_counted_where_answers_have_one_token():
-    load = workload(**bench_workload.column("prefill"))
+    load = workload(**bench.column("prefill"))
     assert load.num_counted_tokens == 4096 and load.concurrency == 4
-    load = workload(**bench_workload.column("64"))
+    load = workload(**bench.column("64"))
     assert len(load.prompts) == load.concurrency == 64 and load.num_counted_tokens == load.num_output_tokens
 
 
@@ -348,9 +349,9 @@ class SuspendingEngine:
 
 def test_suspend_every_measures_the_cycle_on_live_requests(llm):
     engine = SuspendingEngine(llm.engine)
-    plain = bench_workload.run_engine(engine, SamplingParams, workload())
+    plain = bench.run_engine(engine, workload())
     assert not engine.calls and not plain.suspensions
-    result = bench_workload.run_engine(engine, SamplingParams, workload(), suspend_every=3)
+    result = bench.run_engine(engine, workload(), suspend_every=3)
     assert [command for command, *_ in engine.calls[:4]] == ["suspend", "resume"] * 2
     assert all(step % 3 == 0 and live for _, step, live in engine.calls)
     assert len({step for _, step, _ in engine.calls}) * 2 == len(engine.calls) == len(result.suspensions)

@@ -106,7 +106,6 @@ def test_only_flags_on_the_command_line_are_given():
     [
         ["bench", "m", "--shared-prefix", "-4"],
         ["bench", "m", "--suspend-every", "-1"],
-        ["bench-serve", "http://127.0.0.1:1", "--shared-prefix", "-1"],
     ],
 )
 def test_a_negative_number_is_not_read_as_none(capsys, argv):

@@ -20,7 +20,7 @@ import peer_engines
 import peers
 
 from megatron_infer.cli import bench
-from megatron_infer.cli.bench_workload import NAMED_COLUMNS
+from megatron_infer.cli.bench import NAMED_COLUMNS
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.step_work import Ceiling
 from megatron_infer.errors import ConfigError, InferenceError

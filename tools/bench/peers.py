@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import select
@@ -30,9 +31,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 # ruff: noqa: E402
-from megatron_infer.cli.bench import OFF, add_options, measure, open_report, prepare
-from megatron_infer.cli.bench_serve import require_matplotlib, save_figure
-from megatron_infer.cli.bench_workload import RunResult, Workload
+from megatron_infer.cli.bench import OFF, RunResult, Workload, add_options, measure, open_report, prepare
 from megatron_infer.cli.loading import note
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
@@ -314,7 +313,7 @@ def plot_engines(report: dict[str, Any], path: str) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     settings = report["settings"]
     figure.suptitle(f"{report['model']}, {report['shape']['dtype']}, {settings['threads']} threads")
-    save_figure(figure, path)
+    figure.savefig(path, format="png", dpi=110)
 
 
 def names_of(texts: Sequence[str]) -> list[str]:
@@ -354,7 +353,8 @@ def run(args: argparse.Namespace) -> int:
     """-> 0; 1 if a peer ended early. Raises InferenceError if an engine does not start or gives other lengths."""
     report_path = open_report(args.json)
     if args.plot is not None:
-        require_matplotlib()
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
         open_report(args.plot)
     names = names_of(args.vs)
     pythons = parse_pythons(args.peer_python, [name for name in names if name != OFF])

@@ -1,28 +1,40 @@
-"""What the server's benchmarks share: a server in processes of its own, and a client that costs next to nothing."""
+"""What the tools that load a server share: servers in processes, their memory, and a client that costs little."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_infer.utils.child_process import ChildProcess
+from megatron_infer.utils.child_process import ChildProcess, end_with_parent
+from megatron_infer.utils.host import resident_mib
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0
+ROLES = ("engine", "coordinator", "http_worker")
+SPAWN = multiprocessing.get_context("spawn")
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+
+
+# ---------------------------------------------------------------------- servers
 
 
 @dataclass
@@ -39,28 +51,27 @@ class Server:
             return json.load(reply)
 
     def processes(self) -> dict[int, str]:
-        """Process id -> what it is."""
+        """Process id -> its role."""
         import psutil
 
-        one = psutil.Process(self.pid)
         names = {self.pid: "http"}
-        for child in one.children(recursive=True):
+        for child in psutil.Process(self.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words = " ".join(child.cmdline())
-                names[child.pid] = next((role for role in ("coordinator", "engine") if role in words), "other")
+                words = child.cmdline()
+                if (role := next((role for role in ROLES if role in words), None)) is not None:
+                    names[child.pid] = role
         return names
 
 
 @contextlib.contextmanager
 def served(*arguments: str) -> Iterator[Server]:
-    """A server of `arguments` at a port of its own; ended by SIGTERM."""
+    """A server of `arguments` at a free port; ended by SIGTERM."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megatron_infer", "serve", *arguments, "--port", "0", "--no-log-requests"]
     process = ChildProcess(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     lines: list[str] = []
-    told = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)  # type: ignore
-    told.start()
+    reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)
+    reader.start()
     try:
         deadline = time.monotonic() + START_S
         while not (found := re.findall(r"serving .* at (\S+)", "".join(lines))):
@@ -69,7 +80,116 @@ def served(*arguments: str) -> Iterator[Server]:
         yield Server(found[0], process.pid, lines)
     finally:
         process.end(signal.SIGTERM, timeout_s=40)
-        told.join(5)
+        reader.join(5)
+
+
+@contextlib.contextmanager
+def vllm_served(python: str, directory: str, dtype: str, threads: int) -> Iterator[str]:
+    """-> the URL of vLLM's server of a directory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2"}
+    env.pop("PYTHONPATH", None)
+    options = ("--model", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024")
+    with tempfile.TemporaryFile("w+") as log:
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
+        process = ChildProcess(command, env=env, stdout=log, stderr=log)
+        try:
+            url, ends = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+            while True:
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+                if process.poll() is not None or time.monotonic() > ends:
+                    log.seek(0)
+                    raise SystemExit("vLLM's server does not start:\n" + log.read()[-2000:])
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.end()
+
+
+def flags(config: dict[str, Any]) -> list[str]:
+    return [word for name, value in config.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+class Offline:
+    """An engine without a server, in a process of its own."""
+
+    def __init__(self, model: str, config: dict[str, Any], **options: Any) -> None:
+        self._pipe, other = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=self._run, args=(model, config, options, other), daemon=True)
+        self.process.start()
+        assert self._pipe.recv() == "ready"
+
+    def generate(self, bodies: list[dict[str, Any]]) -> tuple[float, list[str]]:
+        """(seconds, texts)."""
+        self._pipe.send(bodies)
+        answer: tuple[float, list[str]] = self._pipe.recv()
+        return answer
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self.process.join(10)
+
+    @staticmethod
+    def _run(model: str, config: dict[str, Any], options: dict[str, Any], pipe: Any) -> None:
+        end_with_parent()
+        from megatron_infer import LLM, SamplingParams
+
+        llm = LLM(model, config=config, **options)
+        pipe.send("ready")
+        while (bodies := pipe.recv()) is not None:
+            params = [SamplingParams(max_tokens=one["max_tokens"], temperature=0.0, ignore_eos=True) for one in bodies]
+            began = time.perf_counter()
+            outputs = llm.generate([one["prompt"] for one in bodies], params)
+            pipe.send((time.perf_counter() - began, [one.outputs[0].text for one in outputs]))
+
+
+class Memory(threading.Thread):
+    """RSS of every process of a server, also of those that are started later, each second."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._samples: dict[tuple[str, int], list[float]] = {}
+        self._server, self._ending = server, threading.Event()
+
+    def __enter__(self) -> Memory:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ending.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._ending.wait(1.0):
+            for pid, role in self._server.processes().items():
+                self._samples.setdefault((role, pid), []).append(resident_mib(pid))
+
+    def report(self) -> list[dict[str, Any]]:
+        """MiB of each process: medians of the second fifth of its time and of the last one, and the most."""
+        found = []
+        for (role, _), values in self._samples.items():
+            fifth = max(1, len(values) // 5)
+            early, late = statistics.median(values[fifth : 2 * fifth] or values), statistics.median(values[-fifth:])
+            figures = {"early": early, "late": late, "grown": late - early, "peak": max(values)}
+            found.append({"process": role, "seconds": len(values)} | {k: round(v, 1) for k, v in figures.items()})
+        return found
+
+
+def cpu_seconds(pids: dict[int, str]) -> Counter[str]:
+    """By what the processes are."""
+    import psutil
+
+    found: Counter[str] = Counter()
+    for pid, name in pids.items():
+        found[name] += sum(psutil.Process(pid).cpu_times()[:2])
+    return found
+
+
+# ---------------------------------------------------------------------- clients
 
 
 def ask(url: str, body: dict[str, Any], *, timeout_s: float = 300.0) -> dict[str, Any]:
@@ -86,6 +206,7 @@ class Heard:
     """One streamed reply."""
 
     began: float
+    prompt: Any = None
     text: str = ""
     times: list[float] = field(default_factory=list)
     """When each event with text came."""
@@ -105,9 +226,11 @@ class Heard:
 async def stream(
     url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit: int = 1 << 16, source: str | None = None
 ) -> Heard:
-    """A streamed completion; a connection of its own. pause_s: a reader that rests so long after each 256 bytes.
-    source: the address that it comes from."""
-    heard = Heard(began=time.perf_counter())
+    """A streamed completion on a connection of its own.
+
+    pause_s: rest of the reader after each 256 bytes. source: the address that the call comes from.
+    """
+    heard = Heard(began=time.perf_counter(), prompt=body["prompt"])
     try:
         async for event in events(url, {**body, "stream": True}, pause_s, limit, source):
             if "error" in event:
@@ -133,13 +256,12 @@ async def events(
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit, local_addr=local)
     try:
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        writer.write(f"{HEAD}{len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
         await writer.drain()
         status = await reader.readline()
         if b" 200 " not in status:
             raise ValueError(f"{status!r}: {(await reader.read(4096))[-400:]!r}")
-        rest, num_read = b"", 0
+        rest = b""
         while data := await reader.read(256 if pause_s else 1 << 16):
             # lines of chunk sizes lie between; no event is cut by them, as each is a chunk
             *lines, rest = (rest + data).split(b"\n")
@@ -148,7 +270,6 @@ async def events(
                     return
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
-            num_read += len(data)
             if pause_s:
                 await asyncio.sleep(pause_s)
         raise EOFError("the connection was cut before [DONE]")

@@ -1,17 +1,14 @@
 """Speculative decoding beside one token a step: tokens a second over real prompts, and what a step of drafts costs.
 
     python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
-    python tools/bench/speculative.py --vs transformers,transformers-lookup,transformers-assisted --num-prompts 6
     python tools/bench/speculative.py --method draft --draft PATH     or --draft-layers N: the model's own first layers
     python tools/bench/speculative.py --steps              seconds of a step by rows and by tokens of each row
-    python tools/bench/speculative.py --hybrid 0.8         a hybrid of random weights, 8 in 10 drafts right
 
 Sets (speculative_NAME.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
 summaries), "chat" are 12 free questions, "json" are 8 that are answered by a schema. Answers are greedy and end where
-the model ends them, at most behind --max-tokens, of several at once behind half as many to so many. The engines take
-turns of a few steps, at the same place of the same answers, so that all see the same machine; only their own steps
-count. Their tokens must be the same. Peers (--vs) answer the same prompts one at a time after each round, with answers
-of the same lengths.
+the model ends them, after --max-tokens at the latest; those of several at once after half as many to so many. The
+engines take turns of a few steps, at the same place of the same answers, so that all see the same machine; only their
+own steps count. Their tokens must be the same. peers.py measures other engines.
 """
 
 from __future__ import annotations
@@ -20,23 +17,12 @@ import argparse
 import json
 import random
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT, ROOT / "tools" / "bench"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-# ruff: noqa: E402
 import torch
-from light.shapes import PLANS, random_model
-from peer_engines import ENGINES
-from peers import weights_for_peers
 
 from megatron_infer.cli.bench import render_drafts, summarize_drafts
 from megatron_infer.config.inference import InferenceConfig
@@ -172,36 +158,11 @@ def first_layers(name: str, count: int) -> torch.nn.Module:
     return cut
 
 
-def load_peers(args: argparse.Namespace, scratch: str) -> dict[str, Any]:
-    """Peers in this process, by name. The assistant is the draft model, or the model itself."""
-    names = args.vs.split(",") if args.vs else []
-    if not names:
-        return {}
-    assistant = args.draft if "draft" in args.method else None
-    paths = weights_for_peers(args.model, names, "bfloat16", Path(scratch), assistant=assistant)
-    settings = paths | {"dtype": "bfloat16", "device": "cpu", "threads": torch.get_num_threads()}
-    return {name: ENGINES[name](settings) for name in names}
-
-
-def run_peer(peer: Any, prompts: list[list[int]], answers: list[list[int]]) -> tuple[float, float]:
-    """(tokens a second, share of tokens before the first that differs from ours)."""
-    work = {"prompts": prompts, "output_lens": [*map(len, answers)], "concurrency": 1, "num_samples": 1}
-    begun = time.perf_counter()
-    found = peer.run(work)
-    seconds = time.perf_counter() - begun
-    same = 0
-    for theirs, ours in zip(found, answers, strict=True):
-        same += next((place for place, token in enumerate(ours) if theirs[place] != token), len(ours))
-    count = sum(map(len, answers))
-    return count / seconds, same / count
-
-
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     llm = make_llm(args, None)
     engines = {OFF: llm.engine, ON: make_llm(args, drafting_config(args)).engine}
     work = read_work(llm, args.set, args)[: args.num_prompts]
-    repeat = args.repeat or (1 if args.vs else -(-FULL * args.at_once // len(work)))
-    work *= repeat
+    work *= args.repeat or -(-FULL * args.at_once // len(work))
     if args.at_once > 1:
         work = of_other_lengths(work, args.max_tokens)
     for engine in engines.values():
@@ -215,23 +176,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         known = [prompt + answer for (prompt, _), answer in zip(work, answers, strict=True)]
         drafts.proposer = Oracle(drafts.proposer, known)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    same_share: dict[str, float] = {}
     before = engines[ON].spec_decode_metrics()
-    with tempfile.TemporaryDirectory() as scratch:
-        peers = load_peers(args, scratch)
-        for number in range(args.rounds):
-            found = play_together(engines, work, args.at_once)
-            answers = found[OFF][0]
-            assert all(one == answers for one, _ in found.values()), "other tokens with drafts"
-            prompts = [prompt for prompt, _ in work]
-            for name, peer in peers.items():
-                if not number:
-                    longest = max(map(len, answers))
-                    peer.warm_up({"prompts": prompts[:1], "output_lens": [longest], "concurrency": 1, "num_samples": 1})
-                rate, same_share[name] = run_peer(peer, prompts, answers)
-                rates.setdefault(name, []).append(rate)
-            for name, (_, rate) in found.items():
-                rates[name].append(rate)
+    for _ in range(args.rounds):
+        found = play_together(engines, work, args.at_once)
+        answers = found[OFF][0]
+        assert all(one == answers for one, _ in found.values()), "other tokens with drafts"
+        for name, (_, rate) in found.items():
+            rates[name].append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratios = [on / off for on, off in zip(rates[ON], rates[OFF], strict=True)]
     drafted = summarize_drafts(before, engines[ON].spec_decode_metrics())
@@ -251,51 +202,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "ratio_of_oracle": statistics.median(a / b for a, b in zip(rates[ORACLE], rates[OFF], strict=True))
         if args.oracle
         else None,
-        "same_tokens_as_peer": same_share,
         **drafted,
     }
-
-
-class Rehearsed:
-    """Known answers, each token right with a probability; the choice follows from the position."""
-
-    def __init__(self, sequences: list[list[int]], right: float) -> None:
-        self._sequences, self._right = {tuple(one[:KNOWN_BY]): one for one in sequences}, right
-
-    def propose(self, request: Request, most: int) -> Proposal:
-        length = len(request.tokens)
-        known = self._sequences[tuple(request.tokens[:KNOWN_BY])][length : length + most]
-        draw = random.Random(length)
-        return Proposal([token if draw.random() < self._right else 3 for token in known], "rehearsed")
-
-
-def compare_hybrid(args: argparse.Namespace) -> dict[str, Any]:
-    """What verification gives a model whose rejected drafts must leave its recurrent states."""
-    torch.manual_seed(0)
-    model = random_model(PLANS["hybrid"], torch.bfloat16, torch.device("cpu"))
-    sized = {"buffer_size_gb": 1, "max_requests": args.at_once, "max_tokens": 1024, "block_size_tokens": 16}
-    drafts = SpeculativeConfig(num_speculative_tokens=args.num_speculative_tokens, adaptive=args.adaptive)
-    engines = {
-        name: DynamicInferenceEngine(model, InferenceConfig(**sized, speculative=one), eos_ids=())
-        for name, one in ((OFF, None), (ON, drafts))
-    }
-    draw, params = random.Random(0), SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
-    work = [([draw.randrange(100, 20_000) for _ in range(100)], params) for _ in range(4 * args.at_once)]
-    answers, _ = run(engines[OFF], work, args.at_once)
-    planner = inspect(engines[ON]).drafts
-    assert planner is not None
-    planner.proposer = Rehearsed([prompt + one for (prompt, _), one in zip(work, answers, strict=True)], args.hybrid)
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(args.rounds):
-        for name, (found, rate) in play_together(engines, work, args.at_once).items():
-            rates[name].append(rate)
-            assert found == answers, "other tokens with drafts"
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    metrics = engines[ON].spec_decode_metrics()
-    assert metrics is not None
-    shown = {"acceptance_rate": metrics.acceptance_rate, "mean_tokens_per_step": metrics.mean_tokens_per_step}
-    ratio = {"tok_s": rates, "ratio": medians[ON] / medians[OFF], "num_verifications": metrics.num_verifications}
-    return {"right": args.hybrid, "at_once": args.at_once, **shown, **ratio}
 
 
 class Always:
@@ -316,7 +224,7 @@ def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         assert drafts is not None
         drafts.proposer = proposer = Always()
         for _ in range(rows):
-            prompt = [draw.randrange(100, 20_000) for _ in range(100)]
+            prompt = [draw.randrange(100, 2000) for _ in range(100)]
             llm.engine.add_request(prompt, SamplingParams(max_tokens=900, ignore_eos=True, detokenize=False))
         for _ in range(5):
             llm.engine.step()
@@ -342,9 +250,6 @@ def main() -> None:
     parser.add_argument(
         "--draft-layers", type=int, default=30, metavar="N", help="without --draft: first layers of MODEL"
     )
-    parser.add_argument(
-        "--vs", metavar="NAME,...", help="peers: transformers, transformers-lookup, transformers-assisted"
-    )
     parser.add_argument("--num-prompts", type=int, metavar="N", help="the first of the set; default: all")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
     parser.add_argument(
@@ -355,12 +260,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="N")
     parser.add_argument("--adaptive", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--hybrid", type=float, metavar="RIGHT", help="measure a hybrid instead; share of right drafts")
     parser.add_argument("--steps", action="store_true", help="measure steps instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    measure = step_seconds if args.steps else compare if args.hybrid is None else compare_hybrid
-    report = measure(args)
+    report = (step_seconds if args.steps else compare)(args)
     if not args.steps:
         print(json.dumps({**report, "tok_s": {k: [round(x, 1) for x in v] for k, v in report["tok_s"].items()}}))
     if args.json:

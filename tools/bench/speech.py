@@ -1,5 +1,4 @@
-"""Speech: how soon the first block sounds, how fast sound is made, what batches and the voice's prefix save, and how
-blocks meet.
+"""Speech: how soon the first block sounds, how fast sound is made, what batches and the voice's prefix save.
 
     python tools/bench/speech.py [--threads 2] [--chunks 15,30,60] [--json FILE]
 
@@ -35,7 +34,6 @@ from megatron_infer.server.audio.blocks import BlockSchedule, Window
 from megatron_infer.server.audio.codec import Codec, CodecConfig
 from megatron_infer.server.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.server.audio.layout import Layout, SpeechFormat
-from megatron_infer.server.audio.measure import in_blocks, snr_db
 from megatron_infer.server.audio.registry import open_decoder
 from megatron_infer.server.audio.speech_model import SpeechModel
 from megatron_infer.testing.tiny import tiny_gpt
@@ -121,50 +119,6 @@ def batching(opened: OpenedDecoder, count: int, rounds: int) -> dict[str, float]
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def borders(name: str, opened: OpenedDecoder) -> list[dict[str, Any]]:
-    """Of 4 blocks of 15 frames: signal to noise against all at once, and the largest step between two samples that
-    meet at a border, over the median step elsewhere."""
-    books, rate = opened.format.codebooks, opened.decoder.samples_per_token
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, opened.format.vocab_size, (60 * books,), generator=generator).tolist()
-    whole = in_blocks(opened, tokens, BlockSchedule(right_context=opened.decoder.right_context))
-    rows = []
-    for frames in (0, 4, 8, 16, 32):
-        schedule = BlockSchedule(
-            chunk_size=(15 * books,), buffer=frames * books, right_context=opened.decoder.right_context
-        )
-        sound = in_blocks(opened, tokens, schedule)
-        steps = abs(sound[1:] - sound[:-1])
-        meets = [int(15 * books * number * rate) - 1 for number in range(1, 4)]
-        ratio = float(max(steps[one] for one in meets) / statistics.median(steps.tolist()))
-        rows.append({"decoder": name, "buffer_frames": frames, "snr_db": snr_db(whole, sound), "border_step": ratio})
-    return rows
-
-
-def library(folder: Path) -> dict[str, OpenedDecoder]:
-    """Mimi, EnCodec and DAC at an eighth of their width, random weights."""
-    import transformers as hf
-
-    torch.manual_seed(0)
-    made = {
-        "mimi": hf.MimiModel(hf.MimiConfig(hidden_size=64, num_filters=8, num_hidden_layers=4, num_attention_heads=4,
-            head_dim=16, num_key_value_heads=4, intermediate_size=128, codebook_size=64, codebook_dim=32,
-            vector_quantization_hidden_dimension=32, num_quantizers=4, upsample_groups=64)),
-        "encodec": hf.EncodecModel(hf.EncodecConfig(hidden_size=32, num_filters=8, codebook_size=64, codebook_dim=32)),
-        "dac": hf.DacModel(hf.DacConfig(encoder_hidden_size=8, decoder_hidden_size=128, codebook_size=64,
-            n_codebooks=4, hidden_size=64)),
-    }  # fmt: skip
-    opened = {}
-    for name, model in made.items():
-        with torch.no_grad():
-            for buffer_name, tensor in model.named_buffers():
-                if buffer_name.endswith(("embed", "embed_sum")):
-                    tensor.normal_()
-        model.save_pretrained(folder / name)
-        opened[name] = open_decoder(name, str(folder / name), {"codebooks": 4})
-    return opened
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
@@ -203,13 +157,8 @@ def main() -> None:
         figures[f"decoder, {args.streams} windows"] = both | {"speedup": both["one_by_one"] / both["together"]}
         for name, one in figures.items():
             print(name, json.dumps(one))
-        rows = borders("codec", opened)
-        for name, one in library(Path(folder)).items():
-            rows += borders(name, one)
-        for row in rows:
-            print(json.dumps(row))
     if args.json:
-        Path(args.json).write_text(json.dumps({**figures, "borders": rows}, indent=1))
+        Path(args.json).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -36,22 +36,11 @@ from megatron_infer.utils.host import cpu_name
 
 CASES = {
     "exact": "modes",
-    "execute": "modes",
+    "grpo-exact": "modes",
     "batching": "modes",
     "steps-in-flight": "modes",
-    "modules": "modes",
-    "structured": "modes",
-    "preemption": "pool",
-    "suspend": "pool",
-    "scan": "scan",
+    "preemption": "preemption",
     "lora": "adapters",
-    "peft": "adapters",
-    "grpo-exact": "rollouts",
-    "meter": "rollouts",
-    "trl": "rollouts",
-    "sample-file": "rollouts",
-    "score-memory": "rollouts",
-    "traces": "traces",
 }
 """Case -> its module in tools/bench/cases."""
 

@@ -22,18 +22,22 @@ def bytes_tokenizer(folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
-def run(url: str, folder: str, path: str, streams: int) -> list[dict]:
-    report = Path(folder) / "report.json"
-    options = {
+def options(url: str, folder: str, path: str, streams: int) -> dict[str, str]:
+    """Those that `megatron-infer bench-serve` prints."""
+    return {
         "--backend": f"kind=openai_http,target={url},request_format={path}",
         "--profile": f"kind=concurrent,streams={streams}",
         "--constraint": f"kind=max_requests,count={NUM_REQUESTS}",
         "--tokenizer": f"kind=hf_auto,model={folder}",
         "--data": f"kind=synthetic_text,prompt_tokens=64,output_tokens={NUM_TOKENS}",
-        "--output": f"kind=json,path={report}",
     }
+
+
+def run(url: str, folder: str, path: str, streams: int) -> list[dict]:
+    report = Path(folder) / "report.json"
+    asked = options(url, folder, path, streams) | {"--output": f"kind=json,path={report}"}
     command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-progress", "--disable-console"]
-    done = subprocess.run([*command, *sum(options.items(), ())], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *sum(asked.items(), ())], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
     assert not requests["errored"] and not requests["incomplete"], requests["errored"][:1]

@@ -30,22 +30,26 @@ def model_of(url: str) -> str:
         return json.load(reply)["data"][0]["id"]
 
 
-def run(url: str, folder: str, backend: str, path: str, concurrency: int) -> dict:
-    options = {
+def options(url: str, folder: str, model: str, backend: str, path: str, concurrency: int) -> dict[str, str]:
+    """Those that `megatron-infer bench-serve` prints."""
+    return {
         "--backend": backend,
         "--base-url": url,
         "--endpoint": path,
-        "--model": model_of(url),
+        "--model": model,
         "--tokenizer": folder,
         "--dataset-name": "random",
         "--random-input-len": "64",
         "--random-output-len": str(NUM_TOKENS),
         "--num-prompts": str(NUM_REQUESTS),
         "--max-concurrency": str(concurrency),
-        "--result-dir": folder,
-        "--result-filename": "report.json",
     }
-    command = [sys.executable, "-c", COMMAND, "--save-result", "--ignore-eos", *sum(options.items(), ())]
+
+
+def run(url: str, folder: str, backend: str, path: str, concurrency: int) -> dict:
+    asked = options(url, folder, model_of(url), backend, path, concurrency)
+    asked |= {"--result-dir": folder, "--result-filename": "report.json"}
+    command = [sys.executable, "-c", COMMAND, "--save-result", "--ignore-eos", *sum(asked.items(), ())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads((Path(folder) / "report.json").read_text())

@@ -327,8 +327,7 @@ def test_requests_of_an_engine_that_is_lost_go_on_with_their_adapter_elsewhere(c
 
 @pytest.mark.long
 def test_replies_are_those_of_the_version_that_they_name_while_adapters_change(case, root, offline):
-    """Six names over two slots of two engines, each changed by a client of its own; `tools/bench/lora_soak.py` is the
-    large case."""
+    """Six names over two slots of two engines, each changed by its own client."""
     contents, names, ended = ("a0", "a1", "a2"), [f"n{i}" for i in range(6)], threading.Event()
     history = {name: [] for name in names}
     """The contents of each name, in order: those of its versions, from 1 on."""

@@ -1,40 +1,31 @@
-"""Modes of an engine: exact mode, the loop of pipelines, batching, steps in flight, structured output."""
+"""Modes of an engine: exact mode, also in a GRPO step, batching, steps in flight."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import random
-import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cases.case import Case, Clock, Done, Measure, Variant
-from megatron_infer.cli.bench_workload import percentile
+from megatron_infer.cli.bench import percentile
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.llm import LLM
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.sources import open_source
-from megatron_infer.models.module_guard import ModuleGuard
-from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.pipelines.text_generation import TextContext, TextGenerationInputs
-from megatron_infer.runner.sampling.grammar_matchers import Grammars
-from megatron_infer.runner.sampling.token_masks import forbid
-from megatron_infer.scheduler.request import Request
-from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.utils.host import CpuClock
 
@@ -49,7 +40,7 @@ PROMPT, CONTEXT, STEPS = 512, 128, 24
 
 
 def random_ids(count: int, seed: int) -> list[int]:
-    return torch.randint(10, 40000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(10, 2000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def decode(clock: Clock, engine: DynamicInferenceEngine, batch: int) -> Done:
@@ -124,58 +115,6 @@ def exact(args: argparse.Namespace) -> Iterator[list[Measure]]:
     ]
 
 
-# ---------------------------------------------------------------------- execute
-
-
-def by_generate(
-    clock: Clock, engine: DynamicInferenceEngine, prompts: list[list[int]], params: SamplingParams, drawn: list[Any]
-) -> Done:
-    with clock:
-        answers = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
-    drawn.append(answers)
-    return Done(sum(map(len, answers)))
-
-
-def by_execute(
-    clock: Clock,
-    pipeline: OverlapTextGenerationPipeline,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    drawn: list[Any],
-) -> Done:
-    contexts = [
-        TextContext(request_id=f"row {number}", tokens=list(ids), prompt_len=len(ids), params=params)
-        for number, ids in enumerate(prompts)
-    ]
-    with clock:
-        active = contexts
-        while active:
-            pipeline.execute(TextGenerationInputs.of(active))
-            active = [context for context in active if not context.is_done]
-        while pipeline.has_pending_outputs():
-            pipeline.execute(TextGenerationInputs.empty())
-    answers = [context.generated for context in contexts]
-    drawn.append(answers)
-    return Done(sum(map(len, answers)))
-
-
-@contextlib.contextmanager
-def execute(args: argparse.Namespace) -> Iterator[list[Measure]]:
-    threads = args.threads or None
-    llm = LLM(args.model, config={"overlap": True, "enable_prefix_caching": False}, threads=threads)
-    prompts = [[17 + number, *range(40, 72)] for number in range(args.requests)]
-    params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
-    drawn: list[Any] = []
-    work: dict[str, Any] = {"prompts": prompts, "params": params, "drawn": drawn}
-    pipeline = OverlapTextGenerationPipeline.of_engine(llm.engine)
-    variants: dict[str, Variant] = {
-        "generate": partial(by_generate, engine=llm.engine, **work),
-        "execute": partial(by_execute, pipeline=pipeline, **work),
-    }
-    yield [Measure(f"{args.requests} requests at once", "token", variants)]
-    assert all(one == drawn[0] for one in drawn), "the two drew different tokens"
-
-
 # ---------------------------------------------------------------------- batching
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -240,7 +179,7 @@ def batching(args: argparse.Namespace) -> Iterator[list[Measure]]:
     drawn: list[Any] = []
     work: dict[str, Any] = {
         "streams": [[17 + number, *range(40, 72)] for number in range(args.streams)],
-        "prompt": [1000 + (7 * place) % 40000 for place in range(args.prompt)],
+        "prompt": [10 + (7 * place) % 2000 for place in range(args.prompt)],
         "tokens": args.tokens,
         "drawn": drawn,
     }
@@ -326,137 +265,60 @@ def steps_in_flight(args: argparse.Namespace) -> Iterator[list[Measure]]:
     assert all(one == drawn[0] for one in drawn), "a case changes the tokens"
 
 
-# ---------------------------------------------------------------------- modules
+# ---------------------------------------------------------------------- GRPO
 
 
-def called(clock: Clock, function: Callable[[], object], repeats: int) -> Done:
-    with clock:
-        for _ in range(repeats):
-            function()
-    return Done(repeats)
+class GrpoStep:
+    """The parts of a step of examples/grpo.py, with exact mode and without, on the same answers."""
 
+    def __init__(self, task: str, prompts: int) -> None:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+        import grpo
+        from grpo_options import options
 
-@contextlib.contextmanager
-def modules(args: argparse.Namespace) -> Iterator[list[Measure]]:
-    engine = LLM(args.model, config=InferenceConfig(buffer_size_gb=0.2), threads=args.threads).engine
-    adopted, guard = inspect(engine).adopted, engine.weights.guard
-    params = SamplingParams(max_tokens=8 * args.rounds + 16, temperature=0.0, ignore_eos=True)
-    engine.generate([[1, 2, 3]], params)
-    engine.add_request([1, 2, 3], params)
-    engine.step()
-    variants: dict[str, Variant] = {
-        "decode step, one request": partial(called, function=engine.step, repeats=4),
-        "modules compared before a step": partial(called, function=adopted.has_changed, repeats=50),
-        "modules compared whole, to name a change": partial(called, function=adopted.changed_module, repeats=5),
-        "weights moved, at every step": partial(called, function=guard.moved, repeats=50),
-        "weights changed, after idling": partial(called, function=guard.changed, repeats=5),
-    }
-    yield [Measure(f"{len(ModuleGuard(engine.model).records)} modules", "call", variants)]
+        self.args = options(None, ["--lr", "0", "--task", task, "--prompts-per-step", str(prompts)])
+        self._grpo = grpo
+        self._sides: dict[str, Any] = {}
+        for mode in ("normal", "exact"):
+            self.args.exact = mode == "exact"
+            self._sides[mode] = grpo.set_up(self.args, first_step=0)
+        self._groups: list[Any] = []
+        self._num_rounds = 0
 
+    def generate(self, clock: Clock, mode: str) -> Done:
+        import grpo_task
 
-# ---------------------------------------------------------------------- structured output
+        round_, count = self._num_rounds // len(self._sides), self.args.prompts_per_step
+        self._num_rounds += 1
+        prompts = grpo_task.batch(self.args.task, round_, count, 0)
+        with self._sides[mode][0].generating() as roll, clock:
+            self._groups = roll.generate(prompts, self._grpo.sampling(self.args, round_, count))
+        return Done(1)
 
-ITEM = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string"},
-        "price": {"type": "number"},
-        "kind": {"enum": ["book", "film", "game"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["title", "price", "kind", "tags"],
-    "additionalProperties": False,
-}
-LANGUAGES: dict[str, dict[str, Any]] = {
-    "json schema": {"json_schema": {"type": "array", "items": ITEM, "minItems": 50}},
-    "any object": {"json_object": True},
-    "regex": {"regex": "([a-zA-Z ]{3,40}, [0-9]{2,5}; )+\\."},
-}
-
-
-def walk(clock: Clock, tokenizer: Any, vocab: int, language: dict[str, Any], rows: int, steps: int) -> Done:
-    """Rows walk through a language by tokens drawn evenly from those allowed; medians are of the steps."""
-    grammars, structured = Grammars(tokenizer, vocab), StructuredOutput(**language)
-    begun = time.perf_counter()
-    grammars.cache.check(StructuredOutput(regex="x"))
-    vocabulary_s = time.perf_counter() - begun
-    begun = time.perf_counter()
-    grammars.cache.check(structured)
-    compile_ms = 1e3 * (time.perf_counter() - begun)
-    params = SamplingParams(structured=structured, max_tokens=None)
-    requests = [
-        Request(id=str(row), tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row)
-        for row in range(rows)
-    ]
-    logits, rng = torch.randn(rows, vocab), random.Random(0)
-    masks_ms, apply_ms, advance_ms = [], [], []
-    with clock:
-        for _ in range(steps):
-            begun = time.perf_counter()
-            masks = grammars.masks(requests)
-            masks_ms.append(1e3 * (time.perf_counter() - begun))
-            assert masks is not None
-            bits_GW = torch.from_numpy(masks.bits_GW)
-            begun = time.perf_counter()
-            forbid(logits.clone(), bits_GW, None)
-            apply_ms.append(1e3 * (time.perf_counter() - begun))
-            for row, request in enumerate(requests):
-                bits = np.flatnonzero(np.unpackbits(masks.bits_GW[row].view(np.uint8), bitorder="little"))
-                request.tokens.append(int(bits[rng.randrange(len(bits))]))
-            begun = time.perf_counter()
-            complete = [grammars.advance(request) for request in requests]
-            advance_ms.append(1e3 * (time.perf_counter() - begun))
-            for row, done in enumerate(complete):
-                if done:
-                    requests[row] = Request(
-                        id=f"{row} again", tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row
-                    )
-    return Done(
-        steps,
-        {
-            "vocabulary s": vocabulary_s,
-            "compile ms": compile_ms,
-            "masks ms": statistics.median(masks_ms),
-            "masks ms, most": max(masks_ms),
-            "matching ms": statistics.median(advance_ms),
-            "applying ms": statistics.median(apply_ms),
-        },
-    )
-
-
-def structured_steps(clock: Clock, llm: LLM, rows: int, steps: int, structured: StructuredOutput | None) -> Done:
-    """Decode steps of `rows` requests."""
-    params = SamplingParams(structured=structured, max_tokens=steps, temperature=1.0, seed=1, ignore_eos=True)
-    assert llm.tokenizer is not None
-    for row in range(rows):
-        llm.engine.add_request(llm.tokenizer.encode(f"Item {row}: "), params, stream="final")
-    llm.engine.step()
-    llm.engine.step()
-    before = llm.engine.num_steps
-    with clock:
-        while llm.engine.has_unfinished():
-            llm.engine.step()
-    return Done(llm.engine.num_steps - before)
+    def train(self, clock: Clock, mode: str) -> Done:
+        """On the groups that were drawn last; every group is trained on."""
+        for group in self._groups:
+            for number, sample in enumerate(group.samples):
+                sample.reward = float(number % 2)
+        session, trainer, reference, _ = self._sides[mode]
+        with session.training(), clock:
+            self._grpo.train_on(session, trainer, self._groups, self.args, reference)
+        session.update_weights()
+        return Done(1)
 
 
 @contextlib.contextmanager
-def structured(args: argparse.Namespace) -> Iterator[list[Measure]]:
-    config = {"max_requests": max(args.rows, 8), "max_sequence_length": 512}
-    llm = LLM(args.model, threads=args.threads, config=config)
-    size = {"rows": args.rows, "steps": args.steps}
-    vocab = llm.engine.shape.vocab_size
-    walks: dict[str, Variant] = {
-        name: partial(walk, tokenizer=llm.tokenizer, vocab=vocab, language=language, **size)
-        for name, language in LANGUAGES.items()
-    }
-    by_schema = StructuredOutput(**LANGUAGES["json schema"])
-    steps: dict[str, Variant] = {
-        "free": partial(structured_steps, llm=llm, structured=None, **size),
-        "structured": partial(structured_steps, llm=llm, structured=by_schema, **size),
-    }
+def grpo_exact(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    step = GrpoStep(args.task, args.prompts)
+
+    def variants(part: Callable[[Clock, str], Done]) -> dict[str, Variant]:
+        return {mode: partial(part, mode=mode) for mode in ("normal", "exact")}
+
+    size = f"{step.args.prompts_per_step} x {step.args.group_size} answers"
+    print(f"{torch.get_num_threads()} threads")
     yield [
-        Measure(f"masks of {args.rows} rows, a vocabulary of {vocab}", "step", walks),
-        Measure(f"decode steps of {args.rows} rows", "step", steps),
+        Measure(f"generate, {size}", "step", variants(step.generate)),
+        Measure(f"train, {size}", "step", variants(step.train)),
     ]
 
 
@@ -466,14 +328,6 @@ CASES = {
         prepare=exact,
         rounds=5,
         options={"model": "smollm2", "dtype": "float32", "threads": 1},
-    ),
-    "execute": Case(
-        about="The `execute` loop of a pipeline and `engine.generate`, on one engine with overlap.\n\n"
-        "`execute` takes every token of every step, as a server does; `generate` gives finished requests only.\n"
-        "Both draw the same tokens.",
-        prepare=execute,
-        rounds=5,
-        options={"model": "smollm2", "requests": 16, "tokens": 64, "threads": 0},
     ),
     "batching": Case(
         about="Batching policies: what a long prompt costs the streams, and how long it waits.\n\n"
@@ -490,18 +344,10 @@ CASES = {
         prepare=steps_in_flight,
         options={"device_ms": 4.0, "late_ms": "0,2,8", "requests": 16, "tokens": 64},
     ),
-    "modules": Case(
-        about="The search for changed modules and weights, and a decode step.\n\n"
-        "The engine compares modules before every step, and reads all weights at the first step after idling.",
-        prepare=modules,
-        rounds=50,
-        options={"model": "smollm2", "threads": 1},
-    ),
-    "structured": Case(
-        about="Structured output: matching, masks and their application, and the decode steps of a model.\n\n"
-        "Rows walk through a language by tokens drawn evenly from those allowed, each with a matcher of its own.",
-        prepare=structured,
-        rounds=1,
-        options={"model": "smollm2", "rows": 32, "steps": 40, "threads": 1},
+    "grpo-exact": Case(
+        about="A GRPO step of examples/grpo.py with exact mode and without: rollouts and update.\n\n"
+        "Every group is trained on, at learning rate 0: both have the same weights and train on the same answers.",
+        prepare=grpo_exact,
+        options={"task": "facts", "prompts": 8},
     ),
 }

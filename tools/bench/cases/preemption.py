@@ -1,4 +1,4 @@
-"""The pool of keys and values: preemption where it is too small, and suspends of it."""
+"""Ways of preemption where the pool of keys and values is too small."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig, PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.llm import LLM
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.sources import open_source
-from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
-
-# ---------------------------------------------------------------------- preemption
 
 JOB_BLOCK = 16
 JOB_VOCAB = 128
@@ -141,117 +137,6 @@ def preemption(args: argparse.Namespace) -> Iterator[list[Measure]]:
     yield measures
 
 
-# ---------------------------------------------------------------------- suspend
-
-MIB = 2**20
-BLOCK = 64
-
-
-def engine_with(llm: LLM, pool_mib: float, mode: str) -> DynamicInferenceEngine:
-    """Another engine on the same weights with its own pool."""
-    config = InferenceConfig(
-        buffer_size_gb=pool_mib / 1024,
-        block_size_tokens=BLOCK,
-        max_requests=256,
-        max_tokens=1024,
-        enable_chunked_prefill=True,
-        kv_cache_management_mode=mode,
-    )
-    return DynamicInferenceEngine(llm.engine.model, config, eos_ids=())
-
-
-def fill(engine: DynamicInferenceEngine, live_bytes: float) -> int:
-    """Bring requests into decode until they hold about `live_bytes` -> bytes they hold."""
-    sizes, rng = engine.sizes, random.Random(0)
-    blocks = max(1, int(live_bytes // sizes.block_bytes))
-    vocabulary = engine.shape.vocab_size
-    per_request = min(8, blocks)
-    for first in range(0, blocks, per_request):
-        tokens = min(per_request, blocks - first) * BLOCK - BLOCK // 2
-        prompt = [rng.randrange(vocabulary) for _ in range(tokens)]
-        engine.add_request(
-            prompt, SamplingParams(max_tokens=BLOCK // 2, temperature=0.0, ignore_eos=True), stream="final"
-        )
-    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
-        engine.step()
-    return len(inspect(engine).context.held_blocks()) * sizes.block_bytes
-
-
-def suspends(clock: Clock, llm: LLM, pool_mib: float, live_mib: float, cycles: int, *, touched: bool = False) -> Done:
-    """Suspend, resume and a step, `cycles` times; the step draws a token for every request.
-
-    touched: every page of the pool is in memory before.
-    """
-    engine = engine_with(llm, pool_mib, "offload")
-    held = fill(engine, live_mib * MIB)
-    if touched:
-        inspect(engine).store.kv_cache.view(-1)[::1024].zero_()
-    engine.step()
-    plain = Clock()
-    with plain:
-        engine.step()
-    reports, first_ms = [], []
-    with clock:
-        for _ in range(cycles):
-            reports.append((engine.suspend(tags={"kv_cache"}), engine.resume()))
-            first = Clock()
-            with first:
-                engine.step()
-            first_ms.append(1e3 * first.seconds)
-    engine.suspend("recompute", tags={"kv_cache"})
-    copied = reports[0][0].tags["kv_cache"]
-    figures = {
-        "live MiB": held / MIB,
-        "copied MiB": copied.bytes_copied / MIB,
-        "freed MiB": copied.bytes_freed / MIB,
-        "suspend ms": statistics.median(1e3 * suspended.seconds for suspended, _ in reports),
-        "resume ms": statistics.median(1e3 * resumed.seconds for _, resumed in reports),
-        "first step ms": statistics.median(first_ms),
-        "a step ms": 1e3 * plain.seconds,
-    }
-    return Done(cycles, figures)
-
-
-def resident(clock: Clock, llm: LLM, mode: str, cycles: int) -> Done:
-    """The process's resident set over many cycles."""
-    engine, figures = engine_with(llm, 128, mode), dict[str, float]()
-    marks = {1, *range(cycles // 4, cycles + 1, max(1, cycles // 4))}
-    with clock:
-        for number in range(1, cycles + 1):
-            if not engine.has_unfinished():
-                fill(engine, 24 * MIB)
-            engine.suspend(tags={"kv_cache"})
-            engine.resume()
-            engine.step()
-            if number in marks:
-                figures[f"MiB resident after {number}"] = engine.suspend().process_bytes_after / MIB
-                engine.resume()
-    engine.suspend("recompute", tags={"kv_cache"})
-    return Done(cycles, figures)
-
-
-@contextlib.contextmanager
-def suspend(args: argparse.Namespace) -> Iterator[list[Measure]]:
-    llm, pool = LLM(args.model), args.pool_mib
-    shares: dict[str, Variant] = {
-        f"{share:.0%} live": partial(suspends, llm=llm, pool_mib=pool, live_mib=0.98 * share * pool, cycles=args.cycles)
-        for share in (0.05, 0.25, 1.0)
-    }
-    pools: dict[str, Variant] = {
-        f"{size} MiB": partial(suspends, llm=llm, pool_mib=size, live_mib=24, cycles=args.cycles, touched=True)
-        for size in (128, 512, 2048, 4096)
-    }
-    modes: dict[str, Variant] = {
-        mode: partial(resident, llm=llm, mode=mode, cycles=args.resident_cycles)
-        for mode in ("persist", "offload", "recompute")
-    }
-    yield [
-        Measure(f"offload, a pool of {pool:g} MiB, by live share", "cycle", shares),
-        Measure("offload, 24 MiB live, by size of the pool", "cycle", pools),
-        Measure(f"resident set over {args.resident_cycles} cycles", "cycle", modes),
-    ]
-
-
 CASES = {
     "preemption": Case(
         about="A pool that is too small: for each demand, each way of preemption.\n\n"
@@ -271,13 +156,5 @@ CASES = {
             "overlap": False,
             "threads": 1,
         },
-    ),
-    "suspend": Case(
-        about="Suspends: by the live share of the pool, by the pool's size, and over many cycles.\n\n"
-        "Live requests are real ones with random prompts. The first step is the one after the resume.",
-        prepare=suspend,
-        rounds=1,
-        warms_up=False,
-        options={"model": "smollm2", "pool_mib": 512.0, "cycles": 5, "resident_cycles": 200},
     ),
 }

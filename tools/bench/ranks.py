@@ -1,0 +1,255 @@
+"""Ranks on one machine, each a gloo process: weights that change their layout, and stages that wait for each other.
+
+    python tools/bench/ranks.py --part reshard [--model smollm2] [--dtype bfloat16] [--bucket-mib 16] [--rounds 5]
+    python tools/bench/ranks.py --part stages [--stages 2] [--requests 32] [--tokens 24]
+        [--device-ms 4 --per-token-us 4000]
+
+reshard: a trainer's weights into an engine's model of another layout, against what gloo alone takes for the bytes.
+"must" is what targets want and their own ranks do not have, over both ranks; "gloo" sends as many bytes in the same
+directions in messages as large, and does nothing else. Medians of the same run. A training step lies between two
+updates, so that nothing is in a cache by accident. The plan is made in the first update.
+
+stages: pipeline stages with one micro-batch in flight, and with one for each stage. Without --device-ms the layers are
+computed, which takes a core for each stage: on a smaller machine stages wait for the core, not for each other. With
+--device-ms a step costs device-ms / stages + per-token-us x tokens / stages on each stage, spent asleep. Each
+micro-batch pays device-ms whatever its size: where device-ms is most of a step, as in decoding few requests, stages
+are busy and nothing is gained, except that more requests can run in the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# ---------------------------------------------------------------------- reshard
+
+RANKS, MIB = 2, 2**20
+Layout = dict[str, int]
+MOVES: tuple[tuple[str, Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = (
+    ("TP2 -> TP1 on rank 0", {"tensor": 2}, {}, (0, 1), (0,)),
+    ("TP1 on rank 0 -> TP2", {}, {"tensor": 2}, (0,), (0, 1)),
+    ("TP2 -> TP1 on each rank", {"tensor": 2}, {}, (0, 1), (0, 1)),
+    ("PP2 -> TP2", {"pipeline": 2}, {"tensor": 2}, (0, 1), (0, 1)),
+    ("EP2 -> EP1, 8 experts", {"expert": 2}, {}, (0, 1), (0, 1)),
+)
+"""What, the trainer's layout and the engine's, and which ranks have either."""
+EXPERTS = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_moe_experts": 8, "moe_router_topk": 2}
+
+
+def build_layout(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
+    """MODEL, or one of `EXPERTS` with random weights, as this rank has it."""
+    from megatron_infer.models.loading.build_model import build_model
+    from megatron_infer.models.loading.sources import open_source
+    from megatron_infer.models.mcore_compat import parallel_state
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**{f"{name}_model_parallel_size": size for name, size in layout.items()})
+    if experts:
+        model = tiny_gpt(**EXPERTS, expert_model_parallel_size=layout.get("expert", 1))
+        return model.to(getattr(torch, args.dtype))
+    sizes = {f"{name}_parallel": size for name, size in layout.items()}
+    return build_model(open_source(args.model), dtype=args.dtype, **sizes)
+
+
+def measure_updates(args: argparse.Namespace, trainer: Any, target: Any) -> tuple[list[float], Any]:
+    """Seconds of every update on this rank (the first one plans), and the last report."""
+    from megatron_infer.rl.updates import ReshardSource, apply, verify_update
+
+    source, seconds = ReshardSource(trainer, bucket_mib=args.bucket_mib), []
+    for _ in range(args.rounds + 1):
+        if trainer is not None:
+            with torch.no_grad():
+                for parameter in trainer.parameters():
+                    parameter.mul_(1.001)
+        dist.barrier()
+        start = time.perf_counter()
+        if target is None:
+            source.send()
+        else:
+            apply(target, source)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if target is None:
+        source.verify()
+    else:
+        verify_update(target, source)
+    return seconds, source.report
+
+
+def plain_gloo(args: argparse.Namespace, report: Any) -> float:
+    """Seconds for this rank's bytes, sent and received with nothing packed or unpacked."""
+    size = int(args.bucket_mib * MIB)
+    out, back = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    peer, samples = 1 - dist.get_rank(), []
+    for _ in range(args.rounds):
+        dist.barrier()
+        start, works = time.perf_counter(), []
+        for buffer, total, call in ((back, report.bytes_received, dist.irecv), (out, report.bytes_sent, dist.isend)):
+            for at in range(0, total, size):
+                works.append(call(buffer[: min(size, total - at)], peer))
+        for work in works:
+            work.wait()
+        dist.barrier()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def reshard(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    if rank == 0:
+        print(f"{args.model}, {args.dtype}, {RANKS} ranks, buckets of {args.bucket_mib:g} MiB, {args.rounds} rounds")
+        print(f"{'':<26}{'must':>8}{'moved':>8}{'messages':>10}{'first':>8}{'update':>8}{'gloo':>8}  of the ceiling")
+        print(f"{'':<26}{'MiB':>8}{'MiB':>8}{'':>10}{'ms':>8}{'ms':>8}{'ms':>8}")
+    for name, before, after, trains, infers in MOVES:
+        experts = "expert" in before
+        trainer, target = build_layout(args, before, experts=experts), build_layout(args, after, experts=experts)
+        seconds, report = measure_updates(args, trainer if rank in trains else None, target if rank in infers else None)
+        moved = torch.tensor([report.bytes_received, report.messages_received])
+        dist.all_reduce(moved)
+        gloo, update = plain_gloo(args, report), statistics.median(seconds[1:])
+        if rank == 0:
+            print(
+                f"{name:<26}{report.bytes_must_move / MIB:8.1f}{int(moved[0]) / MIB:8.1f}{int(moved[1]):10}"
+                f"{seconds[0] * 1e3:8.0f}{update * 1e3:8.0f}{gloo * 1e3:8.0f}{gloo / update:10.0%}",
+                flush=True,
+            )
+
+
+# ---------------------------------------------------------------------- stages
+
+
+class Busy:
+    """Seconds spent in functions it wraps, less those that others of them waited."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def work(self, function: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
+        def timed(*values: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*values, **options)
+            finally:
+                self.seconds += sign * (time.perf_counter() - started)
+
+        return timed
+
+    def wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.work(function, -1)
+
+
+def make_model(args: argparse.Namespace) -> torch.nn.Module:
+    from megatron.core import parallel_state
+
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    size = {} if args.device_ms else {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}
+    return tiny_gpt(
+        num_layers=args.stages * (1 if args.device_ms else 4),
+        pipeline_model_parallel_size=args.stages,
+        pre_process=stage == 0,
+        post_process=stage == args.stages - 1,
+        max_sequence_length=1024,
+        **size,
+    )
+
+
+def measure_stages(model: torch.nn.Module, args: argparse.Namespace, num_micro_batches: int) -> dict[str, float]:
+    """Tokens a second, and the share of the time that this stage did nothing."""
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.engine import build_engine
+    from megatron_infer.engine.engine import DynamicInferenceEngine
+    from megatron_infer.testing.inspect import inspect
+
+    build_engine.num_micro_batches_of = lambda groups, config: num_micro_batches
+    engine = DynamicInferenceEngine(
+        model,
+        InferenceConfig(buffer_size_gb=0.25, max_requests=max(args.requests, 4), max_tokens=2048, overlap=False),
+    )
+    runner, busy = inspect(engine).runner, Busy()
+    if args.device_ms:
+        hidden = inspect(engine).adopted.hidden
+
+        def asleep(step: Any, *received: Any) -> Any:
+            milliseconds = args.device_ms + args.per_token_us * step.num_tokens / 1e3
+            time.sleep(milliseconds / 1e3 / args.stages)
+            return hidden(step, *received)
+
+        inspect(engine).adopted.hidden = asleep
+    runner._compute, runner._draw = busy.work(runner._compute), busy.work(runner._draw)
+    runner.link.receive = busy.wait(runner.link.receive)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        {"prompt_token_ids": torch.randint(0, 128, (16,), generator=generator).tolist()} for _ in range(args.requests)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    engine.generate(prompts[:2], params)
+    busy.seconds, started = 0.0, time.perf_counter()
+    engine.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    return {"tokens_per_s": args.requests * args.tokens / seconds, "idle": 1 - busy.seconds / seconds}
+
+
+def stages(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=args.stages)
+    model = make_model(args)
+    found = {count: measure_stages(model, args, count) for count in (1, args.stages, args.stages + 1)}
+    by_rank: list[Any] = [None] * args.stages
+    dist.all_gather_object(by_rank, found)
+    if rank > 0:
+        return
+    kind = f"asleep, {args.device_ms:g} ms + {args.per_token_us:g} us/token" if args.device_ms else "fp32"
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.stages} stages, {kind}")
+    print(f"{args.requests} requests, 16 prompt and {args.tokens} output tokens each")
+    for count, first in found.items():
+        idle = "  ".join(f"stage {number} {one[count]['idle']:5.1%}" for number, one in enumerate(by_rank))
+        rate = first["tokens_per_s"]
+        print(f"{count} in flight: {rate:8.0f} tokens/s ({rate / found[1]['tokens_per_s']:4.2f}x)   idle: {idle}")
+
+
+# ---------------------------------------------------------------------- command line
+
+
+def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+    {"reshard": reshard, "stages": stages}[args.part](rank, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["reshard", "stages"], required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--bucket-mib", type=float, default=16.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--device-ms", type=float, default=0.0, help="pretend that a whole step takes so long at least")
+    parser.add_argument("--per-token-us", type=float, default=100.0, help="and so long for each of its tokens")
+    args = parser.parse_args()
+    num_ranks = RANKS if args.part == "reshard" else args.stages
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, args=(folder, num_ranks, args), nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()
