@@ -1,7 +1,7 @@
 """`megatron-infer bench-serve URL`: the commands of load tools for a server, or the calls that it recorded once more.
 
-guidellm and `vllm bench serve` make load. Neither sends given bodies at given times, nor goes away as a client did:
-`--replay` does.
+guidellm and `vllm bench serve` make load. They replay times, lengths or messages of a trace, but no whole bodies, and
+neither disconnects as a client did: `--replay` does.
 """
 
 from __future__ import annotations
