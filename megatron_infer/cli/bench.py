@@ -760,7 +760,7 @@ def render_table(report: Mapping[str, Any]) -> str:
     measured = {name for row in report["columns"].values() for name in row["engines"]}
     engines = {name: one for name, one in report["engines"].items() if name in measured}
     titles = [f"{name} {one['version']}" for name, one in engines.items()]
-    lines = ["", f"| tok/s: median (min..max), share of the bound | {' | '.join(titles)} | beside the best |"]
+    lines = ["", f"| tok/s: median (min..max), share of the bound | {' | '.join(titles)} | against the best |"]
     lines.append("|---" * (len(titles) + 2) + "|")
     for name, row in report["columns"].items():
         cells = []
@@ -771,8 +771,8 @@ def render_table(report: Mapping[str, Any]) -> str:
                 continue
             rate, bound = found["tok_s"], found["shares"]["bound"]
             cells.append(f"{rate['median']:,.0f} ({rate['min']:,.0f}..{rate['max']:,.0f}) {bound:.0%}")
-        beside = "" if row["ratio"] is None else f"{row['ratio']['tok_s']:.2f}x {row['ratio']['peer']}"
-        lines.append(f"| {_title(name, report['settings']['sizes'][name])} | {' | '.join(cells)} | {beside} |")
+        ratio = "" if row["ratio"] is None else f"{row['ratio']['tok_s']:.2f}x {row['ratio']['peer']}"
+        lines.append(f"| {_title(name, report['settings']['sizes'][name])} | {' | '.join(cells)} | {ratio} |")
     starts = [f"{one['start_s']:.1f}; {one['rss_mib']:,.0f}" for one in engines.values()]
     lines.append(f"| start, s; resident memory, MiB | {' | '.join(starts)} | |")
     limits, settings = report["ceiling"], report["settings"]

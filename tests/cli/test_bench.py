@@ -285,7 +285,7 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
         assert part in text
 
 
-def test_speculation_is_measured_beside_the_same_engine_without(command, bench_llm, tmp_path, capsys, monkeypatch):
+def test_speculation_is_measured_against_the_same_engine_without(command, bench_llm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100))
     bench_llm.engine.drafts = SpecDecodeMetrics()
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -1,4 +1,4 @@
-"""tools/bench/peers.py: peers run in processes of their own, the table compares them, a peer that fails is named."""
+"""tools/bench/peers.py: peers run in other processes, the table compares them, a peer that fails is named."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_table_and_report_hold_every_engine(compare, tmp_path, capsys):
     assert "| vllm 9 |" in table and "| 3 prompts, 2 at once, 4 to 8 -> 3 | " in table and "x vllm |" in table
 
 
-def test_a_peer_that_takes_long_to_load_is_told_of_meanwhile(compare, capsys, monkeypatch):
+def test_a_peer_that_takes_long_to_load_is_named_meanwhile(compare, capsys, monkeypatch):
     monkeypatch.setattr(peers, "NEWS_S", 0.3)
     assert compare("slow", *SIZES) == 0
     err = capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_bars_are_drawn(compare, tmp_path):
     assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_background_load_uses_its_share_and_is_nobody_elses():
+def test_background_load_uses_its_share_and_disturbs_no_run():
     with bench._background(0.5) as company:
         before = CpuClock.now(company)
         while (after := CpuClock.now(company)).own - before.own < 0.15:

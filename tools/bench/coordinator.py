@@ -2,9 +2,8 @@
 
     python tools/bench/coordinator.py [--json FILE] [--quick]
 
-Coordinator and replicas are processes of their own; the load comes from this one. Replicas are `EchoEngine`s: their
-prefix cache is the engine's own books, their time is slept, not computed. So the routing table shows simulated prefill
-time; hits and saved tokens are real.
+Coordinator and replicas are processes; the load comes from this one. Replicas are `EchoEngine`s: they use the engine's
+own prefix cache and sleep in place of computing. So prefill time is simulated; hits and saved tokens are real.
 """
 
 from __future__ import annotations

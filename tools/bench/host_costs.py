@@ -97,7 +97,7 @@ def microseconds(call: Callable[[], Any], repeats: int) -> float:
 
 def decoder(kind: str, num_layers: int, experts: int) -> AdoptedModel:
     settings: dict[str, Any] = dict(LAYERS) | {"num_layers": num_layers}
-    if kind == "moe":  # layers of experts alone, behind one of attention
+    if kind == "moe":  # layers of experts alone, after one of attention
         settings |= {"num_moe_experts": experts, "moe_router_topk": 8, "moe_ffn_hidden_size": 16}
         settings |= {"moe_grouped_gemm": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         return adopt(tiny_hybrid("*" + "E" * num_layers, **settings))

@@ -5,7 +5,7 @@
     python tools/bench/peers.py smollm2 --speculative ngram --vs off,transformers-lookup --concurrency 1
 
 All options of `megatron-infer bench` are options here too, and the report has the same fields. Each peer loads the
-weights in a process of its own, in the environment of its own interpreter (peer_engines.py).
+weights in another process, in the environment of its own interpreter (peer_engines.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--peer-python {text}: expected NAME=PATH, with one of --vs {','.join(names)}")
         if (found := shutil.which(path)) is None:
             raise ConfigError(f"--peer-python {text}: {path} is not a program that can be run")
-        pythons[name] = os.path.abspath(found)  # a peer runs in a folder of its own
+        pythons[name] = os.path.abspath(found)  # a peer runs in another folder
     return pythons
 
 

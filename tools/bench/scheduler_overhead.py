@@ -1,4 +1,4 @@
-"""Host time of a decode step: schedule, batch build, commit. Medians in microseconds, and the budget beside them.
+"""Host time of a decode step: schedule, batch build, commit. Medians in microseconds, and the budget.
 
     python tools/bench/scheduler_overhead.py [--rows 512] [--prefix-caching] [--batch-build]
 

@@ -6,8 +6,8 @@ limits: during each attack two others ask for /health and for one token again an
 connections that send nothing at a server that was started with 256 descriptors, and three streams while the HTTP
 process stands still.
 
-callers: strangers at addresses of their own take as much as they get, and another caller streams short replies, one
-after the other, every second of them to a pattern of its own. Its times alone and beside each attack are measured in
+callers: strangers at different addresses take as much as they get, and another caller streams short replies, one
+after the other, every second of them to a new pattern. Its times alone and during each attack are measured in
 turns; ratios are of the p99 of all turns.
 
 rows: tokens that one caller draws with 64 rows, alone, while another caller's row decodes, and after that row has
@@ -40,7 +40,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def call(server: Server, method: str, path: str, body: bytes | None = None) -> tuple[str, float]:
-    """One call on a connection of its own -> (status or error, seconds)."""
+    """One call on a new connection -> (status or error, seconds)."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     began = time.perf_counter()
     try:
@@ -125,7 +125,7 @@ def endless_header(server: Server) -> str:
 
 
 def idle_connections(server: Server) -> str:
-    """The outcome of 20 calls beside 400 connections that send nothing."""
+    """The outcome of 20 calls next to 400 connections that send nothing."""
     parts = urlsplit(server.url)
     idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(400)]
     time.sleep(0.5)
@@ -199,7 +199,7 @@ async def unread(url: str, source: str) -> None:
 
 
 def run_attack(url: str, name: str) -> None:
-    """In a process of its own, until it is ended. It takes what others leave of the cores: a stranger has his own."""
+    """In another process, until it is ended. It takes what others leave of the cores: a stranger has other cores."""
     os.nice(19)
     rows = {"prompt": "Once upon a time", "n": 128, **LONG}
     ambiguous = {"prompt": "Letters:", "n": 4, "guided_grammar": f"start: e\ne: e e | {LETTERS}", **LONG}
@@ -243,7 +243,7 @@ def figures(replies: list[Heard]) -> tuple[list[float], list[float], int]:
     return [one.ttft for one in whole], gaps, len(replies) - len(whole)
 
 
-async def beside(server: Server, attacks: Sequence[str], name: str) -> None:
+async def in_turns(server: Server, attacks: Sequence[str], name: str) -> None:
     """Print the row of an attack."""
     heard: dict[bool, list[Heard]] = {False: [], True: []}
     for turn in range(2 * NUM_TURNS):
@@ -276,8 +276,8 @@ async def callers(model: str) -> None:
     with served(model, "--threads", "1") as server:
         await another(server, 5.0)
         for name in ATTACKS:
-            await beside(server, [name], name)
-        await beside(server, ATTACKS, "all of them")
+            await in_turns(server, [name], name)
+        await in_turns(server, ATTACKS, "all of them")
 
 
 # ---------------------------------------------------------------------- rows

@@ -115,7 +115,7 @@ def flags(config: dict[str, Any]) -> list[str]:
 
 
 class Offline:
-    """An engine without a server, in a process of its own."""
+    """An engine without a server, in another process."""
 
     def __init__(self, model: str, config: dict[str, Any], **options: Any) -> None:
         self._pipe, other = SPAWN.Pipe()
@@ -226,7 +226,7 @@ class Heard:
 async def stream(
     url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit: int = 1 << 16, source: str | None = None
 ) -> Heard:
-    """A streamed completion on a connection of its own.
+    """A streamed completion on a new connection.
 
     pause_s: rest of the reader after each 256 bytes. source: the address that the call comes from.
     """

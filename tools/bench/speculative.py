@@ -1,4 +1,4 @@
-"""Speculative decoding beside one token a step: tokens a second over real prompts, and what a step of drafts costs.
+"""Speculative decoding against one token a step: tokens a second over real prompts, and what a step of drafts costs.
 
     python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
     python tools/bench/speculative.py --method draft --draft PATH     or --draft-layers N: the model's own first layers
@@ -189,8 +189,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     print(render_drafts(drafted))
     for name, values in rates.items():
         shown = " ".join(f"{value:.1f}" for value in values)
-        beside = "" if name == ON else f", drafts are {medians[ON] / medians[name]:.2f}x"
-        print(f"{name:22} {medians[name]:7.1f} tokens a second (rounds {shown}){beside}")
+        ratio = "" if name == ON else f", drafts are {medians[ON] / medians[name]:.2f}x"
+        print(f"{name:22} {medians[name]:7.1f} tokens a second (rounds {shown}){ratio}")
     return {
         "set": args.set,
         "at_once": args.at_once,

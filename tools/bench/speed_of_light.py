@@ -6,7 +6,7 @@
 Decode is held against the bytes that a copy moves a second: a step reads weights, keys, values and states. Prefill is
 held against a bf16 matrix product; bytes and FLOPs are those of `megatron-infer plan --roofline`. Offload is held
 against a copy to pinned host memory. Weights are random and made on the device. A step's time includes the host's work.
---peer measures transformers on the same shape beside it.
+--peer also measures transformers on the same shape.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
 
 
 def give_back() -> None:
-    """What nobody holds any more goes back to the device before the next model is built."""
+    """Release unused memory of the device before the next model is built."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed b
 layers times its operations; "python" is all else within a forward: dispatch, allocation, and what torch computes (a
 router). "sampling" is all between logits and tokens, "rest" is scheduling, commit and outputs; of a chunk alone also
 the check of all weights by an engine that was idle. Medians of the steps in ms.
---chunk: a step of 16 rows and so many tokens of a prompt, beside the two apart. --temperature and --logprobs: of every
+--chunk: a step of 16 rows and so many tokens of a prompt, and the two apart. --temperature and --logprobs: of every
 request.
 """
 

@@ -58,7 +58,7 @@ def make_jobs(num_blocks: int, *, max_prompt: int, max_new: int) -> list[Job]:
 def play(
     clock: Clock, model: torch.nn.Module, config: InferenceConfig, jobs: list[Job], whole: list[list[int]]
 ) -> Done:
-    """All jobs at once, on an engine of their own; whole: their tokens where nothing is preempted, or empty."""
+    """All jobs at once, on a new engine; whole: their tokens where nothing is preempted, or empty."""
     engine, completion = DynamicInferenceEngine(model, config), list[float]()
     with clock:
         started = time.perf_counter()
