@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+from safetensors.numpy import save
 from serve_case import events
 
 from megatron_infer.coordinator.client import InferenceClient
@@ -120,9 +122,9 @@ class Weights:
         for index, name in enumerate(("one", "two")):
             (root / name).mkdir()
             parts = _echo_parts(index) if kind == "echo" else _tiny_parts(index)
-            self.buckets[name] = [_safetensors(part) for part in parts]
+            self.buckets[name] = [save(part) for part in parts]
             whole = {key: value for part in parts for key, value in part.items()}
-            (root / name / "model.safetensors").write_bytes(_safetensors(whole))
+            (root / name / "model.safetensors").write_bytes(save(whole))
         if kind == "echo":
             from megatron_infer.testing.echo import echo_tokens
 
@@ -135,28 +137,16 @@ class Weights:
             self.tokens[name] = list(tiny_engine(seed).generate([PROMPT], [params])[0].outputs[0].token_ids)
 
 
-def _echo_parts(index: int) -> list[dict[str, tuple[str, list[int], bytes]]]:
-    size = 4 << 20
-    return [{f"w{number}": ("U8", [size], bytes([index + 1]) * size)} for number in range(NUM_BUCKETS)]
+def _echo_parts(index: int) -> list[dict[str, np.ndarray]]:
+    return [{f"w{number}": np.full(4 << 20, index + 1, dtype=np.uint8)} for number in range(NUM_BUCKETS)]
 
 
-def _tiny_parts(index: int) -> list[dict[str, tuple[str, list[int], bytes]]]:
+def _tiny_parts(index: int) -> list[dict[str, np.ndarray]]:
     from megatron_infer.testing.tiny import tiny_gpt
 
-    found = {
-        name: ("F32", list(value.shape), value.detach().contiguous().numpy().tobytes())
-        for name, value in tiny_gpt(**SHAPE, seed=index + 1).named_parameters()
-    }
+    named = tiny_gpt(**SHAPE, seed=index + 1).named_parameters()
+    found = {name: value.detach().contiguous().numpy() for name, value in named}
     return [dict(itertools.islice(found.items(), at, None, NUM_BUCKETS)) for at in range(NUM_BUCKETS)]
-
-
-def _safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
-    header, at = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    head = json.dumps(header).encode()
-    return len(head).to_bytes(8, "little") + head + b"".join(data for _, _, data in tensors.values())
 
 
 # ---------------------------------------------------------------------- streams
