@@ -35,7 +35,8 @@ def parsed(*argv):
 
 
 def recorded(path="/v1/completions", *, at=0.0, complete=True, seconds=1.0, **body):
-    body = {"model": "tiny", "prompt": [1, 2, 3], "stream": True, **body}
+    usage = {"include_usage": True}
+    body = {"model": "tiny", "prompt": [1, 2, 3], "stream": True, "stream_options": usage, **body}
     return {"at": at, "path": path, "body": body, "seconds": seconds, "first_s": 0.1, "complete": complete}
 
 
@@ -99,7 +100,8 @@ def test_recorded_calls_are_replayed_at_their_times_with_their_disconnects(capsy
 def test_calls_are_sent_at_their_times_whatever_comes_back(server, tmp_path):
     path = write(tmp_path / "calls.jsonl", *(recorded(at=5 + 0.03 * i, max_tokens=40) for i in reversed(range(8))))
     answers = bench_serve.replay(server.url, bench_serve.recorded_calls(path, speed=1.0, model=None))
-    assert [one.code for one in answers] == ["200"] * 8 and {one.num_output for one in answers} == {40}
+    assert [one.code for one in answers] == ["200"] * 8
+    assert {one.num_output for one in answers} == {40}
     assert all(one.sent >= 0.03 * i for i, one in enumerate(answers))
     assert answers[1].sent < answers[0].ended, "it does not wait for answers"
 

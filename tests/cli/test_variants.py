@@ -28,4 +28,4 @@ def test_every_variant_of_a_case_is_measured_in_every_round(tmp_path):
 def test_every_case_is_in_its_module():
     done = subprocess.run([sys.executable, str(TOOL), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "exact" in done.stdout and "sample-file" in done.stdout
+    assert "exact" in done.stdout and "preemption" in done.stdout
