@@ -70,6 +70,7 @@ def test_printed_commands_are_those_that_are_run_against_a_server(endpoint):
     args = parsed("http://h:1", *typed, "--concurrency", "4", "--endpoint", endpoint, "--tokenizer", "T")
     backend, path = bench_serve.ENDPOINTS[endpoint]
     assert bench_serve.guidellm_options(args) == guidellm_load.options("http://h:1", "T", path, 4)
+    assert guidellm_load.RAN and vllm_bench.RAN  # rows of docs/clients.md
     assert bench_serve.vllm_options(args, "m") == vllm_bench.options("http://h:1", "T", "m", backend, path, 4)
 
 

@@ -9,14 +9,11 @@ from pathlib import Path
 
 from guidellm_load import bytes_tokenizer
 
+RAN = "`--dataset-name random`: completions and chats streamed at 1 and at 4 at once, none failed"
 NUM_REQUESTS, NUM_TOKENS = 12, 8
 COMMAND = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-RAN = "`--dataset-name random`: completions and chats streamed at 1 and at 4 at once, none failed"
-
-
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
@@ -56,7 +53,6 @@ def run(url: str, folder: str, backend: str, path: str, concurrency: int) -> dic
 
 
 def main(url: str) -> None:
-
     with tempfile.TemporaryDirectory() as folder:
         bytes_tokenizer(folder)
         for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
