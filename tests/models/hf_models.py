@@ -30,6 +30,7 @@ FACTORS = {
     "logits_scaling": 1.7,
 }
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -48,6 +49,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     ),
+    "llama_yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "qwen3_yarn": (
+        "Qwen3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN
+            | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "mistral_yarn": ("MistralConfig", {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 1.3}}),
     "mistral_window": ("MistralConfig", {"sliding_window": 7}),
     "mistral_no_window": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from hf_models import logits_of, random_model
+from hf_models import YARN, logits_of, random_model
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 
@@ -82,7 +82,10 @@ def test_names_without_the_body_prefix_load(tmp_path):
         ("llama", {"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported: .*LlamaForCausalLM"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "sqrt"),
         ("llama", {"architectures": None, "model_type": "bar"}, "bar"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no 'original_max_position_embeddings'"),
+        ("llama", {"rope_parameters": YARN | {"factor": 0.0}}, "factor=0.0 must be a positive number"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": "a"}}, "beta_fast='a' must be a positive number"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "default", "attention_factor": 2.0}}, "attention_factor"),
         ("llama", {"rope_parameters": {"full": {"rope_type": "default"}}}, "per layer type"),
@@ -133,7 +136,7 @@ def test_names_without_the_body_prefix_load(tmp_path):
         ("nemotron_h_experts", {"mlp_bias": True}, "mlp_bias=True"),
         ("bamba", {"mamba_d_head": 16}, "mamba_expand x hidden_size = 96, but mamba_n_heads x mamba_d_head = 192"),
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-        ("bamba", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ("bamba", {"rope_parameters": YARN}, "needs heads that rotate as a whole"),
         ("bamba", {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
         ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ("granite", {"layer_types": ["mamba", "mamba"]}, "each of 3 layers"),

@@ -208,7 +208,7 @@ def transformer_config(
 def rotary_frequencies(description: ModelDescription) -> Tensor:
     """Inverse frequencies [rotary_dim / 2] in fp32, scaled as the description says.
 
-    Source: Llama 3.1's frequency scaling and linear position interpolation, as `transformers` computes them.
+    Source: Llama 3.1's frequency scaling, yarn and linear position interpolation, as `transformers` computes them.
     """
     dim = int(description.transformer["kv_channels"] * description.rotary_percent)
     inverse = 1.0 / (description.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
@@ -224,7 +224,26 @@ def rotary_frequencies(description: ModelDescription) -> Tensor:
                 f"{description.name}: {len(scaling.factors)} rope factors for {len(inverse)} rotary frequencies"
             )
         return inverse / factors
+    if scaling.kind == "yarn":
+        return _yarn_frequencies(inverse, scaling, description.rotary_base)
     return _llama3_frequencies(inverse, scaling)
+
+
+def _yarn_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Tensor:
+    """Frequencies before a range stay, those after it are divided by the factor, those within it are blended."""
+    dim = 2 * len(inverse)
+
+    def place(rotations: float) -> float:
+        """Of the frequency, as a real number, that rotates so often within the original positions."""
+        return dim * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    divided = ((torch.arange(len(inverse), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inverse / scaling.factor * divided + inverse * (1 - divided)
 
 
 def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -47,8 +47,17 @@ _ROPE_TYPES: dict[str, dict[str, str]] = {
         "high_freq_factor": "high_freq_factor",
         "original_max_position": "original_max_position_embeddings",
     },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
 }
 """rope_type -> field of RopeScaling -> its key."""
+_YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def description_from_config(
@@ -136,6 +145,10 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
     if family.pattern is not None:
         values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
         values["num_layers"] = len(pattern)
+    scaling = values.get("rope_scaling")
+    if scaling is not None and scaling.attention_factor != 1.0:
+        scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
+        values["softmax_scale"] = scale * scaling.attention_factor**2
     values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
     return values
 
@@ -235,16 +248,40 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     if kind not in _ROPE_TYPES:
         raise ModelError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(_ROPE_TYPES)})")
     used = _ROPE_TYPES[kind]
+    if kind == "yarn":
+        given = {key: value for key, value in parameters.items() if value is not None}
+        parameters = _YARN_DEFAULTS | {"attention_factor": _yarn_attention(given)} | given
+        parameters = {key: value for key, value in parameters.items() if not key.startswith("mscale")}
+        if percent != 1.0 and parameters["attention_factor"] != 1.0:
+            raise ModelError("config.json: yarn with an attention factor needs heads that rotate as a whole")
     for key in used.values():
         if key not in parameters:
             raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
     left = set(parameters) - {*used.values(), "original_max_position_embeddings"}
     if left:
         raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
-    kinds = {"original_max_position": int}
-    given = {name: kinds.get(name, float)(parameters[key]) for name, key in used.items()}
-    scaling = RopeScaling(kind=kind, **given) if given else None
+    for key in used.values():
+        value = parameters[key]
+        if not isinstance(value, bool) and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ModelError(f"config.json: rope parameter {key}={value!r} must be a positive number")
+    kinds: dict[str, Callable[[Any], Any]] = {"original_max_position": int, "truncate": bool}
+    scaling = None
+    if used:
+        scaling = RopeScaling(
+            kind=kind, **{name: kinds.get(name, float)(parameters[key]) for name, key in used.items()}
+        )
     return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
+
+
+def _yarn_attention(parameters: Mapping[str, Any]) -> float:
+    """The attention factor of a config that gives none."""
+
+    def scale(weight: float) -> float:
+        factor = float(parameters.get("factor", 1.0))
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    weights = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return scale(weights[0]) / scale(weights[1]) if weights[0] and weights[1] else scale(1.0)
 
 
 def _unrotated(keys: Keys, num_layers: int) -> list[int]:

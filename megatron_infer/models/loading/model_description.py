@@ -11,7 +11,10 @@ from megatron_infer.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are scaled: kind "linear" (factor only), "llama3", or "factors" (one per frequency)."""
+    """How rotary frequencies are scaled.
+
+    kind: "linear" (factor only), "llama3", "yarn", or "factors" (one per frequency).
+    """
 
     kind: str
     factor: float = 1.0
@@ -19,6 +22,14 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Of yarn: a frequency that rotates more often than beta_fast within original_max_position stays, one that rotates
+    less often than beta_slow is divided by the factor."""
+    truncate: bool = True
+    """Of yarn: whether the two bounds are rounded to whole frequencies."""
+    attention_factor: float = 1.0
+    """Of yarn: what queries and keys are each multiplied by, where they rotate. softmax_scale has its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
