@@ -30,6 +30,13 @@ FACTORS = {
     "logits_scaling": 1.7,
 }
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM4_MOE = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -87,6 +94,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN3_MOE | {"head_dim": 16}),
     "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN3_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
+    "glm4_moe": ("Glm4MoeConfig", GLM4_MOE | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe_bias": ("Glm4MoeConfig", GLM4_MOE | {"attention_bias": True, "first_k_dense_replace": 2}),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),
     "granite_moe": ("GraniteMoeConfig", FACTORS | {"num_local_experts": 5, "intermediate_size": 24}),

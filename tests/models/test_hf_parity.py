@@ -11,10 +11,10 @@ import transformers
 from hf_models import CASES, logits_of, random_model
 from paged_step import worst_difference
 from plain_forward import full_logits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_infer.config.model_shape import StateShape
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.description_shape import shape_of
@@ -73,6 +73,17 @@ def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_p
 def test_every_family_has_a_case():
     kinds = {getattr(transformers, kind).model_type for kind, _ in CASES.values()}
     assert kinds == {family.model_type for family in FAMILIES.values()}
+
+
+def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_without_them(tmp_path):
+    theirs = random_model("glm4_moe")
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(48, 96)}, tmp_path / "model.safetensors")
+    assert (full_logits(build_model(open_source(tmp_path)), IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+    save_file(tensors | {"model.layers.30.eh_proj.weight": torch.ones(48, 96)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected \(1\): model.layers.30.eh_proj.weight"):
+        build_model(open_source(tmp_path))
 
 
 def test_correction_biases_choose_the_experts(tmp_path):

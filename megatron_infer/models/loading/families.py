@@ -100,7 +100,7 @@ class Family:
     marks: tuple[str, ...] = ()
     """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
     ignored_tensors: tuple[str, ...] = ()
-    """Prefixes of tensors that transformers does not read either."""
+    """Prefixes of tensors that transformers does not read either; {num_layers} stands for the number of layers."""
     gguf: str = ""
     """The architecture in its GGUF files, whose tensors are named as Llama's."""
     is_written: bool = False
@@ -286,6 +286,20 @@ _ONE_EXPERT = (
     "probability among all",
 )
 _NO_BIAS_WITH_EXPERTS: Required = {"attention_bias": ((None, False), "megatron-core biases both")}
+_SIGMOID_ROUTER = {
+    # Scores chosen with a correction bias, normalised and scaled: what megatron-core's router computes.
+    "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "_normalised": Key("norm_topk_prob", True, "flag"),
+}
+_NORMALISED_ALONE = (
+    lambda v: v["_has_experts"] and v["_normalised"] == (v["moe_router_topk"] == 1),
+    "norm_topk_prob={_normalised} with num_experts_per_tok={moe_router_topk} is not supported: megatron-core "
+    "normalises the weights if and only if there are several",
+)
+_ONE_GROUP: Required = {"n_group": ((1,), "groups of experts are chosen by other sums in megatron-core")}
 _ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
 
 _QWEN3_MOE = replace(
@@ -342,6 +356,38 @@ _MIXTRAL = Family(
     refusals=(_ONE_EXPERT,),
 )
 
+_GLM4_MOE = Family(
+    model_type="glm4_moe",
+    fields=_DECODER
+    | EXPERTS
+    | _SIGMOID_ROUTER
+    | {
+        "num_query_groups": _kv_heads(8),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "qk_layernorm": Key("use_qk_norm", False, "flag"),
+        "num_moe_experts": Key("n_routed_experts", 128),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
+        "_num_shared": Key("n_shared_experts", 1),
+        "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
+        "_num_dense": Key("first_k_dense_replace", 1, "any"),
+        "moe_layer_freq": lambda v: [int(layer >= v["_num_dense"]) for layer in range(v["num_layers"])],
+    },
+    tensors=_LLAMA_TENSORS
+    | _GATED_EXPERTS
+    | {
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+    },
+    marks=("mlp.gate.e_score_correction_bias",),
+    ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
+    biases={"attention_bias": ("qkv",)},
+    rope=Rope(percent=0.5, partial=True),
+    ignored_keys=(*_ROUTER_LOSSES, "topk_group", "num_nextn_predict_layers"),
+    required_of_experts=_ONE_GROUP,
+    refusals=(_NORMALISED_ALONE,),
+)
 _GRANITE_FACTORS = {
     "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
     "scales.embedding": Key("embedding_multiplier", 1.0, "real", null=1.0),
@@ -487,18 +533,13 @@ _NEMOTRON_H = Family(
         "max_sequence_length": Key("max_position_embeddings", 4096),
         "position_embedding": "none",
         "tied_embeddings": False,
-        # Sigmoid scores, chosen with a correction bias, normalised and scaled: what megatron-core's router computes.
         "num_moe_experts": Key("n_routed_experts", 8, "any"),
         "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 7688, "any"),
         "moe_shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688, "any"),
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "_normalised": Key("norm_topk_prob", True, "flag"),
     }
-    | EXPERTS,
+    | EXPERTS
+    | _SIGMOID_ROUTER,
     tensors=_ONE_BLOCK_TENSORS
     | {
         "input_layernorm": "norm",
@@ -545,9 +586,9 @@ _NEMOTRON_H = Family(
     },
     required_of_experts={
         "moe_latent_size": ((None,), "latent projections need Transformer Engine"),
-        "n_group": ((1,), "groups of experts are chosen by other sums in megatron-core"),
         "mlp_bias": ((None, False), "experts with biases are not mapped"),
-    },
+    }
+    | _ONE_GROUP,
     refusals=(
         (
             lambda v: v["_limits"] != (0.0, None),
@@ -557,11 +598,7 @@ _NEMOTRON_H = Family(
             lambda v: v["_mamba_proj_bias"] and not v["hybrid.projection_bias"],
             "mamba_proj_bias=True with use_bias=False: the modelling file reads use_bias only",
         ),
-        (
-            lambda v: v["_has_experts"] and v["_normalised"] == (v["moe_router_topk"] == 1),
-            "norm_topk_prob={_normalised} with num_experts_per_tok={moe_router_topk} is not supported: megatron-core "
-            "normalises the weights if and only if there are several",
-        ),
+        _NORMALISED_ALONE,
     ),
 )  # fmt: skip
 _TWO_BLOCK_MIXER = {
@@ -664,6 +701,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": _SMOLLM3,
     "MixtralForCausalLM": _MIXTRAL,
+    "Glm4MoeForCausalLM": _GLM4_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "GraniteForCausalLM": _GRANITE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,

@@ -135,7 +135,8 @@ def ignorable(name: str, description: ModelDescription) -> bool:
     """True for buffers in old checkpoints and for a tied model's copy of the embedding."""
     if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return True
-    if name.startswith(family_of(description).ignored_tensors):
+    num_layers = description.transformer["num_layers"]
+    if any(name.startswith(one.format(num_layers=num_layers)) for one in family_of(description).ignored_tensors):
         return True
     return head_from_embedding(description) and name == "lm_head.weight"
 
