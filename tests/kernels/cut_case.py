@@ -14,6 +14,15 @@ BLOCK = 16
 PROMPT, TOTAL = 300, 620
 
 
+def cut(total: int, *sizes: int) -> list[tuple[int, int]]:
+    """0 .. total as (start, stop) of slices of these sizes, the last one as often as it takes."""
+    cuts: list[tuple[int, int]] = []
+    while not cuts or cuts[-1][1] < total:
+        start = cuts[-1][1] if cuts else 0
+        cuts.append((start, min(start + sizes[min(len(cuts), len(sizes) - 1)], total)))
+    return cuts
+
+
 class Sequences:
     """Two sequences with fixed queries, keys and values; only the first is compared, the second runs beside it."""
 

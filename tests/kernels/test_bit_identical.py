@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cut_case import PROMPT, TOTAL, Sequences
+from cut_case import PROMPT, TOTAL, Sequences, cut
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 
-Cut = tuple[int, int]
-"""(start, number of tokens) of a row."""
-
 
 def compute(
-    sequences: Sequences, library, slices: list[Cut], *, decode_from: int = TOTAL, beside: bool = False
+    sequences: Sequences, library, slices: list[tuple[int, int]], *, decode_from: int = TOTAL, beside: bool = False
 ) -> Tensor:
     """The first sequence in these slices, then one token a step from `decode_from` on -> [TOTAL, N*H]."""
     backend = NativePagedAttention(library, sequences.dtype)
     outs = []
-    for i, (start, n) in enumerate(slices):
+    for i, (start, stop) in enumerate(slices):
+        n = stop - start
         more = [(1, 37 * i, 37)] if beside and 37 * (i + 1) <= TOTAL else []
         outs.append(sequences.attend(backend, decode=[], slices=[(0, start, n), *more])[:n])
     for position in range(decode_from, TOTAL):
         outs.append(sequences.attend(backend, decode=[position], slices=[])[:1])
     return torch.cat(outs)
-
-
-def cut(total: int, *sizes: int) -> list[Cut]:
-    """0 .. total in slices of these sizes, the last one as often as it takes."""
-    cuts: list[Cut] = []
-    start = 0
-    while start < total:
-        n = min(sizes[min(len(cuts), len(sizes) - 1)], total - start)
-        cuts.append((start, n))
-        start += n
-    return cuts
 
 
 @pytest.mark.one_in(6)
@@ -50,7 +37,7 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library
     ways = {
         "odd chunks": (cut(PROMPT, 7, 1, 1, 131, 1, 53), PROMPT),
         "one token a slice": (cut(PROMPT, 1), PROMPT),
-        "all but the last prompt token cached": ([(0, PROMPT - 1), (PROMPT - 1, 1)], PROMPT),
+        "all but the last prompt token cached": ([(0, PROMPT - 1), (PROMPT - 1, PROMPT)], PROMPT),
         "recomputed in one slice": ([(0, TOTAL)], TOTAL),
         "recomputed up to a token, then decoded": ([(0, 517)], 517),
         "recomputed in chunks across the prompt's end": (cut(TOTAL, 97), TOTAL),

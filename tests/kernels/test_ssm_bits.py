@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from cut_case import cut
 from scan_case import SPEC, make_states, make_weights
 from step_rows import Row, step_of
 from torch import Tensor
@@ -60,15 +61,6 @@ class Sequence:
 
 def same(got: LayerStates, want: LayerStates) -> bool:
     return torch.equal(got.conv_SCW, want.conv_SCW) and torch.equal(got.ssm_SHPN, want.ssm_SHPN)
-
-
-def cut(total: int, *sizes: int) -> list[tuple[int, int]]:
-    """0 .. total in slices of these sizes, the last one as often as it takes."""
-    cuts: list[tuple[int, int]] = []
-    while not cuts or cuts[-1][1] < total:
-        start = cuts[-1][1] if cuts else 0
-        cuts.append((start, min(start + sizes[min(len(cuts), len(sizes) - 1)], total)))
-    return cuts
 
 
 KINDS = [

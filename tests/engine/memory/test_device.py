@@ -3,65 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import numpy as np
 import pytest
 import torch
+from late_device import MAIN, LateDevice, LateGpu
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions import pinned
 
 
-class LateEvent:
-    def __init__(self, device: LateDevice, name: str) -> None:
-        self._device, self._name, self._position = device, name, 0
-
-    def record(self) -> None:
-        self._position = self._device.num_enqueued
-
-    def is_done(self) -> bool:
-        return self._device.num_done >= self._position
-
-    def wait(self) -> None:
-        self._device.syncs[self._name] += 1
-        while not self.is_done():
-            self._device.go_on()
+@pytest.fixture
+def gpu(monkeypatch) -> LateGpu:
+    return LateGpu(monkeypatch)
 
 
-class LateDevice(Device):
-    """Takes the path of a GPU; copies run in order, when the test calls `go_on`."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.is_cuda = True
-        self.num_enqueued = self.num_done = self.num_buffers = 0
-        self._work: deque = deque()
-        self.pinned = pinned.PinnedPool(lambda: self.event("upload"), pin=self._buffer)
-
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        self.num_buffers += 1
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def event(self, name: str) -> LateEvent:
-        return LateEvent(self, name)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.num_enqueued += 1
-        self._work.append(lambda: target.copy_(source))
-
-    def go_on(self) -> None:
-        self.num_done += 1
-        self._work.popleft()()
-
-    def go_on_to_the_end(self) -> None:
-        while self._work:
-            self.go_on()
+@pytest.fixture
+def device(gpu) -> LateDevice:
+    """Takes the path of a GPU; copies run in order, when the test lets them."""
+    return LateDevice(gpu)
 
 
-def test_copies_transfer_the_content_of_the_time_of_the_call():
-    rng, device = random.Random(0), LateDevice()
+def test_copies_transfer_the_content_of_the_time_of_the_call(gpu, device):
+    rng = random.Random(0)
     mirror, host = torch.zeros(1000, dtype=torch.uint8), np.zeros(1000, dtype=np.uint8)
     uploaded, reads = [], []
     for turn in range(600):
@@ -81,42 +46,43 @@ def test_copies_transfer_the_content_of_the_time_of_the_call():
             read, expected = reads.pop(rng.randrange(len(reads)))
             assert all(np.array_equal(got.numpy(), want) for got, want in zip(read.wait(), expected, strict=True))
         else:
-            for _ in range(min(rng.randint(0, 6), len(device._work))):
-                device.go_on()
-    device.go_on_to_the_end()
+            gpu.reach(MAIN, min(gpu.done[MAIN] + rng.randint(0, 6), gpu.enqueued[MAIN]))
+    gpu.flush()
     assert all(np.array_equal(tensor.numpy(), array) for tensor, array in uploaded)
     for read, expected in reads:
         assert all(np.array_equal(got.numpy(), want) for got, want in zip(read.wait(), expected, strict=True))
     assert not device.syncs["upload"]
 
 
-def test_a_device_that_keeps_up_needs_two_buffers_only():
-    device, target = LateDevice(), torch.zeros(100, dtype=torch.uint8)
+def test_a_device_that_keeps_up_needs_two_buffers_only(gpu, device):
+    target, made, pin = torch.zeros(100, dtype=torch.uint8), [], device.pinned._pin
+    device.pinned._pin = lambda num_bytes: made.append(num_bytes) or pin(num_bytes)
     for turn in range(50):
         device.upload(np.full(100, turn, dtype=np.uint8), target)
         read = device.begin_read(target, target[:3])
-        device.go_on_to_the_end()
+        gpu.flush()
         assert read.wait()[1].tolist() == [turn] * 3
-    assert device.num_buffers == 2
+    assert len(made) == 2
 
 
-def test_a_read_tensor_is_not_overwritten_by_later_reads():
-    device, source = LateDevice(), torch.arange(8)
+def test_a_read_tensor_is_not_overwritten_by_later_reads(device):
+    source = torch.arange(8)
     first = device.begin_read(source).wait()[0]
     assert device.begin_read(source + 1).wait()[0].tolist() == list(range(1, 9))
     assert first.tolist() == list(range(8))
 
 
-def test_a_host_far_ahead_waits_for_the_oldest_upload(monkeypatch):
+def test_a_host_far_ahead_waits_for_the_oldest_upload(gpu, device, monkeypatch):
     monkeypatch.setattr(pinned, "MAX_RETIRED_BYTES", 4 * pinned.SMALLEST_BYTES)
-    device, target = LateDevice(), torch.zeros(100, dtype=torch.uint8)
+    target = torch.zeros(100, dtype=torch.uint8)
     for _ in range(10):
         device.upload(np.zeros(100, dtype=np.uint8), target)
-    assert device.syncs["upload"] == device.num_done == 6
+    assert device.syncs["upload"] == gpu.done[MAIN] == 6
 
 
-@pytest.mark.parametrize("device", [Device("cpu"), LateDevice()], ids=["cpu", "late"])
-def test_a_wait_is_counted_once_and_reading_nothing_is_none(device):
+@pytest.mark.parametrize("is_late", [False, True], ids=["cpu", "late"])
+def test_a_wait_is_counted_once_and_reading_nothing_is_none(gpu, is_late):
+    device = LateDevice(gpu) if is_late else Device("cpu")
     read = device.begin_read(torch.ones(2), torch.zeros(0), torch.tensor(7))
     assert [part.tolist() for part in read.wait()] == [[1.0, 1.0], [], 7]
     assert read.wait() and read.is_done() and device.syncs == {"read": 1}

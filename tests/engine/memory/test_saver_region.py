@@ -138,7 +138,8 @@ module = sys.modules["torch_memory_saver"] = types.ModuleType("torch_memory_save
 module.torch_memory_saver, module.__version__ = Saver(limit=1 << 28), "0.0.10"
 saver.free_bytes = lambda device: 1 << 28
 region = saver.SaverRegion((100,), torch.uint8, torch.device("cpu"))
-del module, sys.modules["torch_memory_saver"]
+region.release()
+del region, module, sys.modules["torch_memory_saver"]
 """
 
 
