@@ -51,6 +51,7 @@ class MegatronConfig:
     kv_cache_management_mode: Mode = Mode.PERSIST
     mamba_inference_state_config: object | None = None
     num_speculative_tokens: int = 0
+    use_cuda_graphs_for_non_decode_steps: bool = True
     prefix_caching_coordinator_policy: Policy = Policy.LOAD_BALANCED
     sampling_backend: str = "torch"
     async_sched_mode: Schedule = Schedule.LEGACY
@@ -135,9 +136,12 @@ def test_the_table_has_the_sampling_fields_of_the_installed_class():
 
 
 def test_a_config_of_0_19_at_its_defaults_is_ours_at_our_defaults_but_for_the_routing():
+    """An object's graphs of steps that prefill are not asked for: they are on there, and off here."""
     assert InferenceConfig.from_megatron(MegatronConfig()) == InferenceConfig(
         prefix_caching_coordinator_policy="load_balanced"
     )
+    asked = InferenceConfig.from_megatron({"use_cuda_graphs_for_non_decode_steps": True})
+    assert asked.use_cuda_graphs_for_non_decode_steps
 
 
 def test_values_move_over_under_our_names():
