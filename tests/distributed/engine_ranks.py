@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from child_paths import python_path
 from gloo_ranks import start_ranks
 from model_kinds import buffers
 from test_adopt_tensor_parallel import fill_vectors, share
@@ -33,6 +28,8 @@ BASE: dict[str, Any] = {
     "check_invariants": True,
     "collective_timeout_s": 30,
 }
+REPLICATED = ("router.weight", "gate_weight", "norm.weight")
+"""Parameters that tensor-parallel ranks do not split."""
 
 
 def whole_model(kind: str) -> torch.nn.Module:
@@ -55,6 +52,36 @@ def part_of_model(kind: str, folder: str, rank: int, size: int, *, seed: int = 0
         for key, parameter in model.named_parameters():
             parameter.copy_(share(key, weights[key], model, rank, size))
     return model
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert on its rank that a parameter belongs to."""
+    return int(name.split(".local_experts.")[1].split(".")[0]) if ".local_experts." in name else None
+
+
+def take_part(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Give this rank's model its parameters of the undivided one, whatever the layout."""
+    groups = model.pg_collection
+    first = model.decoder.layers[0].layer_number - 1
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            expert, tp = expert_of(name), groups.tp
+            if name.startswith("decoder.layers."):
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{int(number) + first}.{rest}"
+            if expert is not None:
+                tp = groups.expt_tp
+                own = model.config.num_moe_experts // groups.ep.size()
+                name = name.replace(f"local_experts.{expert}.", f"local_experts.{expert + own * groups.ep.rank()}.")
+            whole = weights[name]
+            if tp.size() > 1 and not (name.endswith(REPLICATED) and "mixer" not in name):
+                whole = share(name, whole, model, tp.rank(), tp.size())
+            parameter.copy_(whole)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, for `take_part`."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
@@ -94,6 +121,20 @@ def account(outputs: list[Any]) -> dict[str, Any]:
     }
 
 
+def assert_same_account(got: dict[str, Any], want: dict[str, Any], where: Any = "", *, tolerance: float = 1e-5) -> None:
+    """Of `account`: equal tokens and finish reasons, log probabilities within `tolerance`."""
+    assert got.keys() == want.keys(), where
+    for key, (tokens, reason, logprobs) in want.items():
+        assert got[key][:2] == (tokens, reason), (where, key)
+        worst = max((abs(a - b) for a, b in zip(got[key][2], logprobs, strict=True)), default=0.0)
+        assert worst < tolerance, (where, key, worst)
+
+
+def assert_no_block_leaked(engine: DynamicInferenceEngine) -> None:
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
+
+
 def start_rank(rank: int, size: int, folder: str) -> None:
     """torch.distributed and megatron-core's groups for `size` tensor-parallel ranks."""
     torch.set_num_threads(1)
@@ -104,33 +145,8 @@ def start_rank(rank: int, size: int, folder: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
-WORKER = """
-import sys, importlib, engine_ranks
-engine_ranks.run(importlib.import_module(sys.argv[1]), *sys.argv[2:])
-"""
-
-
-def run(module: Any, function: str, rank: str, size: str, folder: str) -> None:
-    start_rank(int(rank), int(size), folder)
-    try:
-        getattr(module, function)(int(rank), int(size), folder)
-    except BaseException:
-        Path(folder, f"error.{rank}").write_text(traceback.format_exc())
-        raise
-
-
-def launch(function: Any, folder: Path, size: int = 2) -> list[subprocess.Popen[bytes]]:
-    """Run function(rank, size, folder) of a test module in `size` processes."""
-    command = [sys.executable, "-W", "ignore", "-c", WORKER, function.__module__, function.__name__]
-    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], env=environment, stderr=subprocess.DEVNULL)
-        for rank in range(size)
-    ]
-
-
 def run_ranks(function: Any, folder: Path, size: int = 2) -> None:
-    """The same, to the end; an error of a rank is shown."""
+    """function(rank, size, folder) of a test module in `size` processes, to the end; an error of a rank is shown."""
     start_ranks(_enter, (function, size, str(folder)), size)
 
 

@@ -17,7 +17,7 @@ import traceback
 from typing import Any
 
 import engine_ranks as ranks
-from gloo_ranks import new_groups
+from gloo_ranks import new_groups, stage_ends
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
@@ -89,7 +89,7 @@ def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
         model = ranks.part_of_model("attention", folder, rank, 2)
     else:
         new_groups(pipeline_model_parallel_size=2)
-        model = tiny_gpt(**ranks.GPT, pipeline_model_parallel_size=2, pre_process=rank == 0, post_process=rank == 1)
+        model = tiny_gpt(**ranks.GPT, pipeline_model_parallel_size=2, **stage_ends(rank, 2))
     engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False)
     engine.generate([list(range(9))], SamplingParams(max_tokens=3, ignore_eos=True))
     bomb = Bomb(engine, phase, how, folder) if rank == victim else None

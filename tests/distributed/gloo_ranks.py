@@ -69,3 +69,8 @@ def new_groups(**sizes: int) -> None:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
+
+
+def stage_ends(rank: int, size: int) -> dict[str, bool]:
+    """Which ends of the model the pipeline stage of this number has: arguments of a model."""
+    return {"pre_process": rank == 0, "post_process": rank == size - 1}

@@ -12,7 +12,7 @@ import engine_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import new_groups, run_on_ranks
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.distributed.collective_errors import StageLost, is_of_collective
@@ -78,7 +78,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
     new_groups(tensor_model_parallel_size=size)
     ends(rank, wait_for_each_other, "wait for each other", tensor_model_parallel_size=size)
     new_groups(pipeline_model_parallel_size=size)
-    stages = {"pipeline_model_parallel_size": size, "pre_process": rank == 0, "post_process": rank == size - 1}
+    stages = {"pipeline_model_parallel_size": size, **stage_ends(rank, size)}
     for stage in range(size):  # as if it had tensor-parallel ranks, and they had lost each other
 
         def wait_in_vain(group: Any = groups[size + stage]) -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 import paged_step
 import pytest
 import torch
+from engine_ranks import take_part, weights_of
 from gloo_ranks import gathered, new_groups, run_on_ranks
 from hf_models import random_model
 from test_adopt_tensor_parallel import logits_of_schedule
@@ -87,17 +88,6 @@ def gpt(**settings):
     )
 
 
-def take_experts(model, weights, rank):
-    """The parameters of the model on one rank: of the experts, this rank's."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".local_experts." in name:
-                before, after = name.split(".local_experts.")
-                number, rest = after.split(".", 1)
-                name = f"{before}.local_experts.{2 * rank + int(number)}.{rest}"
-            parameter.copy_(weights[name])
-
-
 def on_rank(rank, size, folder, part):
     """part: 0: layouts that read one model from Hugging Face tensors and one from a checkpoint each; 1: all else."""
     for number, (layout, sizes) in enumerate(LAYOUTS.items()):
@@ -127,7 +117,7 @@ def on_rank(rank, size, folder, part):
                 torch.testing.assert_close(got[:, :131], transformers, atol=1e-4, rtol=0)
             same_answers(model, folder / f"{case}.answers.pt")
         if layout == "ep2" and part == 0:
-            gpt_layers(rank, folder, **sizes)
+            gpt_layers(folder, **sizes)
 
 
 def same_answers(model, expected):
@@ -138,10 +128,10 @@ def same_answers(model, expected):
         torch.testing.assert_close(scores, want_scores, atol=1e-5, rtol=0)
 
 
-def gpt_layers(rank, folder, **sizes):
+def gpt_layers(folder, **sizes):
     model = gpt(**sizes)
     weights, expected = torch.load(folder / "gpt.pt")
-    take_experts(model, weights, rank)
+    take_part(model, weights)
     adopted = adopt(model)
     with mock.patch.object(torch.nn.Module, "__call__", side_effect=AssertionError("a module was called")):
         logits = logits_of_schedule(adopted)
@@ -175,7 +165,7 @@ def test_experts_on_two_ranks_give_the_logits_of_one(tmp_path, part):
     Hugging Face tensors and from a checkpoint that one rank wrote."""
     model = gpt()
     adopted = adopt(model)
-    torch.save((dict(model.named_parameters()), logits_of_schedule(adopted)), tmp_path / "gpt.pt")
+    torch.save((weights_of(model), logits_of_schedule(adopted)), tmp_path / "gpt.pt")
     for case, (name, changes) in HF.items():
         hf = random_model(name, **changes)
         hf.save_pretrained(tmp_path / case)

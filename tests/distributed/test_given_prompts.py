@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import make_session, prompts
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -178,7 +178,7 @@ def check_others(session: Any, roll: Rollout, rank: int) -> None:
 def on_layouts(rank: int, size: int, folder: Path) -> None:
     for name, sizes in LAYOUTS.items():
         new_groups(**sizes)
-        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if name == "PP2" else {}
+        stages = stage_ends(rank, size) if name == "PP2" else {}
         model = tiny_gpt(num_layers=2, **sizes, **stages, **(EXPERTS if name == "EP2" else {}))
         session = make_session(model, settings={"collective_timeout_s": 60}, meter=None)
         with session.generating() as roll:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,7 @@ from typing import Any
 import engine_ranks as ranks
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
-from test_adopt_tensor_parallel import share
-from test_expert_engine import REPLICATED, expert_of
-from test_sequence_parallel import check_rounds, descend, rounds, training_batch
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
@@ -23,7 +21,6 @@ from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.inspect import run_one_by_one
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
-TOLERANCE = 1e-5
 SETTINGS = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
 SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}
 
@@ -76,8 +73,10 @@ EVENTS: dict[int, Callable[[DynamicInferenceEngine], Any]] = {
     14: lambda engine: (engine.suspend("recompute"), engine.resume()),
     17: lambda engine: engine.reset_prefix_cache(),
 }
-SPLIT = "TP2 x PP2"
+SPLIT = ("TP2 x PP2", "DP2 x TP2")
 """Trained with sequence parallelism too."""
+STEPS = 2
+LEARNING_RATE = 0.1
 
 
 def make_engine(model: torch.nn.Module, settings: dict[str, Any]) -> DynamicInferenceEngine:
@@ -107,48 +106,18 @@ def play(engine: DynamicInferenceEngine, work: list[Any], order: list[int], *, e
             EVENTS[step](engine)
         done += [output for output in engine.step() if output.finished and output.request_id != "gone"]
         step += 1
-    stats = engine.stats()
-    assert step > max(EVENTS) and stats.num_free_blocks == stats.num_blocks, "a block leaked"
+    assert step > max(EVENTS)
+    ranks.assert_no_block_leaked(engine)
     return ranks.account(done)
-
-
-def take_part(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """This rank's parameters of the unsharded model, whatever the layout."""
-    groups, layers = model.pg_collection, model.decoder.layers
-    first = layers[0].layer_number - 1
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            expert, tp = expert_of(name), groups.tp
-            if name.startswith("decoder.layers."):
-                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                name = f"decoder.layers.{int(number) + first}.{rest}"
-            if expert is not None:
-                tp = groups.expt_tp
-                own = model.config.num_moe_experts // groups.ep.size()
-                name = name.replace(f"local_experts.{expert}.", f"local_experts.{expert + own * groups.ep.rank()}.")
-            whole = weights[name]
-            if tp.size() > 1 and not (name.endswith(REPLICATED) and "mixer" not in name):
-                whole = share(name, whole, model, tp.rank(), tp.size())
-            parameter.copy_(whole)
 
 
 def build(kind: str, sizes: dict[str, int], **settings: Any) -> torch.nn.Module:
     """A model of this rank, of the layout that the groups are in."""
     from megatron.core import parallel_state
 
-    stage, stages = 0, sizes.get(PP, 1)
-    ends = {}
-    if stages > 1:
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        ends = {"pre_process": stage == 0, "post_process": stage == stages - 1}
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ends = stage_ends(stage, sizes[PP]) if PP in sizes else {}
     return MODELS[kind](stage=stage, **sizes, **ends, **settings)
-
-
-def check_same(got: dict[str, Any], want: dict[str, Any], where: Any) -> None:
-    for key, (tokens, reason, logprobs) in got.items():
-        assert (tokens, reason) == want[key][:2], (where, key)
-        worst = max(abs(a - b) for a, b in zip(logprobs, want[key][2], strict=True))
-        assert worst < TOLERANCE, (where, key, worst)
 
 
 def check_counters(counters: dict[str, int], mode: str, where: Any) -> None:
@@ -172,7 +141,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
                 continue
             weights, want = torch.load(folder / f"{kind}.pt")
             model = build(kind, sizes)
-            take_part(model, weights)
+            ranks.take_part(model, weights)
             if layout == "DP2 x TP2":
                 settings = settings | {"pool_blocks": 10, "paused_blocks": 1}  # a replica has half of the requests
             engine = make_engine(model, settings)
@@ -180,23 +149,22 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
             assert groups.engine_size * groups.dp_size == size, groups
             order = list(range(len(work)))[:: 1 - 2 * groups.dp_rank]  # another one on the second replica
             got = play(engine, work, order, eventful=True)
-            assert got.keys() == want.keys()
-            check_same(got, want, (layout, kind))
+            ranks.assert_same_account(got, want, (layout, kind))
             check_counters(engine.stats().counters, settings["preemption_mode"], (layout, kind))
             if "drafts_for_itself" in settings:
                 found = engine.spec_decode_metrics()
                 assert found.num_drafted - found.num_accepted in (0, 4), found  # "gone" may be aborted in a step
                 assert found.num_accepted > 50, found
             engine.rank_group.lockstep.close()
-        if layout == SPLIT:
+        if layout in SPLIT:
             check_split(rank, sizes, folder, [*MODELS][part::2])
-    new_groups(**LAYOUTS[SPLIT])
+    new_groups(**LAYOUTS[SPLIT[0]])
     check_one_sided_failure(rank)  # last: it breaks the groups
 
 
 def check_one_sided_failure(rank: int) -> None:
     """A forward that raises on one rank of a stage: the others of the stage have waited for it in vain."""
-    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=10, check_invariants=False)
+    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT[0]]), collective_timeout_s=10, check_invariants=False)
     if rank == 1:
 
         def raising(*args: Any) -> Any:
@@ -211,19 +179,82 @@ def check_one_sided_failure(rank: int) -> None:
 
 
 def check_split(rank: int, sizes: dict[str, int], folder: Path, kinds: list[str]) -> None:
-    """Steps of sequence-parallel training over stages, and generation between them."""
+    """Steps of sequence-parallel training, and generation between them."""
     for kind in kinds:
         model = build(kind, sizes, sequence_parallel=True)
-        take_part(model, torch.load(folder / f"{kind}.pt")[0])
-        got, want = rounds(model, train=train_stage), torch.load(folder / f"{kind}.rounds.pt")
+        ranks.take_part(model, torch.load(folder / f"{kind}.pt")[0])
+        got, want = rounds(model, train_stage if PP in sizes else train_whole), torch.load(folder / f"{kind}.rounds.pt")
         for mine, its in zip(got["losses"], want["losses"], strict=True):
             assert abs(mine - its) < 1e-5, (kind, got["losses"], want["losses"])
-        if rank == 0:
-            check_rounds(got, want, kind)
+        if got["answers"][0]:
+            for mine, its in zip(got["answers"], want["answers"], strict=True):
+                ranks.assert_same_account(mine, its, kind, tolerance=2e-5)
 
 
-def train_stage(model: torch.nn.Module, step: int, *, split: bool) -> float:
-    """`test_sequence_parallel.train` of a stage of two -> the loss, on every rank."""
+def rounds(model: torch.nn.Module, train: Callable[[torch.nn.Module, int], float]) -> dict[str, Any]:
+    """Generate and train by turns -> answers and losses. train: a step of the trainer."""
+    split = model.config.sequence_parallel
+    flags = flags_of(model)
+    settings = {"enable_chunked_prefill": True, "max_tokens": 40, "enable_prefix_caching": True}
+    if hasattr(model, "hybrid_override_pattern"):
+        settings["prefix_caching_mamba_gb"] = 0.01
+    engine = ranks.make_engine(model, **settings)
+    leads = engine.rank_group.groups.is_leader
+    found: dict[str, Any] = {"answers": [], "losses": []}
+    for step in range(STEPS + 1):
+        prompts, params = zip(*ranks.workload(5), strict=True)
+        outputs = engine.generate(list(prompts), list(params)) if leads else engine.generate([])
+        found["answers"].append(ranks.account(outputs))
+        assert flags_of(model) == flags and model.config.sequence_parallel == split
+        if step < STEPS:
+            found["losses"].append(train(model, step))
+    engine.rank_group.lockstep.close()
+    return found
+
+
+def flags_of(model: torch.nn.Module) -> dict[str, bool]:
+    named = [*model.named_modules(), *model.named_parameters()]
+    return {name: thing.sequence_parallel for name, thing in named if hasattr(thing, "sequence_parallel")}
+
+
+def train_whole(model: torch.nn.Module, step: int) -> float:
+    """A step of gradient descent on a model that is not in stages, as the trainer takes it -> its loss."""
+    ids, positions = training_batch(step)
+    widths: list[int] = []
+    hook = model.decoder.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(len(kwargs.get("hidden_states", args[0] if args else None))),
+        with_kwargs=True,
+    )
+    split = model.config.sequence_parallel
+    model.train()
+    with cpu_shim(1) if split else contextlib.nullcontext():
+        loss = model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
+        loss.backward()
+    hook.remove()
+    assert widths == [6 if split else 12], "the tokens were not spread over the ranks"
+    descend(model)
+    return loss.item()
+
+
+def training_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, positions)"""
+    ids = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(step))
+    return ids, torch.arange(12)[None].expand(2, -1)
+
+
+def descend(model: torch.nn.Module) -> None:
+    """Take a step down the gradients, and leave the model as inference wants it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if model.config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+                torch.distributed.all_reduce(parameter.grad, group=model.pg_collection.tp)
+            parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+            parameter.grad = None
+    model.eval()
+
+
+def train_stage(model: torch.nn.Module, step: int) -> float:
+    """`train_whole` on a stage of two, with sequence parallelism -> the loss, on every rank."""
     ids, positions = training_batch(step)
     stages = torch.distributed.get_process_group_ranks(model.pg_collection.pp)
     received = torch.empty(len(ids[0]) // 2, len(ids), model.config.hidden_size)
@@ -242,7 +273,7 @@ def train_stage(model: torch.nn.Module, step: int, *, split: bool) -> float:
             loss = model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
             loss.backward()
             torch.distributed.send(received.grad, stages[0])
-    descend(model, split=split)
+    descend(model)
     loss = loss.detach().reshape(1).clone()
     torch.distributed.broadcast(loss, stages[1], group=model.pg_collection.pp)
     return loss.item()
@@ -260,10 +291,10 @@ def test_mixed_layouts_give_what_one_process_gives(tmp_path: Path, part: int) ->
     torch.set_num_threads(1)
     for kind, make in MODELS.items():
         model = make()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = ranks.weights_of(model)
         work = ranks.workload(WORK)
         want = play(make_engine(model, {}), work, list(range(len(work))), eventful=False)
         torch.save((weights, want), tmp_path / f"{kind}.pt")
         if kind in [*MODELS][part::2]:
-            torch.save(rounds(model), tmp_path / f"{kind}.rounds.pt")
+            torch.save(rounds(model, train_whole), tmp_path / f"{kind}.rounds.pt")
     run_on_ranks(on_rank, 4, tmp_path, part)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+from engine_ranks import weights_of
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import answers_in, make_session
 from trainers import MegatronTrainer
 from training_case import loss_over, sequences_of
@@ -63,7 +64,7 @@ def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
         kind, sizes, exact = LAYOUTS[name]
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
         weights, want, answers = cases[kind]
-        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if PP in sizes else {}
+        stages = stage_ends(rank, size) if PP in sizes else {}
         with cpu_shim(4):  # a tied embedding on two stages
             model = MODELS[kind](**sizes, **stages)
         apply(model, weights)
@@ -117,7 +118,7 @@ def test_every_layout_trains_an_adapter_like_one_process(names: list[str], tmp_p
     cases: dict[str, Any] = {}
     for kind, make in MODELS.items():
         model = make()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = weights_of(model)
         adapter, _, answers = trained(model, exact=False)
         pairs = {path: (pair.a, pair.b) for path, pair in adapter.to_adapter().pairs.items()}
         cases[kind] = weights, pairs, answers

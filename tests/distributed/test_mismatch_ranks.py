@@ -9,7 +9,8 @@ from typing import Any
 import mismatch_case as case
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+from engine_ranks import weights_of
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import make_session
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
     for name in names:
         sizes = LAYOUTS[name]
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
-        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if name == "PP2" else {}
+        stages = stage_ends(rank, size) if name == "PP2" else {}
         model = tiny_gpt(**MODEL, **sizes, **stages, **(EXPERTS if name == "EP2" else {}))
         if name == "EP2":
             share_what_is_not_expert(model)
@@ -115,7 +116,7 @@ def test_all_ranks_have_the_figures_and_the_place_of_one_process(tmp_path: Path,
     torch.set_num_threads(1)
     model = tiny_gpt(**MODEL)
     adopt(model)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = weights_of(model)
     session = make_session(model, settings={"check_invariants": False})
     want = case.rollout(session, MismatchMeter(session, share=0.5)).figures.num_tokens
     assert 0 < want < 144

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import engine_ranks
-import gloo_ranks
 import pytest
 import stage_case
 import torch
+from engines import finish
+from gloo_ranks import new_groups, run_on_ranks
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 
-pytestmark = pytest.mark.long
 POLICIES = {
     "prefill_first": {"batching": "prefill_first", "max_batch_total_tokens": 520, "admission_watermark": 0.7},
     "phased": {
@@ -25,8 +24,8 @@ POLICIES = {
         "enable_prioritize_first_decode": True,
     },
 }
-NAMES = {"tied": "attention", "last stage without Mamba": "hybrid"}
-"""Staged model -> kind of the tensor-parallel one."""
+NAMES = ("tied", "last stage without Mamba")
+LAYOUTS = ("pipeline", "tensor")
 TYPES = [("target", torch.int64, True), ("scale", torch.float32, False)]
 
 
@@ -94,37 +93,21 @@ def push(logits: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
     logits[torch.arange(len(logits)), metadata["target"]] += metadata["scale"].to(logits.dtype)
 
 
-def finish(engine: DynamicInferenceEngine) -> dict:
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
+def on_rank(rank: int, size: int, folder: Path) -> None:
+    expected = json.loads((folder / "expected.json").read_text())
+    for layout in LAYOUTS:
+        new_groups(**{f"{layout}_model_parallel_size": size})
+        for name in NAMES:
+            model = stage_case.load_model(folder, name, **{f"{layout}_parallel": size})
+            check(model, expected[name], folder, f"{name}, {layout}")
 
 
-def run_stages(rank: int, size: int, folder: Path) -> None:
-    for name, expected in json.loads((folder / "expected.json").read_text()).items():
-        check(stage_case.load_model(folder, name, pipeline_parallel=size), expected, folder, name)
-
-
-def test_pipeline_stages(tmp_path):
-    saved = {}
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_two_ranks_answer_under_each_policy_as_one_process_without(tmp_path: Path) -> None:
+    expected = {}
     for name in NAMES:
-        stage_case.save_checkpoint(stage_case.MODELS[name](), tmp_path / name)
-        saved[name] = stage_case.generate(stage_case.make_engine(stage_case.load_model(tmp_path, name)))
-    stage_case.write_json(tmp_path / "expected.json", saved)
-    gloo_ranks.run_on_ranks(run_stages, 2, tmp_path)
-
-
-def run_tensor_parallel(rank: int, size: int, folder: str) -> None:
-    for kind, expected in json.loads(Path(folder, "expected.json").read_text()).items():
-        check(engine_ranks.part_of_model(kind, folder, rank, size), expected, Path(folder), kind)
-
-
-def test_tensor_parallel_ranks(tmp_path):
-    saved = {}
-    for kind in NAMES.values():
-        model = engine_ranks.whole_model(kind)
-        torch.save(model.state_dict(), tmp_path / f"{kind}.weights.pt")
-        saved[kind] = stage_case.generate(stage_case.make_engine(model))
-    stage_case.write_json(tmp_path / "expected.json", saved)
-    engine_ranks.run_ranks(run_tensor_parallel, tmp_path)
+        stage_case.save_model(tmp_path, name)
+        expected[name] = stage_case.generate(stage_case.make_engine(stage_case.load_model(tmp_path, name)))
+    stage_case.write_json(tmp_path / "expected.json", expected)
+    run_on_ranks(on_rank, 2, tmp_path)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+from engine_ranks import weights_of
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SwitchFailed
+from megatron_infer.memory.device import Device
 from megatron_infer.rl.scoring import VocabParallelLogprob
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.rl.updates import apply
@@ -79,21 +81,6 @@ def score(session: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
         return session.score(sequences)
 
 
-def on_memory_of_their_own(rank: int, size: int, folder: Path) -> None:
-    from megatron_infer.memory.device import Device
-
-    Device.available_bytes = lambda self: (6 + 2 * rank) << 30  # type: ignore[method-assign]
-    new_groups(tensor_model_parallel_size=size)
-    session = RolloutSession(tiny_gpt(**MODEL, tensor_model_parallel_size=size), None, meter=None)
-    assert session.engine.config.buffer_size_gb == 0.75  # a quarter of this rank's half of the smaller figure
-    session.engine.rank_group.lockstep.close()
-
-
-@pytest.mark.timeout(60)
-def test_ranks_with_other_free_memory_derive_the_same_options(tmp_path: Path) -> None:
-    run_on_ranks(on_memory_of_their_own, 2, tmp_path)
-
-
 def flags_of(model: torch.nn.Module) -> list[Any]:
     named = [(module.training, getattr(module, "sequence_parallel", None)) for module in model.modules()]
     return [*named, sum(len(module._forward_pre_hooks) for module in model.modules())]
@@ -105,7 +92,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
     for name, sizes in LAYOUTS.items():
         groups = {key: value for key, value in sizes.items() if key.endswith("_size")}
         new_groups(**groups)
-        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if "PP2" in name else {}
+        stages = stage_ends(rank, size) if "PP2" in name else {}
         model = tiny_gpt(**MODEL, **sizes, **stages)
         apply(model, weights)
         late = "late" in name
@@ -129,7 +116,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
 def test_every_layout_of_a_trainer_generates_and_trains_like_one_process(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = tiny_gpt(**MODEL)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = weights_of(model)
     trainer = MegatronTrainer(model, distributed=True, smooth=True)
     want = rounds(trainer, make_session([trainer.model], trainer.optimizer))
     assert want["answers"][0] != want["answers"][-1], "the steps change nothing"
@@ -173,13 +160,24 @@ def check_split_logprobs(rank: int) -> None:
     torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[rank], atol=1e-6, rtol=1e-6)
 
 
+def check_options_of_other_memory(rank: int, size: int) -> None:
+    """Ranks with other free memory derive the same options."""
+    new_groups(tensor_model_parallel_size=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "available_bytes", lambda self: (6 + 2 * rank) << 30)
+        session = RolloutSession(tiny_gpt(**MODEL, tensor_model_parallel_size=size), None, meter=None)
+    assert session.engine.config.buffer_size_gb == 0.75  # a quarter of this rank's half of the smaller figure
+    session.engine.rank_group.lockstep.close()
+
+
 def on_faults(rank: int, size: int, folder: Path, every: int) -> None:
     """every: of how many faults one is tried, of either rank another."""
+    check_options_of_other_memory(rank, size)
     one, other = torch.load(folder / "pair.pt")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         new_groups(**{name: size})
         in_stages = name.startswith("pipeline")
-        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if in_stages else {}
+        stages = stage_ends(rank, size) if in_stages else {}
         model = tiny_gpt(**MODEL, **stages, **{name: size})
         apply(model, one)
         session = make_session(model, settings={"collective_timeout_s": 60}, suspend_mode="recompute")
@@ -231,6 +229,6 @@ def broken_stream(state: dict[str, torch.Tensor], victim: int, breaks: bool) -> 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_fault_on_either_rank_in_any_phase_is_undone_on_both(tmp_path: Path, every: int) -> None:
     models = [tiny_gpt(**MODEL, seed=seed) for seed in (0, 7)]
-    pair = [{name: parameter.detach().clone() for name, parameter in model.named_parameters()} for model in models]
+    pair = [weights_of(model) for model in models]
     torch.save(pair, tmp_path / "pair.pt")
     run_on_ranks(on_faults, 2, tmp_path, every)

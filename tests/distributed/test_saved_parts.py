@@ -9,7 +9,7 @@ from typing import Any
 import engine_ranks as ranks
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 
 from megatron_infer.engine.durable import rank_files as saved_parts
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -22,10 +22,7 @@ HOW = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_
 
 
 def staged(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    def build(rank: int) -> torch.nn.Module:
-        return make(pre_process=rank == 0, post_process=rank == 1, **{PP: 2})
-
-    return build
+    return lambda rank: make(**stage_ends(rank, 2), **{PP: 2})
 
 
 CASES: dict[str, tuple[dict[str, int], Callable[[int], torch.nn.Module]]] = {
@@ -53,8 +50,7 @@ def finish(engine: DynamicInferenceEngine) -> dict[str, Any]:
     done = []
     while engine.has_unfinished():
         done += [output for output in engine.step() if output.finished]
-    stats = engine.stats()
-    assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
+    ranks.assert_no_block_leaked(engine)
     engine.rank_group.lockstep.close()
     return ranks.account(done)
 
@@ -82,18 +78,11 @@ def check_return(model: torch.nn.Module, rank: int, path: Path) -> dict[str, Any
         report = engine.load_requests(path)
         assert len(report.with_kv) > 2 and not report.recomputed, report
         assert len(report.loaded) == 7
-        same(finish(engine), want)
+        ranks.assert_same_account(finish(engine), want)
         if not caching:
             rest = source.stats().counters["prefill_tokens"] - before
             assert engine.stats().counters["prefill_tokens"] <= rest, "something was computed twice"
     return want
-
-
-def same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    assert got.keys() == want.keys()
-    for key, (tokens, reason, logprobs) in want.items():
-        assert got[key][:2] == (tokens, reason), key
-        torch.testing.assert_close(torch.tensor(got[key][2]), torch.tensor(logprobs), atol=1e-5, rtol=0)
 
 
 def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: dict[str, Any]) -> None:
@@ -131,7 +120,7 @@ def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: di
     report = engine.load_requests(path)
     assert not report.with_kv and report.recomputed
     assert all("rank 1: the part of rank 1 is missing" in why for why in report.recomputed.values()), report
-    same(finish(engine), want)
+    ranks.assert_same_account(finish(engine), want)
 
 
 def check_following(model: torch.nn.Module, rank: int, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo_ranks import new_groups, run_on_ranks
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import PARAMS, make_session, prompts
 from training_case import loss_over, sequences_of
 
@@ -109,7 +109,7 @@ def on_cpus(rank: int, size: int, folder: Path) -> None:
     torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     for name, sizes in ASKS_FOR_CUDA.items():
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("parallel_size")})
-        ends = {"pre_process": rank == 0, "post_process": rank == 1} if name == "pipeline stages" else {}
+        ends = stage_ends(rank, 2) if name == "pipeline stages" else {}
         with cpu_shim():
             session = make_session(tiny_gpt(num_layers=2, **sizes, **ends), settings={"collective_timeout_s": 60})
         optimizer = torch.optim.SGD(session.model.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ def on_stages(rank: int, size: int, folder: Path, name: str, victims: list[int])
     for victim in victims:
         new_groups(**sizes)
         with cpu_shim(4):
-            ends = {"pre_process": stage == 0, "post_process": stage == num_stages - 1}
+            ends = stage_ends(stage, num_stages)
             session = make_session(
                 tiny_gpt(num_layers=num_stages, **sizes, **ends).train(),
                 settings={"collective_timeout_s": 60},

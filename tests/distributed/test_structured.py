@@ -44,38 +44,22 @@ def play(whole_or_part: torch.nn.Module, **settings: Any) -> list[Any]:
 
 def on_rank(rank: int, size: int, folder: Path) -> None:
     want = [[tuple(one) for one in output] for output in json.loads((folder / "want.json").read_text())]
-    for name in ("tensor", "pipeline"):
+    for name in ("pipeline", "tensor"):
         ranks.new_groups(**{f"{name}_model_parallel_size": size})
         part = build_model(CheckpointSource(folder / "model"), **{f"{name}_parallel": size})
-        for settings in (BUSY, {}):
-            assert play(part, **settings) == want, (name, settings)
-
-
-@pytest.mark.long
-def test_two_ranks_draw_what_one_process_does(tmp_path):
-    save_checkpoint(model(), tmp_path / "model")
-    (tmp_path / "want.json").write_text(json.dumps(play(build_model(CheckpointSource(tmp_path / "model")))))
-    ranks.run_on_ranks(on_rank, 2, tmp_path)
-
-
-def drafting_on_rank(rank: int, size: int, folder: Path) -> None:
-    want = [[tuple(one) for one in output] for output in json.loads((folder / "want.json").read_text())]
-    for name in ("tensor", "pipeline"):
-        ranks.new_groups(**{f"{name}_model_parallel_size": size})
-        part = build_model(CheckpointSource(folder / "model"), **{f"{name}_parallel": size})
-        drafts: list[dict[str, Any]] = [{"method": method} for method in DRAFTS]
+        drafts: list[dict[str, Any]] = [{}, *({"method": method} for method in DRAFTS)]
         if name == "tensor":  # a draft model drafts for the requests without structured output
             drafts += [{"method": (*method, "draft"), "draft_model": part} for method in DRAFTS]
             drafts.append({"method": ("draft", "grammar"), "draft_model": part})
         for how in drafts:
             for settings in (BUSY, {}):
-                speculative = {"num_speculative_tokens": 5, "adaptive": not settings, **how}
-                assert play(part, speculative=speculative, **settings) == want, (name, how["method"], settings)
+                speculative = {"num_speculative_tokens": 5, "adaptive": not settings, **how} if how else None
+                assert play(part, speculative=speculative, **settings) == want, (name, how.get("method"), settings)
+    check_refusals(part, rank, folder)
 
 
-def refused_on_rank(rank: int, size: int, folder: Path) -> None:
-    ranks.new_groups(tensor_model_parallel_size=size)
-    part = build_model(CheckpointSource(folder / "model"), tensor_parallel=size)
+def check_refusals(part: torch.nn.Module, rank: int, folder: Path) -> None:
+    """What cannot draft on one of two tensor-parallel ranks is refused on both."""
     os.chdir(folder if rank == 0 else folder / "model")  # where the second rank finds no draft model
     for speculative, tokens, message in (
         ({"method": "grammar"}, None if rank else tokenizer(), "has no tokenizer for it on every rank"),
@@ -89,16 +73,11 @@ def refused_on_rank(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_cannot_draft_on_one_rank_is_refused_on_all(tmp_path):
-    save_checkpoint(model(), tmp_path / "model")
-    ranks.run_on_ranks(refused_on_rank, 2, tmp_path)
-
-
-@pytest.mark.long
-def test_two_ranks_that_draft_draw_what_one_process_does(tmp_path):
+@pytest.mark.timeout(280)
+def test_two_ranks_draw_what_one_process_does_with_drafts_and_without(tmp_path):
     save_checkpoint(model(), tmp_path / "model")
     (tmp_path / "want.json").write_text(json.dumps(play(build_model(CheckpointSource(tmp_path / "model")))))
-    ranks.run_on_ranks(drafting_on_rank, 2, tmp_path)
+    ranks.run_on_ranks(on_rank, 2, tmp_path)
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9])

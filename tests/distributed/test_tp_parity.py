@@ -1,29 +1,46 @@
-"""Two tensor-parallel ranks give the tokens and logprobs of one process, whatever the scheduler does."""
+"""Two ranks give the tokens and logprobs of one process, whatever the scheduler does: layers or experts are divided."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import engine_ranks as ranks
 import pytest
 import torch
+from gloo_ranks import new_groups, run_on_ranks
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 Engine = DynamicInferenceEngine
-TOLERANCE = 1e-5
+Act = Callable[[Engine, int], None]
+"""What is done before a step of that number."""
 CACHED = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru", "prefix_caching_mamba_gb": 0.01}
+CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 40}
 TINY_POOL = {"pool_blocks": 14, "paused_blocks": 6}
+SWAPPED = {**TINY_POOL, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
+SHAPE = {"position_embedding_type": "rope", "init_method_std": 0.2}
+SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "attention": lambda **sizes: tiny_gpt(**ranks.GPT, **sizes),
+    "hybrid": lambda **sizes: tiny_hybrid("M*-M", **ranks.HYBRID, **sizes),
+    "experts": lambda **sizes: tiny_gpt(**EXPERTS, **SHAPE, **SHARED, **sizes),
+    "hybrid of experts": lambda **sizes: tiny_hybrid("ME*-ME", **SHAPE, **sizes),
+}
+TP2, EP2 = "TP2", "EP2"
+LAYOUTS = {TP2: {"tensor_model_parallel_size": 2}, EP2: {"expert_model_parallel_size": 2}}
+MOVED_EXPERTS = (2, 3)
+"""Of four: on the second of two ranks where experts are whole."""
 
 
 def nothing(engine: Engine, step: int) -> None:
     pass
 
 
-def suspending(mode: str) -> Callable[[Engine, int], None]:
+def suspending(mode: str) -> Act:
     def act(engine: Engine, step: int) -> None:
         if step in (3, 9, 14):
             report = engine.suspend(mode)
@@ -51,101 +68,134 @@ def pausing(engine: Engine, step: int) -> None:
         engine.reset_prefix_cache()
 
 
-SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Engine, int], None]]] = {
-    "plain": ({}, {}, nothing),
-    "chunked": ({"enable_chunked_prefill": True, "max_tokens": 40}, {}, nothing),
-    "prefixes": ({**CACHED, "max_requests": 4, "enable_chunked_prefill": True, "max_tokens": 64}, {}, nothing),
-    "evicting": (TINY_POOL, {}, nothing),
-    "swapping": ({**TINY_POOL, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01}, {}, nothing),
-    "by price": ({**TINY_POOL, "preemption_mode": "auto", "swap_buffer_size_gb": 0.01}, {}, nothing),
-    "overlapped": ({"overlap": True, **TINY_POOL}, {}, nothing),
-    "persist": ({}, {}, suspending("persist")),
-    "offload": ({**CACHED, **TINY_POOL}, {}, suspending("offload")),
-    "recompute": ({"overlap": True}, {}, suspending("recompute")),
-    "update": ({"overlap": True}, {}, updating),
-    "pause": (CACHED, {}, pausing),
-    "sampled": ({}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "n": 2}, nothing),
-    "processed": ({"logprobs_mode": "processed"}, {"temperature": 0.7, "repetition_penalty": 1.2}, nothing),
+def moving_experts(engine: Engine, step: int) -> None:
+    """Some experts change, and the engine is not told: where experts are whole only one rank can see it."""
+    if step not in (4, 12):
+        return
+    groups, changed = engine.rank_group.groups, 0
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            expert = ranks.expert_of(name)
+            if expert is not None and expert + 2 * groups.ep_rank in MOVED_EXPERTS:
+                parameter.mul_(1.2)
+                changed += 1
+    assert bool(changed) == (groups.ep_size == 1 or groups.ep_rank == 1)
+
+
+class Scenario(NamedTuple):
+    settings: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    act: Act = nothing
+    layouts: tuple[str, ...] = (TP2, EP2)
+    """Of a model with experts."""
+
+
+PLAIN = {
+    "plain": Scenario(),
+    "chunked": Scenario(CHUNKED),
+    "prefixes": Scenario({**CACHED, "max_requests": 4, "enable_chunked_prefill": True, "max_tokens": 64}),
+    "evicting": Scenario(TINY_POOL),
+    "swapping": Scenario(SWAPPED),
+    "by price": Scenario(SWAPPED | {"preemption_mode": "auto"}),
+    "overlapped": Scenario({"overlap": True, **TINY_POOL}),
+    "persist": Scenario(act=suspending("persist")),
+    "offload": Scenario({**CACHED, **TINY_POOL}, act=suspending("offload")),
+    "recompute": Scenario({"overlap": True}, act=suspending("recompute")),
+    "update": Scenario({"overlap": True}, act=updating),
+    "pause": Scenario(CACHED, act=pausing),
+    "sampled": Scenario(sampling={"temperature": 0.8, "top_k": 50, "top_p": 0.9, "n": 2}),
+    "processed": Scenario({"logprobs_mode": "processed"}, {"temperature": 0.7, "repetition_penalty": 1.2}),
 }
-ATTENTION_ONLY = ("processed",)
+WITH_EXPERTS = {
+    "prefixes": PLAIN["prefixes"],
+    "evicting": Scenario({**TINY_POOL, **CACHED}, layouts=(EP2,)),
+    "swapping, overlapped": Scenario(SWAPPED | {"overlap": True}),
+    "persist": Scenario(CACHED, act=suspending("persist"), layouts=(EP2,)),
+    "offload": PLAIN["offload"],
+    "recompute": PLAIN["recompute"]._replace(layouts=(EP2,)),
+    "pause": PLAIN["pause"]._replace(layouts=(EP2,)),
+    "sampled": PLAIN["sampled"]._replace(settings=CHUNKED),
+    "experts change": Scenario(CACHED | {"overlap": True}, act=moving_experts),
+}
 EACH = 7
-PARTS = ((0,), (1, 3, 5), (2, 4, 6))
-"""Which scenarios a part has: every EACH-th from these numbers on."""
+PLAIN_PARTS = ((0,), (1, 3, 5), (2, 4, 6))
+"""Which scenarios of PLAIN a part has: every EACH-th from these numbers on."""
+NUM_PARTS = len(PLAIN_PARTS) + 2
 
 
-def settings_of(name: str, kind: str) -> dict[str, Any]:
-    settings = dict(SCENARIOS[name][0])
-    if kind == "attention":
+def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
+    """Those of a part by kind of model, others for the other kind; those of all parts together are all."""
+    if part >= len(PLAIN_PARTS):
+        first, names = part - len(PLAIN_PARTS), [*WITH_EXPERTS]
+        chosen = {"experts": names[first::2], "hybrid of experts": names[1 - first :: 2]}
+        return {kind: {name: WITH_EXPERTS[name] for name in chosen[kind]} for kind in chosen}
+    found: dict[str, dict[str, Scenario]] = {}
+    for kind, shift in (("attention", 0), ("hybrid", 3)):
+        names = [name for name in PLAIN if kind == "attention" or name != "processed"]
+        found[kind] = {name: PLAIN[name] for at in PLAIN_PARTS[part] for name in names[(at + shift) % EACH :: EACH]}
+    return found
+
+
+def play(model: torch.nn.Module, kind: str, scenario: Scenario) -> tuple[dict[str, Any], dict[str, int]]:
+    """A scenario, step by step: the leader adds requests, the others follow -> (account, the engine's counters)."""
+    settings = dict(scenario.settings)
+    if "hybrid" not in kind:
         settings.pop("prefix_caching_mamba_gb", None)
-    return settings
-
-
-def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = None) -> list[Any]:
-    """A scenario, step by step: the leader adds requests, the others hear of them. act: in place of its own."""
-    _, how, usual = SCENARIOS[name]
-    act = act or usual
-    leads = engine.rank_group.groups.is_leader
-    work = ranks.workload(**how)
-    done, step = [], 0
+    engine = ranks.make_engine(model, **settings)
+    work, done, step = ranks.workload(**scenario.sampling), [], 0
 
     def add(part: list[tuple[list[int], SamplingParams]], first: int) -> None:
-        for i, (prompt, params) in enumerate(part, start=first):
+        for i, (prompt, params) in enumerate(part if engine.rank_group.groups.is_leader else (), start=first):
             engine.add_request(prompt, params, request_id=str(i), stream="final")
 
-    if leads:
-        add(work[:6], 0)
+    add(work[:6], 0)
     while engine.has_unfinished():
-        if step == 5 and leads:
+        if step == 5:
             add(work[6:], 6)
-        act(engine, step)
+        scenario.act(engine, step)
         done += [output for output in engine.step() if output.finished]
         step += 1
-    stats = engine.stats()
-    assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
-    if "pool_blocks" in SCENARIOS[name][0] and name != "offload":
-        assert stats.counters["evicted"] or stats.counters["paused"], "the pool was never short"
-    return done
+    ranks.assert_no_block_leaked(engine)
+    counters = dict(engine.stats().counters)
+    if "pool_blocks" in settings and scenario is not PLAIN["offload"]:
+        assert counters["evicted"] or counters["paused"], "the pool was never short"
+    if scenario.act is moving_experts:
+        assert engine.weights.num_updates == 2, engine.weights.num_updates
+    engine.rank_group.lockstep.close()
+    return ranks.account(done), counters
 
 
-def scenarios_of(kind: str, part: int) -> list[str]:
-    """Others for the other kind of model; those of all parts together are all."""
-    names = [name for name in SCENARIOS if kind == "attention" or name not in ATTENTION_ONLY]
-    return [name for first in PARTS[part] for name in names[(first + 3 * (kind == "hybrid")) % EACH :: EACH]]
-
-
-def check_parity(rank: int, size: int, folder: str) -> None:
-    worst = 0.0
-    for kind in ("attention", "hybrid"):
-        for name in SCENARIOS:
-            if not Path(folder, f"{kind}.{name}.pt").exists():
-                continue  # of the other part
-            engine = ranks.make_engine(ranks.part_of_model(kind, folder, rank, size), **settings_of(name, kind))
-            assert engine.shape.num_kv_heads == 2 // size
-            got, want = ranks.account(play(engine, name)), torch.load(f"{folder}/{kind}.{name}.pt")
-            assert got.keys() == want.keys()
-            for key, (tokens, reason, logprobs) in want.items():
-                assert got[key][:2] == (tokens, reason), (kind, name, key)
-                worst = max(worst, *(abs(a - b) for a, b in zip(got[key][2], logprobs, strict=True)))
-            assert worst < TOLERANCE, (kind, name, worst)
-            engine.rank_group.lockstep.close()
-    Path(folder, f"worst.{rank}").write_text(str(worst))
+def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
+    for layout, sizes in LAYOUTS.items():
+        new_groups(**sizes)
+        for kind, scenarios in scenarios_of(part).items():
+            has_experts = "experts" in kind
+            if layout != TP2 and not has_experts:
+                continue
+            model, weights = MODELS[kind](**sizes), torch.load(folder / f"{kind}.pt")
+            for name, scenario in scenarios.items():
+                if layout not in scenario.layouts and has_experts:
+                    continue
+                ranks.take_part(model, weights)
+                got, counters = play(model, kind, scenario)
+                want, expected_counters = torch.load(folder / f"{kind}.{name}.pt")
+                ranks.assert_same_account(got, want, (layout, kind, name))
+                assert counters == expected_counters or not has_experts, (layout, kind, name)
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, len(PARTS)))])
-def test_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int):
-    """Attention and hybrid: chunks, prefixes, pauses, evictions, swaps, overlap, suspends, updates; check_invariants
-    compares the ranks' plans in every step."""
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_PARTS))])
+def test_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
+    """Chunks, prefixes, pauses, evictions, swaps, overlap, suspends, and updates, also those that only one rank sees;
+    check_invariants compares the ranks' plans in every step."""
     torch.set_num_threads(1)
-    for kind in ("attention", "hybrid"):
-        model = ranks.whole_model(kind)
-        weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-        torch.save(weights, tmp_path / f"{kind}.weights.pt")
-        for name in scenarios_of(kind, part):
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    parameter.copy_(weights[key])
-            done = play(ranks.make_engine(model, **settings_of(name, kind)), name)
-            torch.save(ranks.account(done), tmp_path / f"{kind}.{name}.pt")
-    ranks.run_ranks(check_parity, tmp_path)
-    print("worst logprob difference", (tmp_path / "worst.0").read_text())
+    for kind, scenarios in scenarios_of(part).items():
+        model = MODELS[kind]()
+        weights = ranks.weights_of(model)
+        torch.save(weights, tmp_path / f"{kind}.pt")
+        for name, scenario in scenarios.items():
+            ranks.take_part(model, weights)
+            got, counters = play(model, kind, scenario)
+            assert counters["prefix_hits"] or name != "prefixes", counters
+            torch.save((got, counters), tmp_path / f"{kind}.{name}.pt")
+    run_on_ranks(on_rank, 2, tmp_path, part)

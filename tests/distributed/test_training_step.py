@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import new_groups, run_on_ranks
+import training_case
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import make_session
 from trainers import MegatronTrainer, TorchTrainer
 from training_case import assert_equal, error_of, gradients, loss_over, megatron_backward, sequences_of
@@ -17,15 +18,7 @@ from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
-EXPERTS: dict[str, Any] = {
-    "num_layers": 4,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.3,
-    "moe_z_loss_coeff": 0.1,
-}
+EXPERTS = training_case.EXPERTS | {"num_layers": 4}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "qk_layernorm": True}
 PP = {"pipeline_model_parallel_size": 2, "share_embeddings_and_output_weights": True, "num_layers": 4}
 EVEN, EVEN_GROUPS, EVEN_LIMIT = [12, 12, 8, 8, 8], [[0, 1], [2, 3, 4]], 24
@@ -50,7 +43,7 @@ CASES: dict[str, Any] = {
 
 
 def model_of(settings: dict[str, Any], rank: int) -> Any:
-    stages = {"pre_process": rank == 0, "post_process": rank == 1} if "pipeline_model_parallel_size" in settings else {}
+    stages = stage_ends(rank, 2) if "pipeline_model_parallel_size" in settings else {}
     with cpu_shim(2):  # tied embeddings of two stages are moved to CUDA
         return tiny_gpt(**settings, **stages)
 

@@ -1,8 +1,9 @@
-"""What is done to a model's modules in test_module_guard, how it is undone, and the words of its refusal."""
+"""What is done to a model's modules, when, how it is undone, and the words of its refusal; on one rank or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
+from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 SETTINGS: dict[str, Any] = {"init_method_std": 0.2}
@@ -35,6 +37,7 @@ CONFIG: dict[str, Any] = {
 PROMPT = list(range(5, 40))
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, logprobs=1)
 Undo = Callable[[], Any]
+Answer = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -232,17 +235,20 @@ def engine_of(model: Any) -> DynamicInferenceEngine:
     return DynamicInferenceEngine(model, config_of(model))
 
 
-def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> tuple[list[int], list[float]]:
+def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> Answer:
     return read(engine.generate([prompt], GREEDY)[0])
 
 
-def read(output: Any) -> tuple[list[int], list[float]]:
+def read(output: Any) -> Answer:
     (found,) = output.outputs
     assert found.finish_reason == "length", output
     return list(found.token_ids), engines.logprobs_of(found)
 
 
-def check_equal(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> None:
+def check_equal(found: Answer | None, wanted: Answer | None) -> None:
+    """found: None on a rank that has no output."""
+    if found is None or wanted is None:
+        return
     assert found[0] == wanted[0]
     assert found[1] == pytest.approx(wanted[1], abs=1e-5)
 
@@ -253,3 +259,131 @@ def refusing(words: str) -> Any:
 
 def run_to_end(engine: DynamicInferenceEngine) -> list[Any]:
     return list(engines.finish(engine).values())
+
+
+@contextmanager
+def engine_on(model: Any) -> Iterator[DynamicInferenceEngine]:
+    engine = engine_of(model)
+    try:
+        yield engine
+    finally:
+        engine.rank_group.lockstep.close()
+
+
+def fresh_answer(model: Any) -> Answer:
+    with engine_on(model) as engine:
+        return answer(engine)
+
+
+def add(engine: DynamicInferenceEngine) -> None:
+    if engine.rank_group.groups.is_leader:
+        engine.add_request(PROMPT, GREEDY)
+
+
+def finished(engine: DynamicInferenceEngine) -> Answer | None:
+    """Of the one request of `add`, run to its end; None on a rank that is not the leader."""
+    outputs = run_to_end(engine)
+    assert len(outputs) == engine.rank_group.groups.is_leader
+    return read(outputs[0]) if outputs else None
+
+
+# ---------------------------------------------------------------------- times: (change, model, donor, the model's twin)
+
+
+def before_adoption(change: Change, model: Any, donor: Any, twin: Any) -> None:
+    undo = change.make(model, donor)
+    if words := change.refusal(is_adopted=False):
+        with refusing(words):
+            engine_of(model)
+        undo()
+    fresh_answer(model)
+
+
+def while_idle(change: Change, model: Any, donor: Any, twin: Any) -> None:
+    with engine_on(model) as engine:
+        before = answer(engine)
+        undo = change.make(model, donor)
+        if not change.words:
+            found = answer(engine)
+            check_equal(found, fresh_answer(model))
+            assert engine.weight_version == (0 if found == before else 1)
+            assert (found == before) == (change is CHANGES["layer.compile()"])
+            return
+        add(engine)
+        for call in (engine.step, engine.step, engine.verify_weights):
+            with refusing(change.words):
+                call()
+        assert engine.weight_version == 0
+        undo()
+        engine.verify_weights()
+        check_equal(finished(engine), before)
+
+
+def between_rollouts(change: Change, model: Any, donor: Any, twin: Any) -> None:
+    session = RolloutSession(model, config_of(model))
+    with session.generating() as roll:
+        before = roll.generate([PROMPT], GREEDY)[0].samples[0]
+    undo = change.make(model, donor)
+    if change.words:
+        calls = [session.update_weights, session.generating().__enter__]
+        if "hook" not in change.words and "its forward" not in change.words:  # the trainer's forward runs those
+            calls.append(lambda: session.score([PROMPT]))
+        for call in calls:
+            with refusing(change.words):
+                call()
+        undo()
+    else:
+        session.update_weights()
+    with session.generating() as roll:
+        found = roll.generate([PROMPT], GREEDY)[0].samples[0]
+        assert [span.policy_version for span in found.spans] == [session.weight_version]
+    if change.words or change is CHANGES["layer.compile()"]:
+        assert found.token_ids == before.token_ids
+    else:
+        check_equal((found.token_ids, found.raw_logprobs), fresh_answer(model))
+    session.engine.rank_group.lockstep.close()
+
+
+def in_flight(change: Change, model: Any, donor: Any, twin: Any) -> None:
+    """Served: as weights of the same values that are written in place, with the KV that the requests have."""
+    with engine_on(model) as engine, engine_on(twin) as reference:
+        for one in (engine, reference):
+            add(one)
+            for _ in range(2):
+                one.step()
+        undo = change.make(model, donor)
+        if change.words:
+            for _ in range(2):
+                with refusing(change.words):
+                    engine.step()
+            assert engine.stats().num_running + engine.stats().num_waiting == 1 and engine.weight_version == 0
+            undo()
+            check_equal(finished(engine), finished(reference))
+            return
+        with torch.no_grad():
+            for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+                if not torch.equal(mine, theirs):
+                    mine.copy_(theirs)
+        check_equal(finished(engine), finished(reference))
+        assert engine.weight_version == reference.weight_version
+        check_equal(answer(engine), fresh_answer(model))
+
+
+def while_suspended(change: Change, model: Any, donor: Any, twin: Any) -> None:
+    with engine_on(model) as engine:
+        before = answer(engine)
+        add(engine)
+        engine.step()
+        engine.suspend("recompute")
+        undo = change.make(model, donor)
+        if change.words:
+            for _ in range(2):
+                with refusing(change.words):
+                    engine.resume()
+            undo()
+        engine.resume()
+        finished(engine)
+        check_equal(answer(engine), before if change.words else fresh_answer(model))
+
+
+TIMES = {one.__name__: one for one in (before_adoption, while_idle, between_rollouts, in_flight, while_suspended)}

@@ -21,9 +21,9 @@ from module_guard_case import (
     MODELS,
     PROMPT,
     SETTINGS,
+    TIMES,
     answer,
     check_equal,
-    config_of,
     engine_of,
     every_change,
     every_kind,
@@ -47,7 +47,6 @@ from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.mcore_compat import MLP, SelfAttention, TransformerLayer
 from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.specs import gpt_spec
-from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
@@ -61,129 +60,11 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.parametrize("time", TIMES)
 @every_kind
 @every_change
-def test_before_adoption(pair, change):
-    model, donor = pair
-    undo = change.make(model, donor)
-    if words := change.refusal(is_adopted=False):
-        with refusing(words):
-            engine_of(model)
-        undo()
-        engine_of(model)
-        return
-    answer(engine_of(model))
-
-
-@pytest.mark.one_in(4)
-@every_kind
-@every_change
-def test_while_idle(pair, change):
-    model, donor = pair
-    engine = engine_of(model)
-    before = answer(engine)
-    undo = change.make(model, donor)
-    if change.words:
-        engine.add_request(PROMPT, GREEDY)
-        for _ in range(2):
-            with refusing(change.words):
-                engine.step()
-        with refusing(change.words):
-            engine.verify_weights()
-        assert engine.weight_version == 0
-        undo()
-        engine.verify_weights()
-        check_equal(read(run_to_end(engine)[0]), before)
-        return
-    found = answer(engine)
-    check_equal(found, answer(engine_of(model)))
-    assert engine.weight_version == (0 if found == before else 1)
-    assert (found == before) == (change is CHANGES["layer.compile()"])
-
-
-@pytest.mark.one_in(4)
-@every_kind
-@every_change
-def test_between_rollouts(pair, change):
-    model, donor = pair
-    session = RolloutSession(model, config_of(model))
-    with session.generating() as roll:
-        before = roll.generate([PROMPT], GREEDY)[0].samples[0]
-    undo = change.make(model, donor)
-    if change.words:
-        calls = [session.update_weights, session.generating().__enter__]
-        if "hook" not in change.words and "its forward" not in change.words:  # the trainer's forward runs those
-            calls.append(lambda: session.score([PROMPT]))
-        for call in calls:
-            with refusing(change.words):
-                call()
-        undo()
-    else:
-        session.update_weights()
-    with session.generating() as roll:
-        found = roll.generate([PROMPT], GREEDY)[0].samples[0]
-        assert [span.policy_version for span in found.spans] == [session.weight_version]
-    if change.words or change is CHANGES["layer.compile()"]:
-        assert found.token_ids == before.token_ids
-    else:
-        wanted = answer(engine_of(model))
-        check_equal((found.token_ids, found.raw_logprobs), wanted)
-
-
-@pytest.mark.one_in(4)
-@every_kind
-@every_change
-def test_in_flight(pair, kind, change):
-    """Served: as weights of the same values that are written in place, with the KV that the requests have."""
-    model, donor = pair
-    twin, engine = MODELS[kind](seed=1), engine_of(model)
-    reference = engine_of(twin)
-    for one in (engine, reference):
-        one.add_request(PROMPT, GREEDY)
-        for _ in range(2):
-            one.step()
-    undo = change.make(model, donor)
-    if change.words:
-        for _ in range(2):
-            with refusing(change.words):
-                engine.step()
-        assert engine.stats().num_running + engine.stats().num_waiting == 1 and engine.weight_version == 0
-        undo()
-        check_equal(read(run_to_end(engine)[0]), read(run_to_end(reference)[0]))
-        return
-    with torch.no_grad():
-        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-            if not torch.equal(mine, theirs):
-                mine.copy_(theirs)
-    (found,), (wanted,) = run_to_end(engine), run_to_end(reference)
-    check_equal(read(found), read(wanted))
-    assert engine.weight_version == reference.weight_version
-    check_equal(answer(engine), answer(engine_of(model)))
-
-
-@pytest.mark.one_in(4)
-@every_kind
-@every_change
-def test_while_suspended(pair, change):
-    model, donor = pair
-    engine = engine_of(model)
-    before = answer(engine)
-    engine.add_request(PROMPT[:20], GREEDY)
-    engine.step()
-    engine.suspend("recompute")
-    undo = change.make(model, donor)
-    if change.words:
-        for _ in range(2):
-            with refusing(change.words):
-                engine.resume()
-        undo()
-        engine.resume()
-        assert len(run_to_end(engine)) == 1
-        check_equal(answer(engine), before)
-        return
-    engine.resume()
-    assert len(run_to_end(engine)) == 1
-    check_equal(answer(engine), answer(engine_of(model)))
+def test_every_change_is_served_or_refused(pair, kind, change, time):
+    TIMES[time](change, *pair, MODELS[kind](seed=1))
 
 
 # ---------------------------------------------------------------------- beside the matrix
