@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_infer.coordinator.peers import ReplicaState
 from megatron_infer.coordinator.protocol import (
     Answer,
@@ -255,12 +257,12 @@ class Broadcasts:
         assert replica.register is not None
         carried, in_force, changes = replica.register.in_force, self.in_force, replica.register.adapter_changes
         weights = WeightsInForce.from_dict(replica.register.weights)
-        replica.weights = weights.now.stamp
+        replica.now = replace(replica.now, weights=weights.now.stamp)
         in_force.weights.adopt(weights)
         undone = in_force.adopt_undone(replica.register.undone)
         newer = in_force.adopt(carried, replica.register.set_version, changes)
-        missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
-        if replica.state != "running":
+        missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.now.state == "running"]
+        if replica.now.state != "running":
             ended = [one for one in carried if one in ENDED_BY and one not in in_force.commands]
             missed += [(ENDED_BY[one], {}) for one in reversed(ended)]
         for name, (_, loaded) in changes.items():
@@ -271,7 +273,7 @@ class Broadcasts:
         for other in self._replicas():
             if other is not replica:
                 self._send_missed(other, undos + self._missed_adapters(other, newer))
-                self._bring_weights(other, other.weights)
+                self._bring_weights(other, other.now.weights)
         self._end_update_of(replica, weights)
         for broadcast in self._running.values():
             broadcast.joined.append(replica)
@@ -299,7 +301,7 @@ class Broadcasts:
             replica.is_restoring, replica.why_outdated = True, ""
             args = {"sources": weights.now.sources, "version": version}
             self._send_missed(replica, [("restore_weights", args)])
-        elif has != weights.now.stamp or replica.weight_version < version:
+        elif has != weights.now.stamp or replica.now.weight_version < version:
             self._is_outdated(replica, "they did not come from files, or not from files alone")
 
     def _is_outdated(self, replica: ReplicaState, why: str, detail: str = "") -> None:
@@ -313,7 +315,7 @@ class Broadcasts:
         """What brings a replica's adapters of these names to what is in force."""
         missed: list[tuple[str, dict[str, Any]]] = []
         for name in names:
-            (_, loaded), has = self.in_force.adapters[name], replica.adapters.get(name)
+            (_, loaded), has = self.in_force.adapters[name], replica.now.adapters.get(name)
             if loaded is not None and (has is None or has != loaded.get("digest")):
                 missed.append(("load_adapter", loaded))
             elif loaded is None and has is not None:
@@ -336,7 +338,7 @@ class Broadcasts:
 
     def _drop_outdated(self, replica: ReplicaState, name: str) -> None:
         """A replica cannot load what is in force: it unloads an older content, so that requests find none there."""
-        if (digest := replica.adapters.get(name)) is not None and self.in_force.is_outdated(name, digest):
+        if (digest := replica.now.adapters.get(name)) is not None and self.in_force.is_outdated(name, digest):
             control = Control(0, "unload_adapter", {"name": name, "abort": True}, CATCH_UP_S)
             self._catch_up_with(replica, control, 0.0)  # is no decision: any other one is newer
 
@@ -354,7 +356,7 @@ class Broadcasts:
         if control.command == "restore_weights":
             replica.is_restoring = False
             if answer.ok:
-                self._bring_weights(replica, replica.weights)  # there may have been an update meanwhile
+                self._bring_weights(replica, replica.now.weights)  # there may have been an update meanwhile
             else:
                 self._is_outdated(replica, "reading them failed", f"{answer.kind}: {answer.message}")
             return
@@ -413,7 +415,7 @@ class Broadcasts:
                 self._send_missed(replica, self._missed_change(control))
         if control.command in ("settle_weights", "cancel_weights"):
             for replica in self._replicas():
-                self._bring_weights(replica, replica.weights)
+                self._bring_weights(replica, replica.now.weights)
 
     def _missed_change(self, control: Control) -> list[tuple[str, dict[str, Any]]]:
         """What a replica that joined meanwhile misses of a change of an adapter, under the name that undoes it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -183,6 +183,26 @@ class _Session:
                 raise
         return submit.id
 
+    def submit_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> dict[int, Future[RequestOutput]]:
+        """Submit prompts -> a future of each output, by its number. If one is refused, those before it are aborted."""
+        batch = _batch(prompts)
+        futures: dict[int, Future[RequestOutput]] = {}
+        try:
+            for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
+                future: Future[RequestOutput] = Future()
+                futures[self.submit(prompt, one, False, _settler(future))] = future
+        except BaseException:
+            self.abort_all(futures)
+            raise
+        return futures
+
+    def abort_all(self, request_ids: Iterable[int]) -> None:
+        """Abort requests; those that have ended are left as they are."""
+        for request_id in request_ids:
+            self.abort(request_id)
+
     def abort(self, request_id: int) -> None:
         with self._lock:
             receiver = self._receivers.get(request_id)
@@ -241,13 +261,12 @@ def _checked(result: protocol.ControlResult, command: str) -> Answers:
     return result.answers
 
 
-def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
-    """The prompts, and whether a single one was given."""
+def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """The prompts, also where a single one was given."""
     if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1:
-        return [prompts], True
+        return [prompts]
     items = list(prompts)
-    one = bool(items) and all(isinstance(item, int) for item in items)
-    return ([items], True) if one else (items, False)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
 def _params_for(
@@ -296,17 +315,11 @@ class InferenceClient(EngineCommands[Answers, Answers, Answers]):
         Raises GenerationError, once all have ended, if any failed (on_error "return": its output has `error`).
         """
         check_on_error(on_error)
-        batch, _ = _batch(prompts)
-        futures: dict[int, Future[RequestOutput]] = {}
+        futures = self._session.submit_all(prompts, params)
         try:
-            for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
-                future: Future[RequestOutput] = Future()
-                futures[self._session.submit(prompt, one, False, _settler(future))] = future
             return checked_outputs([future.result() for future in futures.values()], on_error)
         finally:
-            for request_id, future in futures.items():
-                if not future.done():
-                    self._session.abort(request_id)
+            self._session.abort_all(futures)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Future[RequestOutput]:
         """Submit one request -> a future of its output; `abort(future)` ends it."""
@@ -328,12 +341,9 @@ class InferenceClient(EngineCommands[Answers, Answers, Answers]):
         finished = False
         try:
             while not finished:
-                item = items.get()
-                finished = isinstance(item, BaseException) or item.finished
-                if isinstance(item, BaseException):
-                    raise item
-                checked_outputs([item], "raise")
-                yield item
+                output = _checked_news(items.get())
+                finished = output.finished
+                yield output
         finally:
             if not finished:
                 self._session.abort(request_id)
@@ -389,18 +399,13 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
         """Run prompts to the end -> outputs in their order; raises as `InferenceClient.generate`. Cancelling it aborts
         them."""
         check_on_error(on_error)
-        batch, _ = _batch(prompts)
-        await self._ready()
-        futures: dict[int, Future[RequestOutput]] = {}
+        await self.ready()
+        futures = self._session.submit_all(prompts, params)
         try:
-            for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
-                future: Future[RequestOutput] = Future()
-                futures[self._session.submit(prompt, one, False, _settler(future))] = future
             outputs = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))
             return checked_outputs(outputs, on_error)
         finally:
-            for request_id in futures:
-                self._session.abort(request_id)  # does nothing for those that have ended
+            self._session.abort_all(futures)
 
     def begin(
         self,
@@ -425,7 +430,8 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
 
     async def ready(self) -> None:
         """Wait for the coordinator's welcome. Raises AccessRefused or ConnectionLost."""
-        await self._ready()
+        if not self._session.connection.welcomed.is_set():
+            await asyncio.to_thread(self._session.ready)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one request as it grows. Leaving the loop early aborts it.
@@ -439,17 +445,14 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
             if not loop.is_closed():
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
-        await self._ready()
+        await self.ready()
         request_id = self._session.submit(prompt, params, True, sink)
         finished = False
         try:
             while not finished:
-                item = await items.get()
-                finished = isinstance(item, BaseException) or item.finished
-                if isinstance(item, BaseException):
-                    raise item
-                checked_outputs([item], "raise")
-                yield item
+                output = _checked_news(await items.get())
+                finished = output.finished
+                yield output
         finally:
             if not finished:
                 self._session.abort(request_id)
@@ -458,7 +461,7 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
         self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
     ) -> Answers:
         """See `InferenceClient.control`."""
-        await self._ready()
+        await self.ready()
         result = await asyncio.wrap_future(self._session.control(command, args, timeout_s))
         return _checked(result, command) if check else result.answers
 
@@ -466,19 +469,22 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
         return await self.control(name, timeout_s=timeout_s, **args)
 
     async def stats(self) -> dict[str, Any]:
-        await self._ready()
+        await self.ready()
         report: protocol.Report = await asyncio.wrap_future(self._session.ask(protocol.Query))
         return report.stats
-
-    async def _ready(self) -> None:
-        if not self._session.connection.welcomed.is_set():
-            await asyncio.to_thread(self._session.ready)
 
     async def __aenter__(self) -> AsyncInferenceClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self._client.close)
+
+
+def _checked_news(item: RequestOutput | BaseException) -> RequestOutput:
+    """An output of a stream. Raises what the request failed with."""
+    if isinstance(item, BaseException):
+        raise item
+    return checked_outputs([item], "raise")[0]
 
 
 def _settler(future: Future[RequestOutput]) -> Sink:

@@ -19,7 +19,7 @@ from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Po
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import Broadcasts
 from megatron_infer.coordinator.dispatch import Dispatcher
-from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, ReplicaState
+from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, PeerState, ReplicaState
 from megatron_infer.coordinator.router import Availability, ReplicaView, Router
 from megatron_infer.coordinator.weights_in_force import WeightsInForce
 from megatron_infer.distributed.wire import Silence
@@ -105,7 +105,7 @@ class CoordinatorCore:
     def tick(self) -> None:
         """Remove peers that were silent for too long, and end broadcasts at their deadlines."""
         options = self.options
-        states: list[ClientState | ReplicaState] = [*self._clients.values(), *self._replicas.values()]
+        states: list[PeerState] = [*self._clients.values(), *self._replicas.values()]
         for state in states:
             silent = state.silence.seconds()
             limit = options.timeout_s if state.peer in self._replicas else options.client_timeout_s
@@ -165,21 +165,19 @@ class CoordinatorCore:
         if wrong:
             self._send(replica.peer, protocol.Refused("message", f"this replica cannot register: {wrong}"))
             return
-        router = self.dispatch.router
+        router, info = self.dispatch.router, register.info
         if router is None:
-            alpha = register.alpha if self.options.alpha is None else self.options.alpha
-            router = self.dispatch.router = Router(Policy(register.policy), alpha)
-            log.info("routing by %s, alpha %g, from the config of replica %s", register.policy, alpha, replica.name)
-        elif register.policy != router.policy.value:
+            alpha = info.alpha if self.options.alpha is None else self.options.alpha
+            router = self.dispatch.router = Router(Policy(info.policy), alpha)
+            log.info("routing by %s, alpha %g, from the config of replica %s", info.policy, alpha, replica.name)
+        elif info.policy != router.policy.value:
             policy = router.policy.value
-            log.info("replica %s is configured for %s; routing is by %s", replica.name, register.policy, policy)
-        replica.register, replica.weight_version, replica.state = register, register.weight_version, register.state
-        replica.free_rows = register.capacity
-        replica.view = router.join(
-            replica.peer, capacity=register.capacity, block_size=register.block_size, root=register.root
-        )
-        replica.adapters = register.adapters
-        log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
+            log.info("replica %s is configured for %s; routing is by %s", replica.name, info.policy, policy)
+        replica.register = register
+        replica.now = info.now
+        replica.free_rows = info.capacity
+        replica.view = router.join(replica.peer, capacity=info.capacity, block_size=info.block_size, root=info.now.root)
+        log.info("replica %s joined: %s, %d requests at once", replica.name, info.model, info.capacity)
         self.broadcasts.catch_up(replica)
         self._update_availability()
         self.dispatch.reopen(replica)
@@ -195,10 +193,9 @@ class CoordinatorCore:
         replica.free_rows, replica.view.foreign = beat.free_rows, beat.foreign
         replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
-        self.dispatch.router.set_root(replica.peer, beat.root)
-        now = beat.state, beat.weight_version, beat.adapters, beat.weights
-        if now != (replica.state, replica.weight_version, replica.adapters, replica.weights):
-            replica.state, replica.weight_version, replica.adapters, replica.weights = now
+        self.dispatch.router.set_root(replica.peer, beat.now.root)
+        if beat.now != replica.now:
+            replica.now = beat.now
             self._update_availability()
 
     def _prefix_news(self, replica: ReplicaState, news: protocol.PrefixNews) -> None:
@@ -222,14 +219,14 @@ class CoordinatorCore:
                 continue
             gained, lost = self._update_adapters(replica, replica.view)
             before, in_force = replica.view.availability, self.broadcasts.in_force
-            is_older = replica.weight_version < in_force.weight_version
-            replica.is_outdated = is_older or replica.weights != in_force.weights.now.stamp
+            is_older = replica.now.weight_version < in_force.weight_version
+            replica.is_outdated = is_older or replica.now.weights != in_force.weights.now.stamp
             if not replica.is_outdated:
                 replica.why_outdated = ""
             if replica.draining or replica.is_outdated:
                 replica.view.availability = Availability.CLOSED
             else:
-                is_running = replica.state == "running"
+                is_running = replica.now.state == "running"
                 replica.view.availability = Availability.OPEN if is_running else Availability.RESERVE
             opened |= gained or before is Availability.CLOSED is not replica.view.availability
             if lost or before is not Availability.CLOSED is replica.view.availability:
@@ -242,8 +239,8 @@ class CoordinatorCore:
     def _update_adapters(self, replica: ReplicaState, view: ReplicaView) -> tuple[bool, bool]:
         """-> whether the replica may take requests of more adapters than before, and of fewer."""
         is_outdated, had, old = self.broadcasts.in_force.is_outdated, view.adapters, view.outdated
-        view.outdated = {name for name, digest in replica.adapters.items() if is_outdated(name, digest)}
-        view.adapters = {name: digest for name, digest in replica.adapters.items() if name not in view.outdated}
+        view.outdated = {name for name, digest in replica.now.adapters.items() if is_outdated(name, digest)}
+        view.adapters = {name: digest for name, digest in replica.now.adapters.items() if name not in view.outdated}
         gained = not (view.adapters.items() <= had.items() and old <= view.outdated)
         return gained, not (had.items() <= view.adapters.items() and view.outdated <= old)
 
@@ -296,18 +293,19 @@ class CoordinatorCore:
 def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
     if replica.view is not None:
         return "it has registered before"
+    info = register.info
     try:
         WeightsInForce.from_dict(register.weights)
     except (TypeError, ValueError, KeyError):
         return "its weights are described as none can be"
-    if not (1 <= register.capacity <= MAX_SIZE and 1 <= register.block_size <= MAX_SIZE):
-        return f"capacity {register.capacity}, block size {register.block_size}; both are 1 to {MAX_SIZE:,}"
-    if register.limits and not all(register.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):
+    if not (1 <= info.capacity <= MAX_SIZE and 1 <= info.block_size <= MAX_SIZE):
+        return f"capacity {info.capacity}, block size {info.block_size}; both are 1 to {MAX_SIZE:,}"
+    if info.limits and not all(info.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):
         return "limits without max_sequence_length and vocab_size, which are at least 1"
     if not all(math.isfinite(stamp) for stamp, _ in register.adapter_changes.values()):
         return "changes of adapters whose stamps are no finite numbers"
-    if register.policy not in {policy.value for policy in Policy} or not 0.0 <= register.alpha <= 1.0:
-        return f"policy {register.policy[:40]!r} with alpha {register.alpha}"
+    if info.policy not in {policy.value for policy in Policy} or not 0.0 <= info.alpha <= 1.0:
+        return f"policy {info.policy[:40]!r} with alpha {info.alpha}"
     return ""
 
 

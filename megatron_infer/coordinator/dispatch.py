@@ -23,7 +23,6 @@ from megatron_infer.coordinator.peers import (
     CoordinatorOptions,
     Counts,
     PendingRequest,
-    Progress,
     ReplicaState,
     caller_share,
 )
@@ -81,7 +80,7 @@ class Dispatcher:
             self._send(client.peer, protocol.Output(submit.id, 0, [], True, refused=refusal))
             return
         seed = self._next_seed() if submit.seed is None else submit.seed
-        sequences = [Progress.of(one) for one in submit.kept or ()] or [Progress() for _ in range(num_sequences)]
+        sequences = submit.kept or [protocol.Kept() for _ in range(num_sequences)]
         request = PendingRequest(client, submit, seed, sequences, submit.prompt)
         client.requests[submit.id] = request
         self.counts.submitted += 1
@@ -243,7 +242,7 @@ class Dispatcher:
                     submit.params,
                     request.seed,
                     submit.stream,
-                    [one.kept() for one in request.sequences] if has_tokens else [],
+                    [one.copy() for one in request.sequences] if has_tokens else [],
                     request.caller_number,
                 ),
             )
@@ -254,9 +253,9 @@ class Dispatcher:
         while (request := replica.backlog.pop(may)) is not None:
             if not request.ended:
                 return request
-        assert replica.register is not None and replica.view is not None
+        assert replica.view is not None
         is_open = replica.view.availability is Availability.OPEN
-        if not is_open or 2 * len(replica.running) > replica.register.capacity:
+        if not is_open or 2 * len(replica.running) > replica.info.capacity:
             return None
         longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
         while longest.backlog:

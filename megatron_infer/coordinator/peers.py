@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.coordinator.fair_queue import FairQueue
-from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Register, Submit
+from megatron_infer.coordinator.protocol import MAX_MESSAGE, EngineInfo, EngineNow, Kept, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
 from megatron_infer.errors import ConfigError
-from megatron_infer.outputs.schema import Piece
 
 MAX_STEP_S = 600.0
 """Seconds in one step after which an engine counts as hanging."""
@@ -71,32 +70,6 @@ def caller_share(max_queue: int) -> int:
     return max_queue - max_queue // 8
 
 
-@dataclass(slots=True)
-class Progress:
-    """The output of one sequence that the client has, and that another replica continues from."""
-
-    tokens: bytearray = field(default_factory=bytearray)
-    num_chars: int = 0
-    cumulative_logprob: float = 0.0
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.tokens += piece.tokens
-        self.num_chars += len(piece.text)
-        if piece.cumulative_logprob is not None:
-            self.cumulative_logprob = piece.cumulative_logprob
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-    @classmethod
-    def of(cls, kept: Kept) -> Progress:
-        tokens = bytearray(kept.tokens)
-        return cls(tokens, kept.num_chars, kept.cumulative_logprob, kept.finish_reason, kept.stop_reason)
-
-    def kept(self) -> Kept:
-        return Kept(bytes(self.tokens), self.num_chars, self.cumulative_logprob, self.finish_reason, self.stop_reason)
-
-
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request from its submission to its last output."""
@@ -104,7 +77,7 @@ class PendingRequest:
     client: ClientState
     submit: Submit
     seed: int
-    sequences: list[Progress]
+    sequences: list[Kept]
     prompt: bytes | None
     """Its token ids; of a text None, until a replica has tokenized it."""
     number: int = 0
@@ -138,13 +111,17 @@ class PendingRequest:
 
 
 @dataclass(slots=True, eq=False)
-class ClientState:
+class PeerState:
     peer: bytes
     name: str
     incarnation: int
     nonce: bytes
     """The nonce of its hello; the same hello again changes nothing."""
     silence: Silence
+
+
+@dataclass(slots=True, eq=False)
+class ClientState(PeerState):
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
     def caller(self, named: str) -> tuple[bytes | str, str]:
@@ -154,15 +131,9 @@ class ClientState:
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaState:
+class ReplicaState(PeerState):
     """A connected replica; `register` and `view` are None until it registers."""
 
-    peer: bytes
-    name: str
-    incarnation: int
-    nonce: bytes
-    """The nonce of its hello; the same hello again changes nothing."""
-    silence: Silence
     register: Register | None = None
     view: ReplicaView | None = None
     running: dict[int, PendingRequest] = field(default_factory=dict)
@@ -170,44 +141,47 @@ class ReplicaState:
     backlog: FairQueue = field(default_factory=FairQueue)
     """Requests assigned to it and not sent yet, as it is full."""
     free_rows: int = 0
-    weight_version: int = 0
-    weights: float = 0.0
-    """The stamp of its weights, see `weights_in_force.Weights`."""
+    now: EngineNow = field(default_factory=EngineNow)
     is_outdated: bool = False
     """Its weights are not those in force: it takes no requests."""
     is_restoring: bool = False
     """It reads the weights in force again."""
     why_outdated: str = ""
     """Why it cannot get the weights in force before the next update; "" unless that is so."""
-    state: str = "running"
     draining: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
-    adapters: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self.register is not None, f"replica {self.name} has not registered"
+        return self.register.info
 
     @property
     def limit(self) -> int:
         """Most requests at the replica: a few more than it computes at once, so that it never waits for the next."""
-        assert self.register is not None
-        return self.register.capacity + max(1, self.register.capacity // 4)
+        return self.info.capacity + max(1, self.info.capacity // 4)
 
     def describe(self) -> dict[str, Any]:
+        """For `CoordinatorCore.stats`, once it has registered."""
+        info, view = self.info, self.view
+        assert view is not None
         return {
             "name": self.name,
             "incarnation": self.incarnation,
-            "state": "draining" if self.draining else self.state,
-            "weight_version": self.weight_version,
+            "state": "draining" if self.draining else self.now.state,
+            "weight_version": self.now.weight_version,
             "restoring": self.is_restoring,
             "outdated": self.why_outdated,
             "running": len(self.running),
             "waiting": sum(not request.ended for request in self.backlog),
-            "capacity": 0 if self.register is None else self.register.capacity,
-            "limit": 0 if self.register is None else self.limit,
+            "capacity": info.capacity,
+            "limit": self.limit,
             "free_rows": self.free_rows,
-            "cached_blocks": 0 if self.view is None else len(self.view.table),
-            "model": "" if self.register is None else self.register.model,
-            "limits": {} if self.register is None else self.register.limits,
-            "dtype": "" if self.register is None else self.register.dtype,
-            "adapters": sorted({*self.adapters, *(() if self.view is None else self.view.loading)}),
+            "cached_blocks": len(view.table),
+            "model": info.model,
+            "limits": info.limits,
+            "dtype": info.dtype,
+            "adapters": sorted({*self.now.adapters, *view.loading}),
             "stats": self.stats,
         }
 

@@ -33,7 +33,7 @@ if find_spec("zmq") is None:
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
     )
 
-SCHEMA = 8
+SCHEMA = 9
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -133,14 +133,24 @@ class Pong(_Message):
 
 
 class Kept(_Message):
-    """The output of one sequence so far; the request continues behind it."""
+    """The output of one sequence that the client has; the request continues after it."""
 
-    tokens: bytes
+    tokens: bytearray = msgspec.field(default_factory=bytearray)
     num_chars: int = 0
     """Characters of text that the client has."""
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.num_chars += len(piece.text)
+        if piece.cumulative_logprob is not None:
+            self.cumulative_logprob = piece.cumulative_logprob
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def copy(self) -> Kept:
+        return msgspec.structs.replace(self, tokens=bytearray(self.tokens))
 
 
 class Submit(_Message):
@@ -240,28 +250,46 @@ class Goodbye(_Message):
 # ---------------------------------------------------------------------- replicas
 
 
-class Register(_Message):
-    """A replica's sizes and state. Its cached prefixes follow as PrefixNews."""
+class EngineNow(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
+    """What may change of a replica's engine; a change is sent at once."""
 
-    incarnation: int
+    root: bytes = b""
+    weight_version: int = 0
+    state: str = "running"
+    adapters: dict[str, str] = {}
+    """Loaded LoRA adapters: name -> hash of the content."""
+    weights: float = 0.0
+    """The stamp of its weights, see `weights_in_force.Weights`; its replica knows."""
+
+
+class EngineInfo(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
+    """An engine's description."""
+
     block_size: int
     capacity: int
-    root: bytes
-    weight_version: int
-    state: str
+    """Most requests in one step."""
     model: str
     policy: str
     alpha: float
     limits: dict[str, int] = {}
-    """Limits on requests: max_sequence_length, vocab_size, num_blocks, num_ranks."""
-    dtype: str = ""
+    """Limits on requests: max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the
+    engine), and where it takes LoRA adapters max_loras and max_lora_rank."""
+    dtype: str = "float32"
     """Dtype of the weights."""
+    now: EngineNow
+    num_requests: int = 0
+    """Unfinished requests, also of others than the coordinator."""
+
+
+class Register(_Message):
+    """A replica's engine, and what it does for coordinators. Its cached prefixes follow as PrefixNews."""
+
+    incarnation: int
+    info: EngineInfo
     in_force: dict[str, dict[str, Any]] = {}
     """Commands of a coordinator that it still carries out (pause, suspend), with their arguments."""
     set_version: int = 0
     """Version that a coordinator's command has set last."""
-    adapters: dict[str, str] = {}
-    """Loaded LoRA adapters: name -> hash of the content."""
     adapter_changes: dict[str, tuple[float, dict[str, Any] | None]] = {}
     """Adapters that a coordinator's commands have changed, see `broadcast.AdapterChange`."""
     undone: list[str] = []
@@ -274,19 +302,13 @@ class Beat(_Message):
     """A replica's heartbeat. step_s: seconds that the engine has been in its present step."""
 
     incarnation: int
+    now: EngineNow
     free_rows: int
     foreign: int
     """Requests that the coordinator did not send."""
-    root: bytes
-    weight_version: int
-    state: str
     step_s: float
     stats: dict[str, Any] = {}
     """Figures of its engine, see `served_engine.stats_of`; {}: unchanged."""
-    adapters: dict[str, str] = {}
-    """Loaded LoRA adapters: name -> hash of the content; as it is now, not at `Register`."""
-    weights: float = 0.0
-    """The stamp of its weights, see `weights_in_force.Weights`."""
 
 
 class PrefixNews(_Message):

@@ -16,14 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.served_engine import (
-    EngineInfo,
     ServedEngine,
     ServedRequest,
     can_step,
@@ -78,7 +78,7 @@ class Replica:
         """Until when new requests are waited for, on the monotonic clock."""
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
         self._num_foreign = 0
-        self._info: EngineInfo = info_of(engine)
+        self._info = info_of(engine)
         self._step_began: float | None = None
         self._inbox: deque[tuple[float, protocol.Message | int | None]] = deque()
         self._wake = threading.Condition()
@@ -156,18 +156,8 @@ class Replica:
 
     def beat(self) -> protocol.Message:
         info = self._info
-        return protocol.Beat(
-            self._welcomed_as,
-            max(0, info.capacity - info.num_requests),
-            self._num_foreign,
-            info.root,
-            info.weight_version,
-            info.state,
-            self.step_s,
-            self._stats,
-            info.adapters,
-            info.weights_stamp,
-        )
+        free_rows = max(0, info.capacity - info.num_requests)
+        return protocol.Beat(self._welcomed_as, info.now, free_rows, self._num_foreign, self.step_s, self._stats)
 
     def _post(self, message: protocol.Message | int | None) -> None:
         """Pass a message or a new incarnation to the engine's thread; None only wakes it."""
@@ -217,13 +207,17 @@ class Replica:
             log.error("the coordinator refuses a message of this replica: %s", message.message)
 
     def _register(self) -> None:
-        info = self._info = _described(self.engine, self._commands)
-        fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if hasattr(info, name)}
-        in_force = self._commands.in_force
-        fields |= {"in_force": in_force.commands, "set_version": in_force.weight_version}
-        fields |= {"adapter_changes": in_force.adapters, "undone": list(in_force.undone)}
-        fields |= {"weights": in_force.weights.to_dict()}
-        self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
+        self._info, in_force = _described(self.engine, self._commands), self._commands.in_force
+        register = protocol.Register(
+            self._incarnation,
+            self._info,
+            in_force.commands,
+            in_force.weight_version,
+            in_force.adapters,
+            list(in_force.undone),
+            in_force.weights.to_dict(),
+        )
+        self.connection.send(register)
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())
         if self._draining:
@@ -337,9 +331,9 @@ class Replica:
         before, info = self._info, _described(self.engine, self._commands)
         self._info, self._num_foreign = info, max(0, info.num_requests - len(self._requests))
         now = time.monotonic()
-        if now >= self._next_stats or not info.num_requests or before.state != info.state:
+        if now >= self._next_stats or not info.num_requests or before.now.state != info.now.state:
             self._next_stats, self._stats = now + HOLD_S, stats_of(self.engine)
-        if _seen(before) != _seen(info):
+        if before.now != info.now:
             self.connection.send(self.beat())
         if self._prefix_events is not None:
             report = self._prefix_events.take()
@@ -347,7 +341,7 @@ class Replica:
                 self._send_prefix_news(report)
 
     def _send_prefix_news(self, report: PrefixReport) -> None:
-        for news in _prefix_news(self._incarnation, self._info.root, report):
+        for news in _prefix_news(self._incarnation, self._info.now.root, report):
             self.connection.send(news)
 
     def _abort_all(self) -> None:
@@ -368,10 +362,6 @@ def _prefix_news(incarnation: int, root: bytes, report: PrefixReport) -> Iterato
         reset, forgotten, published = False, forgotten[MAX_DIGESTS:], published[MAX_DIGESTS:]
 
 
-def _described(engine: ServedEngine, commands: ReplicaCommands) -> EngineInfo:
-    return replace(info_of(engine), weights_stamp=commands.in_force.weights.now.stamp)
-
-
-def _seen(info: EngineInfo) -> tuple[Any, ...]:
-    """What the coordinator is told at once when it changes."""
-    return info.root, info.weight_version, info.state, info.adapters, info.weights_stamp
+def _described(engine: ServedEngine, commands: ReplicaCommands) -> protocol.EngineInfo:
+    info = info_of(engine)
+    return replace(info, now=replace(info.now, weights=commands.in_force.weights.now.stamp))

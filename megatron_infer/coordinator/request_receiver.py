@@ -139,7 +139,7 @@ class RequestReceiver:
         self._attempt = 0
         kept = [
             protocol.Kept(
-                ids_to_bytes(one.token_ids),
+                bytearray(ids_to_bytes(one.token_ids)),
                 len(one.text),
                 one.cumulative_logprob or 0.0,
                 one.finish_reason,

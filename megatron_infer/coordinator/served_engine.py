@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.protocol import EngineInfo, EngineNow
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.embeddings import flattened
@@ -29,32 +29,6 @@ from megatron_infer.outputs.schema import (
     prompt_record,
 )
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """An engine's description for the coordinator."""
-
-    block_size: int
-    capacity: int
-    """Most requests in one step."""
-    root: bytes
-    weight_version: int
-    state: str
-    model: str
-    policy: str
-    alpha: float
-    num_requests: int
-    """Unfinished requests, also of others than the coordinator."""
-    limits: dict[str, int] = field(default_factory=dict)
-    """max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the
-    engine), and where it takes LoRA adapters max_loras and max_lora_rank."""
-    dtype: str = "float32"
-    """Dtype of the weights."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """Loaded LoRA adapters: name -> hash of the content."""
-    weights_stamp: float = 0.0
-    """See `weights_in_force.Weights`; its replica knows."""
 
 
 class ServedEngine(Protocol):
@@ -106,9 +80,6 @@ def info_of(engine: Any) -> EngineInfo:
     return EngineInfo(
         block_size=config.block_size_tokens,
         capacity=engine.sizes.max_requests,
-        root=engine.weights.root,
-        weight_version=engine.weight_version,
-        state=engine.state.value,
         model=engine.weights.model_name,
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
@@ -116,7 +87,12 @@ def info_of(engine: Any) -> EngineInfo:
         limits=_limits_of(engine)
         | ({} if config.lora is None else {"max_loras": config.lora.max_loras, "max_lora_rank": config.lora.max_rank}),
         dtype=engine.shape.dtype,
-        adapters={name: digest for name, (_, digest) in (engine.input_processor.adapters or {}).items()},
+        now=EngineNow(
+            root=engine.weights.root,
+            weight_version=engine.weight_version,
+            state=engine.state.value,
+            adapters={name: digest for name, (_, digest) in (engine.input_processor.adapters or {}).items()},
+        ),
     )
 
 

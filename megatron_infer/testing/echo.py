@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.coordinator.served_engine import EngineInfo
+from megatron_infer.coordinator.protocol import EngineInfo, EngineNow
 from megatron_infer.engine.lifecycle_commands import COMMANDS
 from megatron_infer.engine.metrics.engine_meter import EngineMeter
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
@@ -133,9 +133,6 @@ class EchoEngine:
         return EngineInfo(
             block_size=self.context.block_size,
             capacity=self.context.num_rows,
-            root=self._root(),
-            weight_version=self.controls.weight_version,
-            state=self.state,
             model="echo",
             policy=self._policy,
             alpha=self._alpha,
@@ -145,6 +142,7 @@ class EchoEngine:
                 "vocab_size": VOCAB,
                 "num_blocks": self.context.pool.num_blocks,
             },
+            now=EngineNow(root=self._root(), weight_version=self.controls.weight_version, state=self.state),
         )
 
     def stats(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from test_coordinator_core import ROOT, World
+from test_coordinator_core import World
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import MAX_CHANGES, MAX_UNLOADED, CommandsInForce
@@ -27,15 +27,7 @@ def loaded(name, digest, *, at=1.0, change="1"):
 
 def told(world, peer):
     """Commands that the replica gets: what it is told of which adapter."""
-    return [(m.command, m.args["name"]) for m in world.take(peer) if isinstance(m, protocol.Command)]
-
-
-def commands(world, peer):
-    return [m for m in world.take(peer) if isinstance(m, protocol.Command)]
-
-
-def beat(world, peer, incarnation, **adapters):
-    world.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, 0, "running", 0.0, {}, adapters))
+    return [(message.command, message.args["name"]) for message in world.commands(peer)]
 
 
 def done(world, peer, incarnation, command, answer=ENDED):
@@ -44,7 +36,7 @@ def done(world, peer, incarnation, command, answer=ENDED):
 
 
 def runs(world, peer):
-    return [m.params.get("adapter") for m in world.take(peer) if isinstance(m, protocol.Run)]
+    return [run.params.get("adapter") for run in world.runs(peer)]
 
 
 def test_a_restarted_coordinator_gives_all_replicas_what_one_was_told_to_load():
@@ -74,7 +66,7 @@ def test_what_a_coordinator_has_decided_itself_is_not_changed_by_what_a_replica_
     world = World()
     client, one = world.client(), world.replica(b"one")
     world.core.receive(client, protocol.Control(1, "unload_adapter", {"name": "a", "change": "2"}, 1.0))
-    (sent,) = [m for m in world.take(b"one") if isinstance(m, protocol.Command)]
+    (sent,) = world.commands(b"one")
     world.core.receive(b"one", protocol.Done(sent.number, one, ENDED))
     world.replica(b"away", adapters={"a": "x"}, adapter_changes=loaded("a", "x", at=9e9))
     assert told(world, b"away") == [("unload_adapter", "a")] and told(world, b"one") == []
@@ -86,7 +78,7 @@ def test_a_replica_that_was_away_while_a_load_was_undone_undoes_it_when_it_is_ba
     for number, command in ((1, "load_adapter"), (2, "undo_adapter")):
         args = {"name": "a", "path": "x", "change": "1"}
         world.core.receive(client, protocol.Control(number, command, args, 1.0))
-        (sent,) = [m for m in world.take(b"one") if isinstance(m, protocol.Command)]
+        (sent,) = world.commands(b"one")
         world.core.receive(b"one", protocol.Done(sent.number, incarnation, ENDED))
     world.replica(b"away", adapters={"a": "x"}, adapter_changes=loaded("a", "x", at=9e9))
     assert told(world, b"away") == [("undo_adapter", "a")] and told(world, b"one") == []
@@ -122,8 +114,7 @@ def test_requests_of_an_adapter_wait_for_the_replica_that_is_about_to_have_it(ok
     world.submit(3)
     assert runs(world, b"new") == [None]
     if ok:
-        beat = protocol.Beat(incarnation, 1, 0, b"", 0, "running", 0.0, {}, {"a": "x"})
-        world.core.receive(b"new", beat)
+        world.beat(b"new", incarnation, root=b"", adapters={"a": "x"})
     answer = ENDED if ok else protocol.Answer(ok=False, kind="ConfigError", message="it is gone")
     world.core.receive(b"new", protocol.Done(command.number, incarnation, answer))
     assert runs(world, b"new") == ["a", "a"]
@@ -152,7 +143,7 @@ def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter():
     world.client()
     one = world.replica(b"one", capacity=8, adapters={"a": "new"}, adapter_changes=loaded("a", "new", at=2.0))
     old = world.replica(b"old", capacity=8, adapters={"a": "old"}, adapter_changes=loaded("a", "old", at=1.0))
-    (load,) = commands(world, b"old")
+    (load,) = world.commands(b"old")
     for number in range(4):
         world.submit(number, adapter="a")
     assert runs(world, b"one") == ["a"] * 4 and runs(world, b"old") == []
@@ -163,7 +154,7 @@ def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter():
     assert runs(world, b"one") == ["a"]
     world.core.unreachable(b"one", "gone")
     assert runs(world, b"old") == [], "none has what is in force: they wait until this one has dropped what it has"
-    beat(world, b"old", old)
+    world.beat(b"old", old)
     done(world, b"old", old, unload)
     assert runs(world, b"old") == ["a"] * 5, "it refuses them itself"
     assert one
@@ -181,14 +172,14 @@ def test_requests_that_wait_at_a_replica_whose_content_grows_old_go_to_the_other
     assert sent == {b"fast": 2, b"slow": 2}
     args = {"name": "a", "path": "y", "replace": True, "change": "2"}
     world.core.receive(client, protocol.Control(1, "load_adapter", args, 9.0))
-    (load,) = commands(world, b"fast")
-    beat(world, b"fast", members[b"fast"], a="y")
+    (load,) = world.commands(b"fast")
+    world.beat(b"fast", members[b"fast"], adapters={"a": "y"})
     answer = protocol.Answer(ok=True, value={"digest": "y"})
     done(world, b"fast", members[b"fast"], load, answer)
     fast, slow = (next(one for one in world.core._registered() if one.peer == peer) for peer in members)
     assert len(fast.backlog) == 0 and len(slow.backlog) == 4
-    (load,) = commands(world, b"slow")
-    beat(world, b"slow", members[b"slow"], a="y")
+    (load,) = world.commands(b"slow")
+    world.beat(b"slow", members[b"slow"], adapters={"a": "y"})
     done(world, b"slow", members[b"slow"], load, answer)
     world.submit(9, adapter="a")
     assert len(fast.backlog) + len(slow.backlog) == 5 and world.core.dispatch.num_waiting == 5
@@ -200,7 +191,7 @@ def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_leaves(
     world.client()
     world.replica(b"first", adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
     cannot = world.replica(b"cannot")
-    (load,) = commands(world, b"cannot")
+    (load,) = world.commands(b"cannot")
     done(world, b"cannot", cannot, load, FAILED)
     world.core.unreachable(b"first", "gone")
     world.replica(b"loads")
@@ -253,7 +244,7 @@ def test_the_order_of_changes_is_the_coordinators_whatever_clocks_say(monkeypatc
     for number, path in enumerate(["x", "y"]):
         args = {"name": "a", "path": path, "change": str(number), "replace": True}
         world.core.receive(client, protocol.Control(number, "load_adapter", args, 9.0))
-        (command,) = commands(world, b"one")
+        (command,) = world.commands(b"one")
         answer = replica.execute(None, command, time.monotonic(), lambda: None)
         done(world, b"one", one, command, answer)
         stamps.append(command.stamp)
@@ -372,7 +363,7 @@ class _Fleet:
         command = engine.commands.pop(0)
         answer = FAILED if may_fail and self.random.random() < 0.15 else engine.carry_out(command)
         engine.reported = dict(engine.adapters)
-        beat(self.world, peer, engine.incarnation, **engine.reported)
+        self.world.beat(peer, engine.incarnation, adapters=engine.reported)
         self.deliver()
         self.world.core.receive(peer, protocol.Done(command.number, engine.incarnation, answer))
 

@@ -44,10 +44,11 @@ class World:
         self.core.enter(peer, "client", name, os.urandom(8))
         return peer
 
-    def replica(self, peer, *, capacity=2, version=0, state="running", **more):
+    def replica(self, peer, *, capacity=2, version=0, state="running", adapters=None, **more):
         incarnation = self.core.enter(peer, "replica", peer.decode(), os.urandom(8))
-        about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5, **more)
-        self.core.receive(peer, about)
+        now = protocol.EngineNow(root=ROOT, weight_version=version, state=state, adapters=adapters or {})
+        sizes = {"block_size": 4, "capacity": capacity, "model": "m", "policy": "longest_prefix", "alpha": 0.5}
+        self.core.receive(peer, protocol.Register(incarnation, protocol.EngineInfo(now=now, **sizes), **more))
         return incarnation
 
     def submit(self, number, *, count=8, client=b"client", caller="", call="", kept=None, **more):
@@ -58,15 +59,25 @@ class World:
     def served(self, peer, incarnation):
         """The numbers of all requests in the order in which the replica gets them, each ended at once."""
         order = []
-        while runs := [m for m in self.take(peer) if isinstance(m, protocol.Run)]:
+        while runs := self.runs(peer):
             for run in runs:
                 order.append(bytes_to_ids(run.prompt)[0])
                 self.core.check()
                 self.core.receive(peer, protocol.Output(run.number, incarnation, [], True))
         return order
 
-    def beat(self, peer, incarnation, *, state="running", version=0, step_s=0.0):
-        self.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, version, state, step_s))
+    def beat(self, peer, incarnation, *, root=ROOT, version=0, **now):
+        now = protocol.EngineNow(root=root, weight_version=version, **now)
+        self.core.receive(peer, protocol.Beat(incarnation, now, 1, 0, 0.0))
+
+    def commands(self, peer):
+        return [message for message in self.take(peer) if isinstance(message, protocol.Command)]
+
+    def commanded(self, peer):
+        return [message.command for message in self.commands(peer)]
+
+    def runs(self, peer):
+        return [message for message in self.take(peer) if isinstance(message, protocol.Run)]
 
     def pass_time(self, seconds, *, beats=()):
         for _ in range(int(seconds / 0.25)):
@@ -210,7 +221,7 @@ def test_silent_replica_is_lost_at_the_timeout_and_not_before():
     world.core.receive(client, protocol.Ping())
     world.pass_time(0.5, beats=beats)
     assert not world.core.knows(b"one") and world.core.knows(b"two")
-    assert any(isinstance(message, protocol.Run) for message in world.take(b"two"))
+    assert world.runs(b"two")
     assert one < two
 
 
@@ -230,7 +241,7 @@ def test_silent_client_keeps_its_requests_for_long_and_then_they_are_cancelled()
     incarnation = world.replica(b"one")
     world.submit(1)
     world.pass_time(29.0, beats=[(b"one", incarnation)])  # over ten times a replica's timeout
-    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    run = world.runs(b"one")[0]
     piece = Piece(0, 0, ids_to_bytes([1, 2]), "")
     world.take(b"client")
     world.core.receive(b"one", protocol.Output(run.number, incarnation, [piece], False))
@@ -246,7 +257,7 @@ def test_tokens_out_of_order_remove_the_replica_and_keep_the_stream():
     client = world.client()
     incarnation = world.replica(b"one")
     world.submit(1)
-    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    run = world.runs(b"one")[0]
     good = Piece(0, 0, ids_to_bytes([1, 2]), "")
     world.core.receive(b"one", protocol.Output(run.number, incarnation, [good], False))
     gap = Piece(0, 3, ids_to_bytes([4]), "")
@@ -254,7 +265,7 @@ def test_tokens_out_of_order_remove_the_replica_and_keep_the_stream():
     assert not world.core.knows(b"one")
     assert [m.pieces for m in world.take(client)] == [[good]]
     world.replica(b"two")
-    moved = next(m for m in world.take(b"two") if isinstance(m, protocol.Run))
+    moved = world.runs(b"two")[0]
     assert bytes_to_ids(moved.kept[0].tokens) == [1, 2]
     world.core.check()
 
@@ -265,7 +276,7 @@ def test_output_of_a_cancelled_request_reaches_no_other():
     incarnation = world.replica(b"one")
     world.submit(1)
     world.submit(2, client=other)
-    first, second = (m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    first, second = world.runs(b"one")
     world.core.unreachable(client)
     piece = Piece(0, 0, ids_to_bytes([5]), "")
     world.core.receive(b"one", protocol.Output(first.number, incarnation, [piece], False))
@@ -280,13 +291,13 @@ def test_message_of_an_earlier_incarnation_is_dropped():
     client = world.client()
     old = world.replica(b"one")
     world.submit(1)
-    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    run = world.runs(b"one")[0]
     new = world.replica(b"one")  # it registered again on the same connection
     assert new > old
     piece = Piece(0, 0, ids_to_bytes([1]), "", "length")
     world.core.receive(b"one", protocol.Output(run.number, old, [piece], True))
     assert world.take(client) == [] and world.core.counts.fenced == 1
-    again = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    again = world.runs(b"one")[0]
     assert again.number != run.number
     world.core.check()
 
@@ -296,7 +307,7 @@ def test_replica_with_old_weights_gets_no_request_until_it_has_the_new_ones():
     client = world.client()
     one, two = world.replica(b"one"), world.replica(b"two")
     world.core.receive(client, protocol.Control(5, "set_weight_version", {"version": 3}, 1.0))
-    command = next(m for m in world.take(b"one") if isinstance(m, protocol.Command))
+    command = world.commands(b"one")[0]
     world.beat(b"one", one, version=3)
     world.core.receive(b"one", protocol.Done(command.number, one, protocol.Answer(ok=True)))
     assert not any(isinstance(m, protocol.ControlResult) for m in world.take(client))
@@ -310,11 +321,11 @@ def test_replica_with_old_weights_gets_no_request_until_it_has_the_new_ones():
     world.take(b"two")
     for number in range(1, 4):
         world.submit(number)
-    assert not any(isinstance(m, protocol.Run) for m in world.take(b"two"))
+    assert not world.runs(b"two")
     world.beat(b"two", two, version=3)
     for number in range(4, 8):
         world.submit(number)
-    assert any(isinstance(m, protocol.Run) for m in world.take(b"two"))
+    assert world.runs(b"two")
 
 
 def test_control_without_replicas_answers_at_once_and_holds_for_those_that_join():
@@ -323,46 +334,44 @@ def test_control_without_replicas_answers_at_once_and_holds_for_those_that_join(
     world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
     assert world.take(client) == [protocol.ControlResult(1, {})]
     world.replica(b"one")
-    assert [m.command for m in world.take(b"one") if isinstance(m, protocol.Command)] == ["pause"]
+    assert world.commanded(b"one") == ["pause"]
 
 
 def test_replica_that_was_away_at_the_end_of_a_pause_is_told_of_it_and_one_of_an_earlier_coordinator_is_not():
     world = World()
     client = world.client()
-    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
     world.replica(b"old", state="paused", in_force={"pause": {"mode": "keep"}, "shut_down": {}})
     world.core.receive(client, protocol.Control(1, "profile", {"steps": 1}, 0.0))
     world.core.tick()
     world.take(b"old")
     world.replica(b"new")
     world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
-    assert commands(b"new") == ["pause"] and commands(b"late") == commands(b"old") == []
+    assert world.commanded(b"new") == ["pause"] and not world.commands(b"late") and not world.commands(b"old")
     for peer in (b"old", b"new", b"late"):
         world.core.unreachable(peer, "gone")
     world.core.receive(client, protocol.Control(2, "unpause", {}, 1.0))
     world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
     world.replica(b"another")
-    assert commands(b"late") == ["unpause"] and commands(b"another") == []
+    assert world.commanded(b"late") == ["unpause"] and world.commanded(b"another") == []
 
 
 @pytest.mark.parametrize(("command", "ok"), [("pause", True), ("pause", False), ("unpause", True)])
 def test_replica_that_joins_while_a_command_runs_gets_it_when_it_is_in_force(command, ok):
     world = World()
     client = world.client()
-    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
     if command == "unpause":
         world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
     incarnation = world.replica(b"one")
     world.take(b"one")
     world.core.receive(client, protocol.Control(2, command, {}, 1.0))
-    (sent,) = [m for m in world.take(b"one") if isinstance(m, protocol.Command)]
+    (sent,) = world.commands(b"one")
     world.replica(b"late")
     world.replica(b"gone")
-    assert commands(b"late") == (["pause"] if command == "unpause" else [])
+    assert world.commanded(b"late") == (["pause"] if command == "unpause" else [])
     world.core.unreachable(b"gone", "gone")
     world.take(b"gone")
     world.core.receive(b"one", protocol.Done(sent.number, incarnation, protocol.Answer(ok=ok)))
-    assert commands(b"late") == ([command] if ok else []) and not commands(b"gone")
+    assert world.commanded(b"late") == ([command] if ok else []) and not world.commanded(b"gone")
 
 
 def test_replica_that_joins_while_an_adapter_is_loaded_takes_part_in_its_undo():
@@ -371,14 +380,14 @@ def test_replica_that_joins_while_an_adapter_is_loaded_takes_part_in_its_undo():
     incarnations, number = {b"one": world.replica(b"one")}, 0
 
     def commands(peer):
-        told = [m for m in world.take(peer) if isinstance(m, protocol.Command)]
+        told = world.commands(peer)
         return [(m.command, m.args.get("name"), m.args.get("change")) for m in told], told[-1:]
 
     def broadcast(command, joins=None, **args):
         nonlocal number
         number += 1
         world.core.receive(client, protocol.Control(number, command, args, 1.0))
-        _, (sent,) = commands(b"one")
+        _, (sent,) = world.commanded(b"one")
         done = [(peer, protocol.Done(sent.number, one, protocol.Answer(ok=True))) for peer, one in incarnations.items()]
         if joins is not None:
             incarnations[joins] = world.replica(joins)
@@ -458,13 +467,13 @@ def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
     world.submit(2, caller="b")
     for number in range(3, 20):
         world.submit(number, caller="c")
-    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    sent = world.runs(b"one")
     assert [bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
     assert len({run.caller for run in sent}) == 3 and sent[0].caller == sent[2].caller
     for run in sent[:3]:  # two callers are below a third of three
         world.core.receive(b"one", protocol.Output(run.number, incarnation, [], True))
     world.core.check()
-    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    sent = world.runs(b"one")
     assert [bytes_to_ids(run.prompt)[0] for run in sent] == [103]
 
 
@@ -505,10 +514,10 @@ def test_idle_replica_takes_requests_that_wait_for_a_full_one():
     one = world.replica(b"one", capacity=2)
     for number in range(1, 9):
         world.submit(number)
-    runs = [m for m in world.take(b"one") if isinstance(m, protocol.Run)]
+    runs = world.runs(b"one")
     assert len(runs) == 3 and world.core.stats()["waiting"] == 5
     world.replica(b"two", capacity=4)
-    assert len([m for m in world.take(b"two") if isinstance(m, protocol.Run)]) == 3  # until half of it is busy
+    assert len(world.runs(b"two")) == 3  # until half of it is busy
     for run in runs:
         world.core.receive(b"one", protocol.Output(run.number, one, [Piece(0, 0, b"", "", "length")], True))
     assert world.core.stats()["waiting"] == 0

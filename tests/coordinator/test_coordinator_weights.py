@@ -15,11 +15,11 @@ def weights(now, before=None, *, is_open=False):
 
 
 def commands(world, peer):
-    return [(m.command, m.stamp) for m in world.take(peer) if isinstance(m, protocol.Command)]
+    return [(message.command, message.stamp) for message in world.commands(peer)]
 
 
 def beat(world, peer, incarnation, stamp, version=0):
-    world.core.receive(peer, protocol.Beat(incarnation, 1, 0, b"", version, "running", 0.0, weights=stamp))
+    world.beat(peer, incarnation, root=b"", version=version, weights=stamp)
 
 
 def control(world, command, **args):
@@ -29,7 +29,7 @@ def control(world, command, **args):
 def gets_requests(world, *peers):
     for number in range(1, 9):
         world.submit(number)
-    got = [any(isinstance(m, protocol.Run) for m in world.take(peer)) for peer in peers]
+    got = [bool(world.runs(peer)) for peer in peers]
     for request in list(world.core._clients[b"client"].requests.values()):
         world.core.dispatch.cancel(request)
     return got
@@ -41,7 +41,7 @@ def test_replica_that_was_away_at_the_end_of_an_update_ends_it_in_the_same_way()
         world.client()
         control(world, end, **({"version": 1} if end == "cancel_weights" else {}))
         incarnation = world.replica(b"back", version=2, weights=weights(NEW, OLD))
-        sent = [m for m in world.take(b"back") if isinstance(m, protocol.Command)]
+        sent = world.commands(b"back")
         assert [(m.command, m.stamp) for m in sent] == expected
         assert sent[0].args == ({"version": 1} if end == "cancel_weights" else {})
         if end == "cancel_weights":
@@ -59,10 +59,10 @@ def test_new_coordinator_leaves_an_update_open_until_its_end_is_decided():
     assert commands(world, b"first") == [] and commands(world, b"second") == [("cancel_weights", 0.0)]
     assert gets_requests(world, b"first", b"second") == [True, False]
     control(world, "cancel_weights", version=1)
-    number = next(m.number for m in world.take(b"first") if isinstance(m, protocol.Command))
+    number = world.commands(b"first")[0].number
     beat(world, b"first", first, OLD[0], version=1)
     world.core.receive(b"first", protocol.Done(number, first, protocol.Answer(ok=True)))
-    number = next(m.number for m in world.take(b"second") if isinstance(m, protocol.Command))
+    number = world.commands(b"second")[0].number
     world.core.receive(b"second", protocol.Done(number, second, protocol.Answer(ok=True)))
     assert gets_requests(world, b"first", b"second") == [True, True]
 
@@ -92,7 +92,7 @@ def test_replica_that_describes_its_weights_as_none_can_be_is_refused():
 def carry_out(world, peer, incarnation, **answer):
     """The commands that a replica has got, each answered."""
     found = []
-    for message in [m for m in world.take(peer) if isinstance(m, protocol.Command)]:
+    for message in world.commands(peer):
         found.append((message.command, message.args))
         answered = protocol.Answer(**{"ok": True, "value": {"files": "f"}, **answer})
         world.core.receive(peer, protocol.Done(message.number, incarnation, answered))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import tokens_of
+from engines import finish, tokens_of
 from session_case import BASE, train_step
 from tiny_llama import VOCAB, save_tiny_llama
 
@@ -76,15 +76,8 @@ def test_a_request_survives_sleep_of_every_level(folder):
         with pytest.raises(WrongState):
             llm.engine.step()
         llm.wake_up()
-        (rest,) = finished(llm.engine)
+        (rest,) = finish(llm.engine).values()
         assert rest.outputs[0].token_ids == whole.outputs[0].token_ids
-
-
-def finished(engine) -> list:
-    outputs = []
-    while engine.has_unfinished():
-        outputs += [output for output in engine.step() if output.finished]
-    return outputs
 
 
 def test_invalid_levels_tags_and_weights_are_refused(folder):

@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import pytest
-import torch
 from engines import logprobs_of
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
@@ -215,39 +214,6 @@ def test_an_unfinished_group_can_be_aborted_with_the_tokens_it_drew(roll, engine
     group = roll.abort(pending.id)
     assert [sample.finish_reason for sample in group.samples] == ["abort"] * 2 and 5 <= group.num_tokens < 10
     assert roll.unfinished == []
-
-
-@pytest.mark.parametrize("running", ["keep", "recompute"])
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_unfinished_groups_survive_a_suspend_and_an_update_and_their_spans_record_both_versions(mode, running):
-    engine = make_engine()
-    roll = Rollout(engine)
-    prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
-    begun = engine.weight_version
-    roll.pause_at(Budget(tokens=30))
-    assert roll.generate(prompts, params) == [] and len(roll.unfinished) == 4
-    drawn = {
-        (state.id, one.index): list(one.request.tokens[one.request.prompt_len :])
-        for state in engine.output_processor.requests
-        for one in state.sequences
-    }
-    with engine.suspended(mode), torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.mul_(1.5)
-        engine.set_weight_version(begun + 4, running)
-    groups = roll.generate([], params)
-    assert len(groups) == 4
-    for group in groups:
-        assert group.begun_version == begun
-        for index, sample in enumerate(group.samples):
-            before = drawn[group.group_id, index]
-            assert sample.token_ids[: len(before)] == before and len(sample.token_ids) == 12
-            policies = [span.policy_version for span in sample.spans]
-            assert policies == [begun, begun + 4] and sample.spans[1].first_token == len(before)
-            kept = mode != "recompute" and running == "keep"
-            assert sample.spans[1].kv_version_min == (begun if kept else begun + 4)
-            assert sample.staleness(begun + 4) == [4] * len(before) + [0] * (12 - len(before))
-    assert_empty(engine)
 
 
 def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):

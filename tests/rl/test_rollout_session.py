@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from rollout_case import BASE, assert_empty, prompts_of
@@ -11,7 +9,6 @@ from rollout_case import BASE, assert_empty, prompts_of
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.rl.group_tracker import Budget
-from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -37,13 +34,22 @@ def test_partial_rollouts_continue_after_a_training_step_with_a_span_for_each_po
     with session.generating() as roll:
         roll.pause_at(Budget(tokens=24))
         assert roll.generate(prompts_of(3), PARAMS) == []
+    drawn = {
+        (group.id, one.index): list(one.request.tokens[one.request.prompt_len :])
+        for group in session.engine.output_processor.requests
+        for one in group.sequences
+    }
     train(session, running=running)
     with session.generating() as roll:
         assert len(roll.unfinished) == 3
         groups = roll.generate(prompts_of(1), PARAMS)
     assert len(groups) == 4 and [group.begun_version for group in groups] == [first] * 3 + [first + 1]
     for group in groups[:3]:
-        for sample in group.samples:
+        for index, sample in enumerate(group.samples):
+            before = drawn[group.group_id, index]
+            assert sample.token_ids[: len(before)] == before and len(sample.token_ids) == 14
+            assert sample.spans[1].first_token == len(before)
+            assert sample.staleness(first + 1) == [1] * len(before) + [0] * (14 - len(before))
             assert [span.policy_version for span in sample.spans] == [first, first + 1]
             fresh = mode == "recompute" or running == "recompute"
             assert sample.spans[1].kv_version_min == first + fresh
@@ -53,22 +59,4 @@ def test_partial_rollouts_continue_after_a_training_step_with_a_span_for_each_po
                 start = len(sample.prompt_ids) + sample.spans[1].first_token
                 scored = session.score([sample.ids])[0].tolist()[start - 1 :]
                 assert sample.raw_logprobs[sample.spans[1].first_token :] == pytest.approx(scored, abs=2e-4)
-    assert_empty(session.engine)
-
-
-def test_a_queue_runs_ahead_of_training_steps():
-    session = make_session("offload")
-    prompts = itertools.cycle(prompts_of(12))
-    how = SamplingParams(n=2, max_tokens=40, stop_token_ids=list(range(10, 20)))
-    with session.generating() as roll:
-        queue = RolloutQueue(roll, prompts, how, groups_per_step=3, lag=1)
-    ages = []
-    for _ in range(4):
-        with session.generating():
-            batch = queue.next_batch()
-        ages += [session.weight_version - group.begun_version for group in batch]
-        train(session)
-    assert len(ages) == 12 and set(ages) == {0, 1}
-    with session.generating():
-        queue.close()
     assert_empty(session.engine)

@@ -115,12 +115,6 @@ def test_a_decoded_sample_equals_the_encoded_sample(seed):
     assert_equal(sample_codec.decode_sample(sample_codec.encode_sample(sample)), sample)
 
 
-def test_a_failed_group_keeps_the_message_of_its_error():
-    group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
-    [back] = sample_file.decode(sample_file.encode([group]))
-    assert str(back.error) == "the forward raised"
-
-
 def test_a_file_with_failed_groups_is_not_loaded_without_a_word(tmp_path):
     group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
     whole = RolloutGroup(group_id="b", prompt_ids=[1], samples=[])
@@ -128,7 +122,8 @@ def test_a_file_with_failed_groups_is_not_loaded_without_a_word(tmp_path):
     with pytest.raises(RolloutError, match=r"1 of 2 groups failed: prompt 0 \(group a\): the forward raised") as caught:
         sample_file.load(tmp_path / "groups")
     assert [one.group_id for one in caught.value.groups] == ["a", "b"]
-    assert len(sample_file.load(tmp_path / "groups", on_error="return")) == 2
+    back, _ = sample_file.load(tmp_path / "groups", on_error="return")
+    assert str(back.error) == "the forward raised"
 
 
 def one_group() -> RolloutGroup:
@@ -382,7 +377,7 @@ def test_routing_of_no_layers_is_read_as_it_was_written():
     assert back.samples[0].routing.shape == sample.routing.shape
 
 
-@pytest.mark.parametrize("metadata", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])
+@pytest.mark.parametrize("metadata", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None, "nested"])
 def test_a_header_with_malformed_metadata_is_refused(metadata):
     known = {
         "format": sample_file.FORMAT,
@@ -393,10 +388,6 @@ def test_a_header_with_malformed_metadata_is_refused(metadata):
         "digest": "",
     }
     header = json.dumps({"__metadata__": known | metadata if isinstance(metadata, dict) else metadata}).encode()
+    header = b"[" * 100_000 if metadata == "nested" else header
     with pytest.raises(SampleError):
         sample_file.decode(len(header).to_bytes(8, "little") + header)
-
-
-def test_a_deeply_nested_header_is_refused():
-    with pytest.raises(SampleError):
-        sample_file.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)

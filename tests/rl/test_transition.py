@@ -94,34 +94,22 @@ def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, run
     assert answers_in(session) == fresh_answers(other) and session.weight_version == 1
 
 
-def test_an_error_in_a_tensor_names_the_tensor():
-    session, other = pair()
-    want = fresh_answers(session.model)
-    state = other.state_dict()
-    broken = [name for name, _ in other.named_parameters()][5]
-
-    def stream():
-        for name, tensor in state.items():
-            yield name, tensor[:1] if name == broken else tensor
-
-    with pytest.raises(SwitchFailed, match=broken.replace(".", r"\.")) as caught:
-        session.transition(stream())
-    assert (caught.value.phase, caught.value.tensor) == ("update", broken)
-    assert answers_in(session) == want and session.weight_version == 0
-
-
-def test_an_error_of_the_source_names_the_last_tensor_before_it():
+@pytest.mark.parametrize("fault", ["shape", "source"])
+def test_an_error_of_a_stream_names_the_tensor_or_the_last_one_before_it(fault):
     session, other = pair()
     want = fresh_answers(session.model)
     names = [name for name, _ in other.named_parameters()]
 
     def stream():
-        yield from list(other.named_parameters())[:4]
-        raise ConnectionError("the sender is gone")
+        for place, (name, tensor) in enumerate(other.named_parameters()):
+            if place == 4 and fault == "source":
+                raise ConnectionError("the sender is gone")
+            yield name, tensor[:1] if place == 5 else tensor
 
-    with pytest.raises(SwitchFailed, match=rf"sender is gone.*{names[3]}") as caught:
+    words = names[5] if fault == "shape" else f"sender is gone.*{names[3]}"
+    with pytest.raises(SwitchFailed, match=words.replace(".weight", r"\.weight")) as caught:
         session.transition(stream())
-    assert caught.value.phase == "update"
+    assert (caught.value.phase, caught.value.tensor) == ("update", names[5] if fault == "shape" else "")
     assert answers_in(session) == want and session.weight_version == 0
 
 

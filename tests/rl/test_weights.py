@@ -194,8 +194,6 @@ def test_masters_in_fp32_are_rounded_to_the_nearest_of_a_bf16_model():
     apply(engine, state_of(master))
     for name, live in engine.model.named_parameters():
         assert live.dtype == torch.bfloat16 and torch.equal(live, master.get_parameter(name).bfloat16()), name
-    with pytest.raises(WeightUpdateError, match=r"final_layernorm\.weight is torch\.bfloat16, got torch\.int32"):
-        apply(engine, state_of(master) | {"decoder.final_layernorm.weight": torch.ones(64, dtype=torch.int32)})
 
 
 def spoiled(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
@@ -210,6 +208,10 @@ def spoiled(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.T
         "transposed": (
             state | {"decoder.layers.2.mlp.linear_fc2.weight": state["decoder.layers.2.mlp.linear_fc2.weight"].t()},
             r"linear_fc2\.weight has shape \[64, 96\], got \[96, 64\]",
+        ),
+        "integers": (
+            state | {NORM: torch.ones(64, dtype=torch.int64)},
+            rf"{NORM} is torch\.float32, got torch\.int64, which is not rounded to it",
         ),
     }
 
@@ -360,15 +362,6 @@ def test_an_invalid_version_is_refused_before_anything_is_written(engine, new, w
     with pytest.raises(WrongState, match="an update is under way"):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
     assert update.finish(version=7).version == engine.weight_version == 7
-
-
-def test_a_mapping_of_another_dtype_writes_nothing(engine, new):
-    before = answer(engine)
-    state = state_of(new)
-    state[NORM] = torch.ones(state[NORM].shape, dtype=torch.int64)
-    with pytest.raises(WeightUpdateError, match=r"got torch\.int64, which is not rounded to it; nothing was written"):
-        apply(engine, state)
-    assert answer(engine) == before
 
 
 def test_megatrons_list_of_one_chunk_is_the_model_in_it(engine, new, wanted):

@@ -11,6 +11,14 @@ from session_case import VOCAB
 from megatron_infer.testing.cpu_shim import cpu_shim
 
 Batch = list[list[int]]
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.1,
+}
 
 
 def sequences_of(lengths: Sequence[int], seed: int = 0) -> Batch:
@@ -99,6 +107,22 @@ def megatron_backward(
         config.finalize_model_grads_func = config.no_sync_func = None
         config.variable_seq_lengths = False
     return sum(found)
+
+
+def megatron_step(trainer: Any, sequences: Batch, groups: Sequence[Sequence[int]], **how: Any) -> tuple[float, float]:
+    """A step of a trainer of `trainers` -> (loss, norm of the gradients). how: see `megatron_backward`."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize = finalize_model_grads if hasattr(trainer.model, "zero_grad_buffer") else None
+    trainer.model.train()
+    with cpu_shim(4):
+        loss = megatron_backward(trainer.model, sequences, groups, finalize=finalize, **how)
+        norm = torch.cat([grad.flatten() for grad in gradients(trainer.model).values()]).norm()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        if finalize is not None:
+            trainer.model.zero_grad_buffer()
+    return loss, float(norm)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

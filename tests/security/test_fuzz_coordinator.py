@@ -41,7 +41,9 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
     protocol.Query(10),
 )
 LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000}
-REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, LIMITS)
+NOW = protocol.EngineNow(root=b"root")
+SIZES = {"block_size": 16, "capacity": 4, "model": "tiny", "policy": "first_prefix_block", "alpha": 0.5}
+REGISTER = protocol.Register(1, protocol.EngineInfo(**SIZES, limits=LIMITS, now=NOW))
 FIGURES = {
     "born": 1.0,
     "state": "running",
@@ -64,7 +66,7 @@ FIGURES = {
     ),
 }
 FROM_REPLICAS: tuple[protocol.Message, ...] = (
-    protocol.Beat(1, 4, 0, b"root", 0, "running", 0.0, {"figures": FIGURES}),
+    protocol.Beat(1, NOW, 4, 0, 0.0, {"figures": FIGURES}),
     protocol.PrefixNews(1, b"root", True, b"", bytes(64)),
     protocol.Done(1, 1, protocol.Answer(ok=True, value={"a": 1})),
     protocol.Pong(),
@@ -249,7 +251,7 @@ def test_figures_of_a_replica_that_cannot_be_read_are_left_out(caplog: pytest.Lo
         incarnation = peer.enter("replica", random.Random(0))
         peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
         for figures in ({"a": 1}, {**FIGURES, "ended": [1]}, {**FIGURES, "ttft": {"bounds": 1}}):
-            peer.say(protocol.Beat(incarnation, 4, 0, b"root", 0, "running", 0.0, {"figures": figures}))
+            peer.say(protocol.Beat(incarnation, NOW, 4, 0, 0.0, {"figures": figures}))
             wait_for(lambda: len(case.http.get("/v1/status").json()["replicas"]) == 2)
         wait_for(lambda: "cannot be read" in caplog.text)
         assert case.http.get("/metrics").status_code == 200

@@ -24,7 +24,8 @@ _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16
 _ZERO = 0x1D8E4E27C47D124F
 """Added to each element's bits, so that zeros count too."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the type that its bits are read as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _sum(piece: Tensor, dim: int, start: int) -> int:
     step, total = max(1, _CHUNK // max(1, columns)), 0
     for at in range(0, rows, step):
         chunk = piece[at : at + step].reshape(-1, columns).contiguous()
-        bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64, copy=True)
+        bits = chunk.view(BITS[chunk.element_size()]).to(torch.int64, copy=True)
         # a zero counts too, so that a missing row is not a row of zeros
         sums = bits.add_(_ZERO).mul_(weights_C).sum(1)
         total += int(sums.mul_(weights_R[at : at + step]).sum())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.models.loading.model_description import ModelDescription
-from megatron_infer.rl.updates.digest import checksum_of, model_digests
+from megatron_infer.rl.updates.digest import BITS, checksum_of, model_digests
 from megatron_infer.rl.updates.inventory import LocalTensor, listed
 from megatron_infer.rl.updates.names import TensorRouter
 from megatron_infer.rl.updates.reshard import ReshardSource
@@ -92,7 +92,7 @@ class Comparison:
         if value.shape != live.shape:
             self.wrong[local.layout.name] = f"shape {list(live.shape)}, the source {list(value.shape)}"
             return
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]
+        bits = BITS[live.element_size()]
         wanted = value.to(device=live.device, dtype=live.dtype).contiguous()
         different = wanted.view(bits) != live.contiguous().view(bits)
         if bool(different.any()):
