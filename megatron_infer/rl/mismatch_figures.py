@@ -248,14 +248,8 @@ _OF_WEIGHTS: dict[str, tuple[dict[str, float | None], dict[str, float | None]]] 
     "int4": ({"abs_diff_mean": 1.5, "kl_k3": 1.0, "token_mult_prob_error": None, "share_outside": None}, {}),
 }
 """weight_dtype -> thresholds that its rounding stays below, and those that differ in a model with experts."""
-LIMITS = (
-    "abs_diff_mean",
-    "abs_diff_max",
-    "kl_k3",
-    "token_mult_prob_error",
-    "share_outside",
-    "sampler_excess_mean",
-)
+LIMITS = tuple(entry.name for entry in fields(Alarm) if entry.name not in ("raises", "min_tokens"))
+"""The figures that an alarm has a limit for."""
 
 
 def describe_tripped(over: Mapping[str, tuple[float, float]]) -> str:

@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import engines
 import torch
 from gloo_ranks import start_ranks
-from model_kinds import buffers
 from test_adopt_tensor_parallel import fill_vectors, share
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
@@ -19,15 +18,7 @@ from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 VOCAB = 128
 GPT: dict[str, Any] = {"qk_layernorm": True, "init_method_std": 0.2, "max_sequence_length": 512}
 HYBRID: dict[str, Any] = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-    "collective_timeout_s": 30,
-}
+BASE: dict[str, Any] = engines.BASE | {"collective_timeout_s": 30}
 REPLICATED = ("router.weight", "gate_weight", "norm.weight")
 """Parameters that tensor-parallel ranks do not split."""
 
@@ -84,16 +75,9 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
-    settings = {**BASE, **settings}
-    drafts = settings.pop("drafts_for_itself", False)
-    if drafts:
-        settings["speculative"] = {"method": "draft", "draft_model": model, "adaptive": False}
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", None)
-    if pool is not None:
-        sized = {"blocks": pool, "block_size": 16, "max_requests": settings["max_requests"]}
-        settings |= buffers(model, paused_blocks=paused or 0, draft=model if drafts else None, **sized)
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+def make_engine(model: torch.nn.Module, *, drafts_for_itself: bool = False, **settings: Any) -> DynamicInferenceEngine:
+    """As `engines.make_engine`."""
+    return engines.make_engine(model, draft=model if drafts_for_itself else None, **{**BASE, **settings})
 
 
 def workload(count: int = 10, **how: Any) -> list[tuple[list[int], SamplingParams]]:

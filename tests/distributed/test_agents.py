@@ -161,20 +161,13 @@ def kill_tree(pid):
                 process.send_signal(signal.SIGKILL)
 
 
-def ends_as_one_process(hosts, folder, tmp_path):
-    output = tmp_path / "two.jsonl"
+@pytest.mark.parametrize("where", ["loopback", "namespaces"])
+def test_two_agents_write_the_file_of_one_process(where, folder, tmp_path, request):
+    hosts, output = request.getfixturevalue(where), tmp_path / "two.jsonl"
     with agents(hosts, tmp_path, EXAMPLE, "--tp", 2, *arguments(folder, output, 24)) as (started, logs):
         codes = [agent.wait(LIMIT_S) for agent in started]
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
     assert output.read_text() == (folder / "one.jsonl").read_text()
-
-
-def test_two_agents_on_loopback_write_the_file_of_one_process(loopback, folder, tmp_path):
-    ends_as_one_process(loopback, folder, tmp_path)
-
-
-def test_two_agents_in_two_network_namespaces_write_the_file_of_one_process(namespaces, folder, tmp_path):
-    ends_as_one_process(namespaces, folder, tmp_path)
 
 
 def until_both_draw(marker, logs):

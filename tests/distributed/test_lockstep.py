@@ -63,40 +63,56 @@ def play(
 
 
 def test_everyone_gets_the_leaders_commands_and_anyones_flag():
+    sent = [{"kind": "add", "x": 0.1 + 0.2}, {"ids": list(range(300_000))}]  # the second arrives in many pieces
+
     def act(lockstep: Lockstep) -> Any:
-        commands = [{"kind": "add", "x": 0.1 + 0.2}] if lockstep.is_leader else None
-        met = lockstep.meet("step()", commands, arguments={"a": 1}, flag=lockstep.rank == 2)
+        met = lockstep.meet("step()", sent if lockstep.is_leader else None, arguments={"a": 1}, flag=lockstep.rank == 2)
         return met.commands, met.arguments, met.flag, lockstep.agree(False), lockstep.gather("t", str(lockstep.rank))
 
-    expected = ([{"kind": "add", "x": 0.1 + 0.2}], {"a": 1}, True, False, ["0", "1", "2"])
-    assert play(3, act) == [expected] * 3
+    assert play(3, act) == [(sent, {"a": 1}, True, False, ["0", "1", "2"])] * 3
 
 
-def test_a_large_command_arrives_whole():
-    ids = list(range(300_000))
-    assert play(2, lambda lockstep: lockstep.meet("step()", [{"ids": ids}]).commands == [{"ids": ids}]) == [True, True]
+def padded(lockstep: Lockstep) -> None:
+    for step, width in ((3, 8), (4, 8 << lockstep.rank)):
+        plan = StepPlan(step=step)
+        lockstep.planned(plan, check=True, shape_of=lambda plan, width=width: GraphShape(width, 0, width))
 
 
-def test_different_calls_are_named_on_every_rank_and_nothing_is_broken():
-    def act(lockstep: Lockstep) -> str:
-        with pytest.raises(LockstepError) as caught:
-            lockstep.meet(["step()", "suspend()", "step()"][lockstep.rank])
-        lockstep.meet("step()")
-        return str(caught.value)
+DISAGREEMENTS: dict[str, tuple[Callable[[Lockstep], Any], str, bool]] = {
+    "calls": (
+        lambda one: one.meet(["step()", "suspend()", "step()"][one.rank]),
+        r"ranks are in different calls: rank 0: step\(\), rank 1: suspend\(\), rank 2: step\(\)$",
+        True,
+    ),
+    "arguments": (
+        lambda one: one.meet("suspend()", arguments={"mode": one.rank == 1}),
+        r"suspend\(\) with other arguments on rank 1 than on rank 0",
+        True,
+    ),
+    "padding": (padded, "step 4: .*padded to", False),
+}
+"""What ranks do, what is raised on each of them, and whether they go on after that."""
 
-    message = "ranks are in different calls: rank 0: step(), rank 1: suspend(), rank 2: step()"
-    assert play(3, act) == [message] * 3
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_what_ranks_disagree_about_is_named_on_every_rank(name: str):
+    act, message, goes_on = DISAGREEMENTS[name]
+
+    def refused(lockstep: Lockstep) -> bool:
+        with pytest.raises(LockstepError, match=message):
+            act(lockstep)
+        try:
+            return bool(lockstep.meet("step()"))
+        except LockstepError:
+            return False
+
+    assert play(3, refused) == [goes_on] * 3
 
 
-def test_whoever_follows_while_the_leader_is_in_no_call_is_told_so():
+def test_a_rank_that_follows_while_the_leader_is_in_no_call_is_refused():
     leader, follower = play(2, lambda one: one.agree(False, "a look") if one.is_leader else one.meet("follow()"))
     assert leader is False
     assert isinstance(follower, LockstepError) and "rank 0 is in a look where this rank follows" in str(follower)
-
-
-def test_different_arguments_are_refused():
-    results = play(3, lambda lockstep: lockstep.meet("suspend()", arguments={"mode": lockstep.rank == 1}))
-    assert all(isinstance(result, LockstepError) and "rank 1" in str(result) for result in results)
 
 
 def test_together_fails_everywhere_with_the_rank_and_reason():
@@ -364,14 +380,3 @@ def test_a_stranger_at_the_port_is_sent_away():
         socket.create_connection(("127.0.0.1", offers[0]["port"]), timeout=1.0)  # the port is closed by now
     for end in ends:
         end.close()
-
-
-def test_ranks_that_would_pad_a_step_differently_are_told_so():
-    def act(lockstep: Lockstep) -> Any:
-        width = 8 << lockstep.rank
-        lockstep.planned(StepPlan(step=3), check=True, shape_of=lambda plan: GraphShape(8, 0, 8))
-        lockstep.planned(StepPlan(step=4), check=True, shape_of=lambda plan: GraphShape(width, 0, width))
-
-    for error in play(2, act):
-        assert isinstance(error, LockstepError), error
-        assert "step 4" in str(error) and "padded to" in str(error)

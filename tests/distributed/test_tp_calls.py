@@ -12,6 +12,7 @@ from unittest import mock
 import engine_ranks as ranks
 import pytest
 import torch
+from engines import finish, tokens_of
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -45,15 +46,8 @@ def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
         assert word in str(caught.value), str(caught.value)
 
 
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 def run_to_end(engine: Engine) -> dict[str, list[int]]:
-    done = {}
-    while engine.has_unfinished():
-        done |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-    return done
+    return {name: list(output.outputs[0].token_ids) for name, output in finish(engine).items()}
 
 
 def check_out_of_memory(engine: Engine, rank: int) -> None:

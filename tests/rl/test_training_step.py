@@ -85,6 +85,37 @@ def test_gradients_are_those_of_megatrons_own_step(name):
     assert model.config.hidden_dropout == model.embedding.embedding_dropout.p == 0.3
 
 
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "no auxiliary losses": (
+        EXPERTS,
+        EXPERTS | {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+        {"auxiliary_losses": False},
+    ),
+    "the model's own dropout": (DROPOUT, DROPOUT, {"dropout": True}),
+    "the optimizer's loss scale": (EXPERTS, EXPERTS, {}),
+}
+"""Settings of the model and of the one that Megatron trains, and what the session is asked for."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_follow_the_options(name):
+    settings, twins, asked = OPTIONS[name]
+    model, twin = tiny_gpt(**settings), tiny_gpt(**twins)
+    if "scale" in name:
+        for one in (model, twin):
+            one.config.grad_scale_func = lambda loss: loss * 64.0
+    session = make_session(model)
+    torch.manual_seed(3)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT, **asked)
+    torch.manual_seed(3)
+    megatron_backward(twin.train(), SEQUENCES, GROUPS)
+    assert_equal(gradients(model), gradients(twin), tolerance=1e-4 if "scale" in name else 1e-6)
+    if asked.get("dropout"):
+        with pytest.raises(ConfigError, match="dropout=True without grad=True"):
+            session.score(SEQUENCES, dropout=True)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_in_bf16_are_as_near_to_those_in_fp32_as_megatrons_own(tied):
     exact, *rounded = (
@@ -159,15 +190,6 @@ def test_a_forward_of_the_callers_own_has_the_scale_of_auxiliary_losses_that_it_
     mcore.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def test_without_auxiliary_losses_gradients_are_those_of_the_loss_alone():
-    model, twin = tiny_gpt(**EXPERTS), tiny_gpt(**EXPERTS | {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
-    session = make_session(model)
-    with session.training():
-        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT, auxiliary_losses=False)
-    megatron_backward(twin.train(), SEQUENCES, GROUPS)
-    assert_equal(gradients(model), gradients(twin))
-
-
 @pytest.mark.parametrize("name", ["experts", "experts, full recompute"])
 def test_gradients_of_scores_with_a_backward_of_the_callers_own_are_the_same(name):
     model, twin = (MODELS[name]().train() for _ in range(2))
@@ -189,19 +211,6 @@ def test_activations_are_recomputed_as_configured(recompute, times):
         session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
         assert len(seen) == times * len(GROUPS)
     hook.remove()
-
-
-def test_dropout_is_the_models_own_on_request():
-    model, twin = (tiny_gpt(**DROPOUT) for _ in range(2))
-    session = make_session(model)
-    torch.manual_seed(3)
-    with session.training():
-        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT, dropout=True)
-    torch.manual_seed(3)
-    megatron_backward(twin.train(), SEQUENCES, GROUPS)
-    assert_equal(gradients(model), gradients(twin))
-    with pytest.raises(ConfigError, match="dropout=True without grad=True"):
-        session.score(SEQUENCES, dropout=True)
 
 
 def test_routers_count_tokens_for_their_bias_and_step_updates_it():
@@ -380,17 +389,6 @@ def test_a_step_that_the_optimizer_skips_leaves_the_version():
         report = session.step(trainer.optimizer)
     assert not report.update_successful and report.grad_norm is None and report.weight_version == 0
     assert not any(grad.any() for grad in gradients(session.model).values())
-
-
-def test_the_optimizers_loss_scale_multiplies_all_gradients():
-    model, twin = (tiny_gpt(**EXPERTS) for _ in range(2))
-    for one in (model, twin):
-        one.config.grad_scale_func = lambda loss: loss * 64.0
-    session = make_session(model)
-    with session.training():
-        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
-    megatron_backward(twin.train(), SEQUENCES, GROUPS)
-    assert_equal(gradients(model), gradients(twin), tolerance=1e-4)
 
 
 # ------------------------------------------------------------------ errors
