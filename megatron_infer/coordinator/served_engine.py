@@ -168,7 +168,7 @@ class ServedRequest:
             if engine.continue_request(self.id, ids, params, drawn, salt=run.salt, caller=run.caller):
                 return
             for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
-                sequence.skip_tokens = bytes_to_ids(kept.tokens)
+                sequence.skip_tokens = bytes_to_ids(bytes(kept.tokens))
                 sequence.skip_chars = kept.num_chars
         prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
         if run.salt:
@@ -268,7 +268,7 @@ def stage_times(metrics: RequestMetrics) -> protocol.StageTimes:
 
 def _drawn(kept: protocol.Kept) -> DrawnSequence:
     return DrawnSequence(
-        token_ids=bytes_to_ids(kept.tokens),
+        token_ids=bytes_to_ids(bytes(kept.tokens)),
         num_chars=kept.num_chars,
         cumulative_logprob=kept.cumulative_logprob,
         finish_reason=kept.finish_reason,

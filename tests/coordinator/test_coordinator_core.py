@@ -387,7 +387,7 @@ def test_replica_that_joins_while_an_adapter_is_loaded_takes_part_in_its_undo():
         nonlocal number
         number += 1
         world.core.receive(client, protocol.Control(number, command, args, 1.0))
-        _, (sent,) = world.commanded(b"one")
+        _, (sent,) = commands(b"one")
         done = [(peer, protocol.Done(sent.number, one, protocol.Answer(ok=True))) for peer, one in incarnations.items()]
         if joins is not None:
             incarnations[joins] = world.replica(joins)

@@ -240,7 +240,7 @@ def test_output_that_makes_no_sense_fails_its_request_and_not_the_client(changes
 def test_replica_that_claims_impossible_sizes_is_refused_and_the_coordinator_goes_on(change: dict[str, Any]) -> None:
     with cluster(1, timeout_s=20.0) as (one, _, client), RawPeer(one.address) as peer:
         incarnation = peer.enter("replica", random.Random(0))
-        peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation, **change))
+        peer.say(protocol.Register(incarnation, msgspec.structs.replace(REGISTER.info, **change)))
         refused = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Refused))
         assert "cannot register" in refused.message and len(client.stats()["replicas"]) == 1
         is_served(client)
