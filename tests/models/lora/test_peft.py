@@ -6,9 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hf_models import logits_of
+from hf_models import logits_of, random_model
 from lora_cases import merged
-from peft_cases import DENSE, saved
 from plain_forward import full_logits
 
 from megatron_infer.models.loading.build_model import build_model
@@ -19,6 +18,7 @@ from megatron_infer.models.lora.peft import read_adapter
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the peft package")
 
 IDS = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "every_target": ("llama", DENSE, {}),
     "one_head_each": ("llama_mha", ["q_proj", "v_proj"], {"r": 1}),
@@ -47,6 +47,23 @@ CASES = {
     "granite": ("granite_factors", ["q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear",
                                     "output_linear"], {}),
 }  # fmt: skip
+
+
+def saved(tmp_path, kind, targets, **options):
+    """(the base model's directory, the adapter's directory, the model under PEFT); every factor is random."""
+    import peft
+
+    model = random_model(kind)
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 8} | options)
+    wrapped = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter", wrapped
 
 
 @pytest.mark.parametrize("case", CASES)
