@@ -29,7 +29,7 @@ FACTORS = {
     "attention_multiplier": 0.4,
     "logits_scaling": 1.7,
 }
-QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM4_MOE = {
     "n_routed_experts": 6,
     "n_shared_experts": 2,
@@ -90,10 +90,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7, "head_dim": 16},
     ),
-    "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True}),
-    "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN3_MOE | {"head_dim": 16}),
-    "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN3_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        QWEN_MOE | {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN_MOE | {"head_dim": 16}),
+    "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     "glm4_moe": ("Glm4MoeConfig", GLM4_MOE | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_bias": ("Glm4MoeConfig", GLM4_MOE | {"attention_bias": True, "first_k_dense_replace": 2}),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),

@@ -137,6 +137,9 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     qkv = ["self_attention.linear_qkv"]
     if has_head_norms:
         qkv += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    if layers.get("moe_shared_expert_gate"):
+        shared.append("mlp.shared_experts.gate_weight")
     return LayerParameters(
         norm=count("input_layernorm"),
         qkv=count(*qkv),
@@ -144,7 +147,7 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
         mlp=count("mlp.linear_fc1", "mlp.linear_fc2"),
         router=count("mlp.router"),
         expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
-        shared_experts=count("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
+        shared_experts=count(*shared),
         mixer=count(*(one for one in LAYOUTS if one.startswith("mixer."))),
         num_mlps=symbols.count("-"),
         num_moes=symbols.count("E"),

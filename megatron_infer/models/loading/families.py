@@ -302,15 +302,10 @@ _NORMALISED_ALONE = (
 _ONE_GROUP: Required = {"n_group": ((1,), "groups of experts are chosen by other sums in megatron-core")}
 _ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
 
-_QWEN3_MOE = replace(
-    _QWEN3,
-    model_type="qwen3_moe",
-    fields=_QWEN3.fields
-    | EXPERTS
+_QWEN_MOE = (
+    EXPERTS
     | _SOFTMAX_ROUTER
     | {
-        "num_query_groups": _kv_heads(4),
-        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
         "num_moe_experts": Key("num_experts", 128),
         "moe_router_topk": Key("num_experts_per_tok", 8),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
@@ -320,6 +315,44 @@ _QWEN3_MOE = replace(
         "moe_layer_freq": lambda v: [
             int(layer not in (v["_dense"] or ()) and (layer + 1) % v["_step"] == 0) for layer in range(v["num_layers"])
         ],
+    }
+)
+_QWEN2_MOE = replace(
+    _QWEN2,
+    model_type="qwen2_moe",
+    fields=_DECODER
+    | _QWEN_MOE
+    | {
+        "num_query_groups": _kv_heads(16),
+        "num_moe_experts": Key("num_experts", 60),
+        "moe_router_topk": Key("num_experts_per_tok", 4),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
+        "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 5632),
+        "moe_shared_expert_gate": True,
+    },
+    tensors=_LLAMA_TENSORS
+    | _GATED_EXPERTS
+    | {
+        "mlp.shared_experts.linear_fc1": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    },
+    marks=("mlp.shared_expert_gate.",),
+    gguf="",
+    is_written=False,
+    ignored_keys=_ROUTER_LOSSES,
+    renamed_keys={"num_local_experts": "num_experts"},
+    required={"qkv_bias": ((None, True), "queries, keys and values have biases in this family's checkpoints")},
+    refusals=(_ONE_EXPERT,),
+)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    fields=_QWEN3.fields
+    | _QWEN_MOE
+    | {
+        "num_query_groups": _kv_heads(4),
+        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
     },
     tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
     marks=("mlp.experts.",),
@@ -702,6 +735,7 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": _SMOLLM3,
     "MixtralForCausalLM": _MIXTRAL,
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "GraniteForCausalLM": _GRANITE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,

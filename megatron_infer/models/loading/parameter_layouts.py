@@ -75,6 +75,7 @@ LAYOUTS = {
     "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
+    "mlp.shared_experts.gate_weight": Layout(rows=("one",), columns=("hidden",), cut="nothing", layers="E"),
     # in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds.
     "mixer.in_proj": Layout(
         rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="M"
