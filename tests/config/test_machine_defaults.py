@@ -51,6 +51,7 @@ def test_machine_default_gives_way_to_what_is_asked(recwarn, is_cuda, asked):
     shape = HYBRID if "prefix_caching_mamba_gb" in asked else None
     config = machine_config(asked, shape, is_cuda=is_cuda, available_bytes=8 * GIB)
     assert {name: getattr(config, name) for name in asked} == asked
+    assert config.enable_chunked_prefill or config.max_tokens is None, "a small step would refuse long prompts"
     assert not [warning for warning in recwarn if warning.category is ConfigWarning]
 
 

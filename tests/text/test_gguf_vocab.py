@@ -105,3 +105,9 @@ def test_templates_and_special_tokens_of_the_file_are_there():
 def test_a_special_token_outside_the_vocabulary_is_named():
     with pytest.raises(ModelError, match=r"special tokens of the GGUF tokenizer \{'bos': 999\} are none of its 262"):
         tokenizer_from_metadata(metadata(bos_token_id=999))
+
+
+@pytest.mark.parametrize(("pre", "words"), [("llama-bpe", ["he", "123", "45"]), ("qwen2", ["he", *"12345"])])
+def test_numbers_are_split_as_the_pre_tokenizer_does(pre, words):
+    backend = tokenizer_from_metadata(metadata(pre)).backend
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("he12345")] == words
