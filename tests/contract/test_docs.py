@@ -71,8 +71,9 @@ def _members(node: ast.ClassDef) -> set[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Files named in code spans that are not in the tree; a name may leave out leading folders."""
-    named = {name.removeprefix("./") for span in CODE.findall(BLOCK.sub("", text)) for name in FILE.findall(span)}
+    """Files named in code spans that are not in the tree; a name may leave out leading folders, or be of a commit."""
+    spans = CODE.findall(re.sub(r"`[^`]+` of commit [0-9a-f]{8}", "", BLOCK.sub("", text)))
+    named = {name.removeprefix("./") for span in spans for name in FILE.findall(span)}
     shown = {name for name in named - set(FOREIGN_FILES) if name[0].islower() or name[0] == "R"}
     return sorted(name for name in shown if not any(file == name or file.endswith(f"/{name}") for file in files()))
 
