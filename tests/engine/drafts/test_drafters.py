@@ -141,12 +141,14 @@ def test_saved_requests_bring_the_drafters_memory(twin, tmp_path, reader):
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("kind", ["itself", *KINDS])
 def test_a_weight_update_renews_the_drafter(kind, exact):
-    """The model drafts for itself, or its MTP layer does."""
+    """Of the model that drafts for itself, of another one, and of the MTP layer."""
     model = knowing() if kind == "mtp" else make_model("attention", vocab_size=VOCAB)
-    itself = Drafter(model, "mtp" if kind == "mtp" else model)
+    draft = {"itself": model, "model": make_model("attention", vocab_size=VOCAB), "mtp": "mtp"}[kind]
+    drafter = Drafter(model, draft)
     prompts, _ = workload("greedy")
-    plain, engine = itself.plain(batch_invariant=exact), itself.engine(batch_invariant=exact)
+    plain, engine = drafter.plain(batch_invariant=exact), drafter.engine(batch_invariant=exact)
 
     def check(temperature: float = 1.0) -> None:
         params = SamplingParams(temperature=temperature, seed=2, max_tokens=20, ignore_eos=True, logprobs=1)
@@ -156,9 +158,9 @@ def test_a_weight_update_renews_the_drafter(kind, exact):
     check()
     check_all_kept(engine)
     assert engine.spec_decode_metrics().mean_tokens_per_step > 4
-    with torch.no_grad():  # the trainer steps: the model and its MTP layer alike
-        if kind == "model":
-            for parameter in model.parameters():
+    with torch.no_grad():  # the trainer steps: the model and what drafts alike
+        if kind != "mtp":
+            for parameter in {*model.parameters(), *draft.parameters()}:
                 parameter.mul_(1.25)
         else:
             for layer in (model.decoder.layers[0], model.mtp.layers[0].transformer_layer):

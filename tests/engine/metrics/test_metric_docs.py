@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from megatron_infer.engine.metrics.definitions import MISMATCH, SPECS, engine_families
+from megatron_infer.engine.metrics.definitions import FIELDS, MISMATCH, SPECS, engine_families
 from megatron_infer.engine.metrics.engine_meter import EngineMeter
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.server_meter import ServerMeter
@@ -67,6 +68,15 @@ def test_exactly_the_defined_metrics_are_exported_with_their_labels():
         )
         assert labels == set(spec.labels), spec.name
         assert spec.name.endswith("_total") == (spec.kind == "counter")
+
+
+def test_every_figure_is_the_value_of_one_series():
+    numbers = [one.name for one in fields(EngineSnapshot) if one.type in ("int", "float") and one.name != "born"]
+    snapshot = EngineSnapshot(born=0.0, state="", **{name: place for place, name in enumerate(numbers, 2)})
+    values = [metric.value for family in engine_families(snapshot) for metric in family.series.values()]
+    assert sorted(value for value in values if value > 1) == list(range(2, 2 + len(numbers)))
+    labelled = [pair for source in FIELDS.values() if isinstance(source, dict) for pair in source.items()]
+    assert all(label in name.split("_") for label, name in labelled)
 
 
 def test_docs_have_the_tables_of_the_definitions(metric_docs):

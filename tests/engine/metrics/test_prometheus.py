@@ -149,6 +149,9 @@ def test_metrics_of_other_registries_are_shown_with_the_engines(model):
     registry.counter("megatron_infer_mismatch_alarms_total", "alarms").inc(2)
     series = scrape(engine)
     assert series["mismatch_kl_k3_nats/attention"] == 0.01 and series["mismatch_alarms_total"] == 2
+    before = engine.figures()
+    registry.counter("megatron_infer_mismatch_alarms_total", "alarms").inc()
+    assert before.beside[1].series[()].value == 2 and scrape(engine)["mismatch_alarms_total"] == 3
     figures = EngineSnapshot.from_dict(json.loads(json.dumps(engine.figures().to_dict())))
     assert figures == engine.figures() == EngineSnapshot.from_dict({**figures.to_dict(), "of_a_later_release": 1})
     (family,) = [one for one in engine_families(figures, replica="a") if one.name.endswith("kl_k3_nats")]
