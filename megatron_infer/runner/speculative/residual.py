@@ -101,7 +101,7 @@ class ResidualSampler(Sampler):
         unknown_N = found.bad_N.index_select(0, at_N) | bad_S.index_select(0, places_N)
         token_N = torch.where(unknown_N, drawn.token_M.index_select(0, places_N), token_N)
         drawn.token_M = drawn.token_M.index_copy(0, places_N, token_N)
-        drawn.own_M = drawn.raw_M = drawn.rank_M = None  # they were of the tokens before
+        drawn.own_M = drawn.raw_M = None  # they were of the tokens before
 
 
 def _probs(sampler: Sampler, places: np.ndarray, logits_SV: Tensor, inputs: SamplerInput, drawn: DrawResult) -> Tensor:
