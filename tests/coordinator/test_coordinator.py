@@ -188,6 +188,15 @@ def test_refusal_of_an_engine_reaches_its_caller_alone():
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
+def test_prompts_before_one_that_is_refused_are_aborted():
+    engine = EchoEngine(step_s=0.01)
+    with cluster(1, engines=[engine]) as (_, _, client):
+        with pytest.raises(InvalidPrompt, match="token ids"):
+            client.generate([[1], ["a"]], SamplingParams(max_tokens=4000, temperature=0.0))
+        wait_for(lambda: client.stats()["submitted"] == 1)
+        wait_for(lambda: not engine.has_unfinished() and not client.stats()["waiting"], timeout_s=10.0)
+
+
 def test_draining_replica_finishes_its_requests_and_gets_no_new_ones():
     engines = [EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)]
     with cluster(2, engines=engines) as (_, replicas, client):
