@@ -376,6 +376,7 @@ def test_wrong_content_types_methods_and_headers_are_refused(case):
         assert reply.status_code == 415 and "application/json" in reply.json()["error"]["message"]
     reply = case.http.get(COMPLETION)
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+    assert case.http.post("/health", json={}).headers["allow"] == "GET, HEAD"
     reply = case.http.get("/../../etc/passwd")
     assert reply.status_code == 404
     reply = case.http.get("/version", headers={"X-Request-Id": "mine-1"})
