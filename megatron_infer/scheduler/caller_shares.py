@@ -9,11 +9,12 @@ for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most 
 
 Time. A step with tokens of several callers takes at most PAIR times as long as one token, or STRETCH times as long as
 the tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that
-decode nothing, who wait for a first token, the others to those that decode, each half evenly (max-min). Such prompts
-lengthen a step to FIRST times one token. Where they end with it, those that decode have one token each, in every second
-step at most. A caller without requests counts for as many steps as it had some. Until PRESENT_STEPS steps after its
-last request, a step that decodes takes at most AWAY times as long as one token: a caller that comes back waits for a
-short step. A caller's rows decode in turn, and each caller has one token at least: every row goes on.
+decode nothing, who wait for a first token, the others to those that decode, each half evenly (max-min). The first
+prompt of each such caller lengthens a step to FIRST times one token; the caller's other prompts come after it. Where
+the first prompts end with the step, those that decode have one token each, in every second step at most. A caller
+without requests counts for as many steps as it had some. Until PRESENT_STEPS steps after its last request, a step that
+decodes takes at most AWAY times as long as one token: a caller that comes back waits for a short step. A caller's rows
+decode in turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -161,10 +162,12 @@ class CallerShares:
             if request is not self._leaving and (among is None or request in among):
                 decoding.setdefault(request.caller, []).append(request)
         prompts: Counter[int] = Counter()
+        first_prompt: dict[int, int] = {}
         num_free = max(0, self._context.num_free_rows - self.num_reserved)
         for request in [*self._admitted_requests.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
+                first_prompt.setdefault(request.caller, prompts[request.caller])
         now = self._admitted_requests.stats.steps
         # Who is away may be back in this step, for as long as it was here.
         wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
@@ -179,7 +182,7 @@ class CallerShares:
         most = self._tokens_within(min(limit, AWAY * one) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        new = {caller: wanted[caller] for caller in prompts if caller not in decoding}
+        new = {caller: min(wanted[caller], first_prompt[caller]) for caller in prompts if caller not in decoding}
         others = {caller: count for caller, count in wanted.items() if caller not in new}
         longest = max(most, self._tokens_within(FIRST * one, len(wanted), budget))
         kept = max(len(others), min(most - most // 2, sum(others.values())))

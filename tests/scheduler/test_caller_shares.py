@@ -154,6 +154,23 @@ def test_short_prompt_of_a_caller_who_waits_for_a_first_token_is_computed_at_onc
     assert {request.caller for request in plan.decode} == {1, 2, 3}
 
 
+@pytest.mark.security
+def test_many_prompts_of_a_caller_lengthen_a_step_for_the_first_of_them_alone():
+    """Those that decode wait for that one, and for no more than their share of the others."""
+    world = make_world()
+    for i in range(8):
+        world.add(asked(f"a{i}", 1))
+    for _ in range(5):
+        world.step()
+    late = [asked(f"b{i}", 2, num_prompt=6) for i in range(6)]
+    for one in late:
+        world.add(one)
+    plan = world.step()
+    assert [one.scheduled for one in late] == [6, 0, 0, 0, 0, 0] and len(plan.decode) >= 1
+    while any(one.finish_reason is None for one in late):
+        world.step()
+
+
 def test_short_prompts_again_and_again_halve_the_rows_of_others_at_most():
     world = make_world(num_rows=40, num_blocks=3000)
     for i in range(32):
