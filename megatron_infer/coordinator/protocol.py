@@ -147,7 +147,8 @@ class Kept(_Message):
         self.num_chars += len(piece.text)
         if piece.cumulative_logprob is not None:
             self.cumulative_logprob = piece.cumulative_logprob
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        self.finish_reason = piece.finish_reason
+        self.stop_reason = piece.stop_reason
 
     def copy(self) -> Kept:
         return msgspec.structs.replace(self, tokens=bytearray(self.tokens))

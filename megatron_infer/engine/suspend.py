@@ -202,7 +202,9 @@ class Suspension:
     ) -> None:
         self._loop, self._lifecycle, self._weights = loop, lifecycle, weights
         self._cache, self._graphs = CacheSuspension(scheduler, executor, config), graphs
-        self._device, self._rank_group, self._store = device, executor.rank_group, executor.runner.store
+        self._device = device
+        self._rank_group = executor.rank_group
+        self._store = executor.runner.store
         self._default_mode = config.kv_cache_management_mode
         self._away: set[str] = set()
         self._returns_to = EngineState.RUNNING

@@ -236,7 +236,8 @@ class KVArchive:
         """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none.
         draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
-        self._weights, self._groups = weights, rank_group.groups
+        self._weights = weights
+        self._groups = rank_group.groups
         self._shape = describe(adopted.shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft_shape)
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
         """Some rank keeps keys and values."""

@@ -47,8 +47,11 @@ class InputProcessor:
         unavailable: Mapping[str, str],
         adapters: Mapping[str, tuple[int, str]] | None,
     ) -> None:
-        self._config, self._tokenizer, self._seed = config, tokenizer, seed
-        self.sizes, self.vocab_size = sizes, vocab_size
+        self._config = config
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self.sizes = sizes
+        self.vocab_size = vocab_size
         self.unavailable = unavailable
         """Parameters that the model cannot serve -> why not, and what to do."""
         self.adapters = adapters

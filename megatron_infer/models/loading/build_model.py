@@ -234,7 +234,7 @@ def _yarn_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Ten
     dim = 2 * len(inverse)
 
     def place(rotations: float) -> float:
-        """Of the frequency, as a real number, that rotates so often within the original positions."""
+        """The index, a real number, of the frequency that rotates so often within the original positions."""
         return dim * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = place(scaling.beta_fast), place(scaling.beta_slow)

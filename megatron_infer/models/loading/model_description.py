@@ -24,12 +24,12 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    """Of yarn: a frequency that rotates more often than beta_fast within original_max_position stays, one that rotates
-    less often than beta_slow is divided by the factor."""
+    """yarn's bounds, in rotations within original_max_position. A frequency above beta_fast stays. A frequency below
+    beta_slow is divided by the factor."""
     truncate: bool = True
-    """Of yarn: whether the two bounds are rounded to whole frequencies."""
+    """Whether yarn rounds the two bounds to whole frequencies."""
     attention_factor: float = 1.0
-    """Of yarn: what queries and keys are each multiplied by, where they rotate. softmax_scale has its square."""
+    """yarn multiplies rotated queries and keys by it each; softmax_scale has its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,9 @@ class FrameCodec(ABC):
         self, *, sample_rate: int, codebooks: int, hop: int, left_frames: int | None, right_frames: int
     ) -> None:
         """left_frames, right_frames: that the sound of a frame depends on; None: all before it."""
-        self.sample_rate, self.codebooks, self.hop = sample_rate, codebooks, hop
+        self.sample_rate = sample_rate
+        self.codebooks = codebooks
+        self.hop = hop
         self.samples_per_token = Fraction(hop, codebooks)
         self.left_context = None if left_frames is None else left_frames * codebooks
         self.right_context = right_frames * codebooks

@@ -89,6 +89,18 @@ def test_masks_made_next_to_the_steps_change_no_answer(name, alone, monkeypatch)
     assert made and not engine.output_processor.num_structured
 
 
+def ended_in_order(engine, other, slow, go):
+    """Outputs by id; `slow` ends after `other`, and not before `go` is set."""
+    ended: dict = {}
+    while other not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    assert slow not in ended
+    go.set()
+    while slow not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    return ended
+
+
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
 def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch):
@@ -104,13 +116,7 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
     engine = make_engine(overlap=overlap)
     slow = engine.add_request([7], structured(regex="[ab]{20}"), stream="final")
     other = engine.add_request([8], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), stream="final")
-    ended: dict = {}
-    while other not in ended:
-        ended |= {one.request_id: one for one in engine.step()}
-    assert slow not in ended
-    go.set()
-    while slow not in ended:
-        ended |= {one.request_id: one for one in engine.step()}
+    ended = ended_in_order(engine, other, slow, go)
     alone = make_engine(overlap=overlap).generate([[7]], [structured(regex="[ab]{20}")])[0]
     assert ended[slow].outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].text) == 20
 
@@ -125,13 +131,7 @@ def test_a_mask_that_was_begun_holds_no_other_request_when_its_grammar_becomes_q
     other = engine.add_request([8], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), stream="final")
     engine.step()
     engine.input_processor.grammars.cache.slow.clear()
-    ended: dict = {}
-    while other not in ended:
-        ended |= {one.request_id: one for one in engine.step()}
-    assert slow not in ended
-    go.set()
-    while slow not in ended:
-        ended |= {one.request_id: one for one in engine.step()}
+    ended = ended_in_order(engine, other, slow, go)
     assert len(ended[slow].outputs[0].text) == 20
 
 
