@@ -7,7 +7,8 @@ import pytest
 from control_case import NAMES, STATES, call, enter_state, get, put_weights, serving_with_control, state_of
 from server_case import serving
 
-from megatron_infer.server.control import sglang_routes, vllm_routes
+from megatron_infer.coordinator.protocol import Answer
+from megatron_infer.server.control import fanout, sglang_routes, vllm_routes
 from megatron_infer.server.control.sglang_routes import CHANNELS
 from megatron_infer.testing.echo import EchoEngine
 
@@ -134,6 +135,22 @@ def test_every_route_answers_as_in_the_table(place, tmp_path):
 def routes_of(case):
     document = get(case, "/openapi.json")["paths"]
     return {(method.upper(), path) for path, methods in document.items() for method in methods}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        (("WrongState", "WrongState"), 409),
+        (("WrongState", "AdapterInUse"), 500),
+        (("WrongState", "ReplicaLost"), 503),
+        (("RequestError", "AccessRefused"), 403),
+        (("TransitionTimeout", "RuntimeError"), 504),
+    ],
+)
+def test_command_that_fails_in_several_ways_has_the_status_of_all_or_the_gravest(kinds, status):
+    failed = {f"replica{at}": Answer(ok=False, kind=kind, message="no") for at, kind in enumerate(kinds)}
+    error = fanout._failure(failed, 3, "pause", "SERVING")
+    assert error.status == status and "2 of 3 replicas" in str(error)
 
 
 def test_table_has_every_route_of_control():
