@@ -182,7 +182,9 @@ class CallerShares:
         most = self._tokens_within(min(limit, AWAY * one) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        new = {caller: min(wanted[caller], first_prompt[caller]) for caller in prompts if caller not in decoding}
+        new = {caller: wanted[caller] for caller in prompts if caller not in decoding}
+        if decoding:
+            new = {caller: min(count, first_prompt[caller]) for caller, count in new.items()}
         others = {caller: count for caller, count in wanted.items() if caller not in new}
         longest = max(most, self._tokens_within(FIRST * one, len(wanted), budget))
         kept = max(len(others), min(most - most // 2, sum(others.values())))

@@ -171,6 +171,15 @@ def test_many_prompts_of_a_caller_lengthen_a_step_for_the_first_of_them_alone():
         world.step()
 
 
+def test_prompts_of_callers_that_all_prefill_fill_their_steps():
+    """Nobody waits for a short step: requests that are only scored never decode."""
+    world = make_world(num_rows=32, max_tokens=64)
+    for caller in (1, 2):
+        for i in range(8):
+            world.add(asked(f"{caller}.{i}", caller, num_prompt=20, max_new=1))
+    assert min(world.step().num_tokens for _ in range(4)) > 40
+
+
 def test_short_prompts_again_and_again_halve_the_rows_of_others_at_most():
     world = make_world(num_rows=40, num_blocks=3000)
     for i in range(32):
