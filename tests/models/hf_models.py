@@ -94,6 +94,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2MoeConfig",
         QWEN_MOE | {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
     ),
+    "qwen3_moe_window": (
+        "Qwen3MoeConfig",
+        QWEN_MOE | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", QWEN_MOE | {"norm_topk_prob": True}),
     "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN_MOE | {"head_dim": 16}),
     "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),

@@ -136,6 +136,8 @@ def test_names_without_the_body_prefix_load(tmp_path):
         ("nemotron_h_experts", {"mlp_bias": True}, "mlp_bias=True"),
         ("bamba", {"mamba_d_head": 16}, "mamba_expand x hidden_size = 96, but mamba_n_heads x mamba_d_head = 192"),
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("smollm3", {"rope_parameters": YARN}, "needs layers that all rotate"),
+        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None}, "needs layer_types"),
         ("bamba", {"rope_parameters": YARN}, "needs heads that rotate as a whole"),
         ("bamba", {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
         ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),

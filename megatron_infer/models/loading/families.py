@@ -306,6 +306,7 @@ _QWEN_MOE = (
     EXPERTS
     | _SOFTMAX_ROUTER
     | {
+        "max_sequence_length": Key("max_position_embeddings", 32768),
         "num_moe_experts": Key("num_experts", 128),
         "moe_router_topk": Key("num_experts_per_tok", 8),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
@@ -329,6 +330,8 @@ _QWEN2_MOE = replace(
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
         "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
+        "_slides": Key("use_sliding_window", False, "flag"),
+        "_types": Key("layer_types", None, "any"),
     },
     tensors=_LLAMA_TENSORS
     | _GATED_EXPERTS
@@ -340,10 +343,14 @@ _QWEN2_MOE = replace(
     marks=("mlp.shared_expert_gate.",),
     gguf="",
     is_written=False,
-    ignored_keys=_ROUTER_LOSSES,
     renamed_keys={"num_local_experts": "num_experts"},
     required={"qkv_bias": ((None, True), "queries, keys and values have biases in this family's checkpoints")},
-    refusals=(_ONE_EXPERT,),
+    window=Window(default=4096, switch="use_sliding_window"),
+    ignored_keys=(*_ROUTER_LOSSES, "max_window_layers"),
+    refusals=(
+        _ONE_EXPERT,
+        (lambda v: v["_slides"] and v["_types"] is None, "use_sliding_window needs layer_types, which say where"),
+    ),
 )
 _QWEN3_MOE = replace(
     _QWEN3,
@@ -358,7 +365,8 @@ _QWEN3_MOE = replace(
     marks=("mlp.experts.",),
     gguf="",
     is_written=False,
-    ignored_keys=_ROUTER_LOSSES,
+    window=Window(default=4096, switch="use_sliding_window"),
+    ignored_keys=(*_ROUTER_LOSSES, "max_window_layers"),
     renamed_keys={"num_local_experts": "num_experts"},
     required_of_experts=_NO_BIAS_WITH_EXPERTS,
     refusals=(_ONE_EXPERT,),
@@ -372,6 +380,7 @@ _MIXTRAL = Family(
     | {
         "num_query_groups": _kv_heads(8),
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 131072),
         "num_moe_experts": Key("num_local_experts", 8),
         "moe_router_topk": Key("num_experts_per_tok", 2),
         "moe_ffn_hidden_size": Key("intermediate_size"),
@@ -404,7 +413,8 @@ _GLM4_MOE = Family(
         "_num_shared": Key("n_shared_experts", 1),
         "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
         "_num_dense": Key("first_k_dense_replace", 1, "any"),
-        "moe_layer_freq": lambda v: [int(layer >= v["_num_dense"]) for layer in range(v["num_layers"])],
+        "max_sequence_length": Key("max_position_embeddings", 131072),
+        "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
     },
     tensors=_LLAMA_TENSORS
     | _GATED_EXPERTS
@@ -417,7 +427,7 @@ _GLM4_MOE = Family(
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
-    ignored_keys=(*_ROUTER_LOSSES, "topk_group", "num_nextn_predict_layers"),
+    ignored_keys=(*_ROUTER_LOSSES, "topk_group", "num_nextn_predict_layers", "num_mtp_layers"),
     required_of_experts=_ONE_GROUP,
     refusals=(_NORMALISED_ALONE,),
 )

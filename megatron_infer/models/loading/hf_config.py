@@ -146,7 +146,10 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
         values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
         values["num_layers"] = len(pattern)
     scaling = values.get("rope_scaling")
-    if scaling is not None and scaling.attention_factor != 1.0:
+    rotates = values.get("position_embedding", "rope") == "rope"
+    if rotates and scaling is not None and scaling.attention_factor != 1.0:
+        if any(values.get("no_rope_freq", ())):
+            raise ModelError("config.json: yarn with an attention factor needs layers that all rotate")
         scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
         values["softmax_scale"] = scale * scaling.attention_factor**2
     values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
