@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import random_model
 from session_case import BASE
 from tiny_llama import save_tiny_llama
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.states import EngineState
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, ModelError, RequestError
 from megatron_infer.rl.frameworks.trl import EngineRollout, engine_for
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +87,11 @@ def test_a_completion_ends_with_the_end_token_of_the_trainers_tokenizer(model, f
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(free[2])
     (ended,) = rollout(["What is it?"], stand_in(model, folder, processing_class=tokenizer))["completion_ids"]
     assert ended == free[: free.index(free[2]) + 1] != free
+
+
+def test_model_whose_experts_are_stacked_in_memory_is_refused_before_training():
+    with pytest.raises(ModelError, match=r"Qwen3MoeForCausalLM: weights of its experts are taken as files name them"):
+        engine_for(random_model("qwen3_moe"), CONFIG)
 
 
 def test_options_without_a_counterpart_are_refused(model, folder):

@@ -267,10 +267,15 @@ def description_from_model(model: nn.Module) -> ModelDescription:
 def description_by_names(model: nn.Module, names: Iterable[str]) -> ModelDescription:
     """The description of a live model, with the family that tensor names imply.
 
-    Raises ModelError for a family that multiplies values of config.json into its weights: a model does not have them.
+    A model that `build_model` made keeps the description of its source, which counts unless the names are of another
+    family. Raises ModelError for a family that multiplies values of config.json into its weights: another model does
+    not have them.
     """
-    description = description_from_model(model)
     architecture = architecture_named_by(names)
+    given: ModelDescription | None = getattr(model, "source_description", None)
+    if given is not None and given.architecture in FAMILIES and architecture in (None, given.architecture):
+        return given
+    description = description_from_model(model)
     if architecture is None:
         return description
     if any(field.startswith("scales.") for field in FAMILIES[architecture].fields):

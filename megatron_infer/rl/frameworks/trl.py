@@ -24,8 +24,9 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
-from megatron_infer.errors import ConfigError, WeightUpdateError
+from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
 from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.families import family_of
 from megatron_infer.models.loading.hf_config import description_from_config
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.rl.update_report import UpdateReport
@@ -38,9 +39,12 @@ def engine_for(
     """An engine with a megatron-core model of a transformers model's shape; it takes ids and has no weights yet.
 
     dtype: None: that of `model`. config None: logprobs_mode="processed", which a config should have too: importance
-    weights need the distribution that tokens were drawn from.
+    weights need the distribution that tokens were drawn from. Raises ModelError for a family whose files have a tensor
+    for each expert: transformers has one for all of a layer in memory, which updates do not take.
     """
     plan = description_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
+    if plan.transformer.get("num_moe_experts") and "{expert}" in str(family_of(plan).tensors):
+        raise ModelError(f"{plan.architecture}: weights of its experts are taken as files name them, not as in memory")
     device = next(model.parameters()).device
     live = build_model(plan, dtype=model.dtype if dtype is None else dtype, device=device)
     config = {"logprobs_mode": "processed"} if config is None else config
