@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"URL is {args.url!r}; give it as http://HOST:PORT")
     key = args.api_key or os.environ.get("MEGATRON_INFER_API_KEY")
     if args.replay is None:
+        if args.json is not None or args.speed != 1.0:
+            raise ConfigError("--json and --speed are of --replay FILE; the tools below write reports of their own")
         print(page(args, args.model or served_model(args.url, key), needs_key=key is not None))
         return 0
     calls, path = recorded_calls(args.replay, speed=args.speed, model=args.model), open_report(args.json)
@@ -188,11 +190,13 @@ def recorded_calls(path: str, *, speed: float, model: str | None) -> list[Record
     model: name in their place of the recorded one.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a line may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--replay {path}: {error}") from None
     calls, changed = [], {} if model is None else {"model": model}
     for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
         try:
             line = json.loads(text)
             leave_after = None if line["complete"] else line["seconds"]
@@ -283,6 +287,10 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
     times = RunResult(
         seconds=seconds, arrivals=[one.sent for one in streamed], token_times=[one.token_times for one in streamed]
     )
+    # a piece of a stream may hold several tokens
+    several = [one for one in streamed if one.num_output > 1]
+    tpot = [1e3 * (one.token_times[-1] - one.token_times[0]) / (one.num_output - 1) for one in several]
+    latency = latency_summary(times) | ({"tpot_ms": distribution(tpot)} if tpot else {})
     whole = [1e3 * (one.ended - one.sent) for one in complete]
     num_output = sum(one.num_output for one in answers)
     return {
@@ -295,7 +303,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
         "requests_per_s": len(complete) / seconds,
         "output_tokens_per_s": num_output / seconds,
         "latest_s": max(one.late for one in answers),
-        "latency": latency_summary(times) | ({"e2e_ms": distribution(whole)} if whole else {}),
+        "latency": latency | ({"e2e_ms": distribution(whole)} if whole else {}),
     }
 
 

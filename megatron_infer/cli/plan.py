@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError("no model: give MODEL, or model_path in --config-file")
-    on = RunOptions(**run_options(args))
+    options = run_options(args)
+    on = RunOptions(**options)
+    if "threads" in options:
+        raise ConfigError("--threads has no use in a plan without options of a pipeline; leave it out")
     device = Device(on.device)
     asked, plan = given(args), open_source(args.model).config()
     linear = asked.get("linear_backend", "auto")
