@@ -90,7 +90,7 @@ def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
     given, defaults = _given("InferenceConfig", config, ConfigError)
     if not isinstance(config, Mapping):
         verbose = given.get("_verbose", False)  # an InitVar there, which is no field
-        given = {name: value for name, value in given.items() if name[0] != "_"} | {"verbose": verbose}
+        given = {item.name: given[item.name] for item in fields(config)} | {"verbose": verbose}
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in MODEL_KEYWORDS_OF_0_16:
@@ -155,7 +155,8 @@ def _given(name: str, source: Any, error: type[Exception]) -> tuple[dict[str, An
         raise error(f"from_megatron takes megatron-core's {name} or a mapping of its fields, got {_kind(source)}")
     defaults = {item.name: item.default_factory() for item in fields(source) if item.default_factory is not MISSING}
     defaults |= {item.name: item.default for item in fields(source) if item.default is not MISSING}
-    return dict(vars(source)), defaults
+    added = getattr(source, "__dict__", {})  # a dataclass may have slots
+    return {item.name: getattr(source, item.name) for item in fields(source)} | added, defaults
 
 
 def _require_default(owner: str, name: str, value: object, default: object, why: str, error: type[Exception]) -> None:

@@ -67,7 +67,8 @@ class SpeculativeConfig:
                 f"speculative: draft_model is {self._shown_model()!r} with method {self.method!r}; {remedy}"
             )
         for name in ("num_speculative_tokens", "adaptive", "synthetic_acceptance_rate"):
-            checked(options_of(SpeculativeConfig)[name], getattr(self, name), where="speculative: ")
+            value = checked(options_of(SpeculativeConfig)[name], getattr(self, name), where="speculative: ")
+            object.__setattr__(self, name, value)
         if {"draft", "mtp"} <= set(self.methods):
             raise ConfigError(
                 f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"

@@ -6,6 +6,8 @@ flat or nested mapping ── route ──> {path: value}, path = ("model", "kv_
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -215,6 +217,9 @@ def parse_text(text: str, kind: Kind, where: str) -> Any:
     try:
         if kind is Kind.INTEGERS:
             return [int(part) for part in text.strip("[]").split(",")]
+        if text[0] in "{[":
+            with contextlib.suppress(ValueError):
+                return json.loads(text)
         return yaml.safe_load(text)
     except ValueError:
         raise ConfigError(f"{where} is {text!r}, it must be {kind.value}") from None

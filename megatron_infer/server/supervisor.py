@@ -94,6 +94,7 @@ class Process:
     def start(self) -> None:
         self.ready = self.error = self._ready_at = self._restart_at = None
         self._is_hanging = False
+        self._child = None  # where it cannot be started, this start has failed, whatever the one before ended with
         self._silence = Silence(MAX_PASS_S)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
