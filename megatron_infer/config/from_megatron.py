@@ -88,7 +88,7 @@ def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
     same: the fields of ours that Megatron has, too.
     """
     given, defaults = _given("InferenceConfig", config, ConfigError)
-    if not isinstance(config, Mapping):
+    if is_dataclass(config) and not isinstance(config, type):
         verbose = given.get("_verbose", False)  # an InitVar there, which is no field
         given = {item.name: given[item.name] for item in fields(config)} | {"verbose": verbose}
     values: dict[str, Any] = {}
