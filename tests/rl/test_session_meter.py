@@ -68,7 +68,7 @@ def test_an_alarm_is_a_warning_that_names_the_layer_and_figures_that_are_exporte
         assert len(groups) == 3 and session.meter.num_alarms == window
         assert "over the limit" in caplog.text and "decoder.layers.1.self_attention" in caplog.text
         monkeypatch.setattr(session.meter._search, "locate", None)  # it is located once while it goes on
-    exported = {one.name: one.value for one in session.engine.figures().beside}
+    exported = {one.name: metric.value for one in session.engine.figures().beside for metric in one.series.values()}
     assert exported["megatron_infer_mismatch_abs_diff_mean_nats"] > 0.1
     raising = session_of(meter={"share": 1.0, "alarm": Alarm(raises=True)})
     case.wrong_scale(monkeypatch, raising)
