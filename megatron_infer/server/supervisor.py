@@ -153,7 +153,8 @@ class Process:
 
     def give_up(self, reason: str) -> None:
         """Kill it and start it no more."""
-        self.error, self.is_given_up = reason, True
+        self.error = reason
+        self.is_given_up = True
         self.signal(signal.SIGKILL)
 
     def status(self) -> dict[str, Any]:

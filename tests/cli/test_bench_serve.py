@@ -98,6 +98,27 @@ def test_recorded_calls_are_replayed_at_their_times_with_their_disconnects(capsy
     assert {one.body["model"] for one in calls} == {"other"}
 
 
+def test_time_per_token_counts_the_tokens_of_a_piece():
+    usage = {"completion_tokens": 10}
+    answer = bench_serve.Answer(sent=0.0, late=0.0, ended=1.0, code="200", token_times=[0.1, 1.0], usage=usage)
+    latency = bench_serve.summarize([answer])["latency"]
+    assert latency["tpot_ms"]["p50"] == pytest.approx(100) and latency["itl_ms"]["p50"] == pytest.approx(900)
+
+
+def test_recording_may_have_blank_lines_and_any_separator_within_a_text(tmp_path):
+    line = json.dumps(recorded(prompt="a\u2028b"), ensure_ascii=False)
+    path = tmp_path / "calls.jsonl"
+    path.write_text(f"\n{line}\n\n", encoding="utf-8")
+    (call,) = bench_serve.recorded_calls(str(path), speed=1.0, model=None)
+    assert call.body["prompt"] == "a\u2028b"
+
+
+@pytest.mark.parametrize("words", [["--json", "out.json"], ["--speed", "2"]])
+def test_options_of_a_replay_are_refused_without_one(server, words, capsys):
+    assert main(["bench-serve", server.url, *words]) == 2
+    assert "are of --replay FILE" in capsys.readouterr().err
+
+
 def test_calls_are_sent_at_their_times_whatever_comes_back(server, tmp_path):
     path = write(tmp_path / "calls.jsonl", *(recorded(at=5 + 0.03 * i, max_tokens=40) for i in reversed(range(8))))
     answers = bench_serve.replay(server.url, bench_serve.recorded_calls(path, speed=1.0, model=None))

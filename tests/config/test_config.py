@@ -10,12 +10,14 @@ import pickle
 import types
 import warnings
 
+import numpy as np
 import pytest
 from shapes import model_shape
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, PrefixCachingEvictionPolicy
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import StateShape
+from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError
 
 SHAPE = model_shape(max_position=1024)
@@ -273,3 +275,8 @@ def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
 def test_mamba_layers_of_different_states_are_refused():
     with pytest.raises(ConfigError, match=r"Mamba layer 1 keeps states of .*\(8, 8, 16\).* Mamba layer 0"):
         MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))
+
+
+def test_numbers_of_speculation_are_plain_ones():
+    given = SpeculativeConfig(method="ngram", num_speculative_tokens=np.int64(2))
+    assert type(given.num_speculative_tokens) is int

@@ -144,6 +144,14 @@ def test_a_config_of_0_19_at_its_defaults_is_ours_at_our_defaults_but_for_the_ro
     assert asked.use_cuda_graphs_for_non_decode_steps
 
 
+def test_attribute_next_to_the_fields_of_a_config_and_slots_do_not_matter():
+    config = MegatronConfig()
+    config.tag = "run 7"
+    assert InferenceConfig.from_megatron(config) == InferenceConfig.from_megatron(MegatronConfig())
+    slotted = dataclasses.make_dataclass("Slotted", [("buffer_size_gb", float, 2.0)], slots=True)()
+    assert InferenceConfig.from_megatron(slotted).buffer_size_gb == 2.0
+
+
 def test_values_move_over_under_our_names():
     config = InferenceConfig.from_megatron(
         MegatronConfig(

@@ -19,6 +19,7 @@ from megatron_infer.pipelines import (
     PrometheusMetricsMode,
 )
 from megatron_infer.pipelines.audio_config import POSITIONAL, own_decoders, schedule_of
+from megatron_infer.pipelines.config_layers import Kind, parse_text
 from megatron_infer.server.audio.blocks import BlockSchedule
 from megatron_infer.server.audio.registry import open_decoder
 from megatron_infer.server.audio.speech_model import FILE, SpeechModel, voice_files
@@ -323,3 +324,8 @@ def test_resampling_keeps_a_sine():
         found = resample(np.sin(2 * np.pi * 440 * times).astype(np.float32), rate, wanted)
         assert len(found) == wanted
         assert np.abs(found - np.sin(2 * np.pi * 440 * new))[200:-200].max() < 2e-3
+
+
+@pytest.mark.parametrize(("text", "value"), [('{"gain": 1e-3}', {"gain": 0.001}), ("{gain: 2}", {"gain": 2})])
+def test_flag_of_an_object_is_read_as_json_and_else_as_yaml(text, value):
+    assert parse_text(text, Kind.VALUE, "audio_decoder_config") == value
