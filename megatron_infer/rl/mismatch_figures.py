@@ -78,7 +78,7 @@ class MismatchFigures:
     seconds: float = 0.0
     """Spent on scoring."""
     weight_version: int = 0
-    """Of the weights that both sides have."""
+    """Of the weights on both sides."""
     worst: WorstToken | None = None
 
     def as_metrics(self, prefix: str = "mismatch/") -> dict[str, float]:

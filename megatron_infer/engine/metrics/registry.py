@@ -48,7 +48,7 @@ class Histogram:
     name: str
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)
-    """Of each bucket."""
+    """Counts, one for each bucket."""
     total: float = 0.0
     """Sum of the observations."""
     kind: ClassVar[str] = "histogram"
