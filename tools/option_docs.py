@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_infer.cli.config_flags import flag_of
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.lora import LoRAConfig
@@ -51,6 +52,7 @@ CLASSES: dict[type, str] = {
     StructuredOutput: "`structured` of `SamplingParams`: see [structured_output.md](structured_output.md).",
     ServerConfig: "Of the HTTP server: keys of the file of `serve --config`, and `MEGATRON_INFER_NAME` in the "
     "environment.",
+    CoordinatorOptions: "Of a coordinator: flags of `megatron-infer coordinator`, see [parallel.md](parallel.md).",
 }
 """Class that declares options -> what they are of."""
 

@@ -135,7 +135,7 @@ def _read(config: type) -> Mapping[str, Option]:
     found = {}
     for item in fields(config):
         kind = str(item.type)
-        one = names.get(kind)
+        one = names.get(kind.removesuffix(" | None"))
         found[item.name] = Option(
             name=item.name,
             kind=kind.removesuffix(" | None"),

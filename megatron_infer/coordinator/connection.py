@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_infer.config.coordinator_options import MAX_MESSAGE
 from megatron_infer.coordinator import access, protocol
 from megatron_infer.distributed.wire import Silence
 
@@ -59,7 +60,7 @@ class CoordinatorConnection:
         """
         self.address, self.role = protocol.checked_address(address), role
         self.name = name or f"{socket.gethostname()}"
-        self.max_message = protocol.MAX_MESSAGE
+        self.max_message = MAX_MESSAGE
         self.welcomed = threading.Event()
         self._handler, self._key = handler, access.peer_key(address, key)
         self._timeout_s, self._heartbeat_s = timeout_s, min(0.5, timeout_s / 4)
@@ -255,5 +256,5 @@ class CoordinatorConnection:
             self._handler.on_message(refused)
 
 
-def _send(dealer: zmq.Socket[bytes], message: protocol.Message, *, limit: int = protocol.MAX_MESSAGE) -> None:
+def _send(dealer: zmq.Socket[bytes], message: protocol.Message, *, limit: int = MAX_MESSAGE) -> None:
     dealer.send_multipart(protocol.frames_of([protocol.encode(message, limit=limit)]))

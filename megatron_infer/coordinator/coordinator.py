@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import zmq
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.coordinator import access, protocol
 from megatron_infer.coordinator.core import CoordinatorCore
-from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.errors import ConfigError
 
 __all__ = ["Coordinator", "CoordinatorOptions"]

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import Broadcasts
 from megatron_infer.coordinator.dispatch import Dispatcher
-from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, PeerState, ReplicaState
+from megatron_infer.coordinator.peers import ClientState, PeerState, ReplicaState
 from megatron_infer.coordinator.router import Availability, ReplicaView, Router
 from megatron_infer.coordinator.weights_in_force import WeightsInForce
 from megatron_infer.distributed.wire import Silence

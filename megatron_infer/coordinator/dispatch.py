@@ -15,17 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.fair_queue import Caller, FairQueue
-from megatron_infer.coordinator.peers import (
-    ClientState,
-    CoordinatorOptions,
-    Counts,
-    PendingRequest,
-    ReplicaState,
-    caller_share,
-)
+from megatron_infer.coordinator.peers import ClientState, Counts, PendingRequest, ReplicaState, caller_share
 from megatron_infer.coordinator.router import Availability, Route, Router
 from megatron_infer.outputs.schema import Failure, Piece
 

@@ -1,4 +1,4 @@
-"""The coordinator's state of its clients, its replicas and their requests; its options and counters."""
+"""The coordinator's state of its clients, its replicas and their requests, and its counters."""
 
 from __future__ import annotations
 
@@ -6,63 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.coordinator.fair_queue import FairQueue
-from megatron_infer.coordinator.protocol import MAX_MESSAGE, EngineInfo, EngineNow, Kept, Register, Submit
+from megatron_infer.coordinator.protocol import EngineInfo, EngineNow, Kept, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
-from megatron_infer.errors import ConfigError
-
-MAX_STEP_S = 600.0
-"""Seconds in one step after which an engine counts as hanging."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorOptions:
-    """Options of a coordinator; an invalid value raises ConfigError."""
-
-    policy: PrefixCachingCoordinatorPolicy | None = None
-    """None: that of the first replica's config, with its alpha."""
-    alpha: float | None = None
-    """None: that of the first replica's config; 0.5 when the policy is given here."""
-    key: bytes | None = None
-    """Shared secret that every peer must prove. None: the user's own, or none at a private address (see `access`)."""
-    max_queue: int = 4096
-    """Most requests that wait for a replica, and of one caller `caller_share` of them; further ones are refused."""
-    max_attempts: int = 4
-    """Most replicas that a request is sent to: it may be what makes them fail."""
-    heartbeat_s: float = 0.5
-    timeout_s: float = 5.0
-    """Seconds of silence after which a replica counts as dead; its requests go to others."""
-    client_timeout_s: float = 60.0
-    """Seconds of silence after which a client counts as dead, and its requests are aborted. A client that is gone shows
-    at once by its broken connection; one that is only busy finds its outputs when it reads again."""
-    step_timeout_s: float | None = MAX_STEP_S
-    """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
-    max_message: int = MAX_MESSAGE
-    seed: int = 0
-    """Requests without a seed get one derived from this, in the order of arrival."""
-
-    def __post_init__(self) -> None:
-        if self.policy is not None:
-            try:
-                object.__setattr__(self, "policy", PrefixCachingCoordinatorPolicy(self.policy))
-            except ValueError:
-                known = ", ".join(member.value for member in PrefixCachingCoordinatorPolicy)
-                raise ConfigError(f"policy is {self.policy!r}; one of {known}") from None
-        if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
-            raise ConfigError(f"alpha is {self.alpha}, it must be between 0 and 1")
-        for name in ("max_queue", "max_attempts", "max_message"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if not 0 < self.heartbeat_s <= self.timeout_s / 2:
-            raise ConfigError(
-                f"heartbeat_s is {self.heartbeat_s} and timeout_s {self.timeout_s}: two heartbeats must fit a timeout"
-            )
-        if self.client_timeout_s < self.timeout_s:
-            raise ConfigError(f"client_timeout_s is {self.client_timeout_s}, less than timeout_s, {self.timeout_s}")
-        if self.key is not None and not self.key:
-            raise ConfigError("the key is empty; None means the user's own")
 
 
 def caller_share(max_queue: int) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_infer.config.coordinator_options import MAX_MESSAGE
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.outputs import schema
 from megatron_infer.outputs.schema import Failure, Piece, PromptRecord
@@ -35,8 +36,6 @@ if find_spec("zmq") is None:
 
 SCHEMA = 9
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
-MAX_MESSAGE = 16 << 20
-"""Bytes of one message: a prompt of a million tokens with room to spare."""
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
 DEFAULT_PORT = 5757

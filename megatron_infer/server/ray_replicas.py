@@ -32,10 +32,10 @@ from megatron_infer.engine.lifecycle_commands import EngineCommands
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
+    from megatron_infer.config.coordinator_options import CoordinatorOptions
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
     from megatron_infer.coordinator.client import Encoder, Prompt
-    from megatron_infer.coordinator.peers import CoordinatorOptions
     from megatron_infer.coordinator.protocol import Answer
     from megatron_infer.outputs.request_output import OnError, RequestOutput
 
@@ -88,7 +88,7 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         """
         self._ray = require_ray()
         from megatron_infer.coordinator.client import AsyncInferenceClient
-        from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions, running
+        from megatron_infer.coordinator.coordinator import Coordinator, running
 
         options = _llm_options(model, config, model_options)
         if num_replicas < 1:

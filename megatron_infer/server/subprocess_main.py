@@ -92,7 +92,8 @@ def _leave() -> None:
 
 def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
     """Run a coordinator until SIGTERM."""
-    from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
+    from megatron_infer.config.coordinator_options import CoordinatorOptions
+    from megatron_infer.coordinator.coordinator import Coordinator
 
     log_to_stderr("megatron_infer.coordinator")
     options = CoordinatorOptions(max_queue=max_queue, key=None if key is None else key.encode())
@@ -117,7 +118,7 @@ def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str
     """
     beat = ParentHeartbeat()
     with loading_for_good():
-        from megatron_infer.coordinator.peers import MAX_STEP_S
+        from megatron_infer.config.coordinator_options import MAX_STEP_S
         from megatron_infer.engine.llm import LLM  # imports torch
         from megatron_infer.server.audio.speech_model import check_vocabulary
         from megatron_infer.server.engine_replica import engine_replica

@@ -17,7 +17,7 @@ from megatron_infer.coordinator.coordinator import running as running_coordinato
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.testing.echo import EchoEngine
 
-QUICK = {"heartbeat_s": 0.1, "timeout_s": 5.0}
+QUICK = {"timeout_s": 5.0}
 """The timeout is no shorter than a busy machine may keep a thread waiting; tests of silent peers have their own."""
 CHILD = Path(__file__).with_name("replica_child.py")
 

@@ -157,7 +157,7 @@ def test_right_key_is_taken_however_slow_the_handshake_is(monkeypatch):
     """Hellos are repeated before the first welcome is back."""
     monkeypatch.setattr(connection, "HELLO_INTERVAL_S", 0.05)
     engine = EchoEngine(step_s=0.005)
-    with cluster(0, key=KEY, timeout_s=20.0, heartbeat_s=0.05) as (one, _, near):
+    with cluster(0, key=KEY, timeout_s=20.0) as (one, _, near):
         slow = Delay(one.address, 0.15)
         with contextlib.closing(slow), replica(slow.address, engine, key=KEY) as served:
             with InferenceClient(slow.address, key=KEY) as client:

@@ -8,9 +8,9 @@ from collections import deque
 
 import pytest
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
-from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.errors import ConfigError
 from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
 from megatron_infer.scheduler.context.block_digest import root_of
@@ -25,7 +25,7 @@ class World:
     def __init__(self, **options) -> None:
         self.now = 0.0
         self.sent: deque[tuple[bytes, protocol.Message]] = deque()
-        settings = {"policy": "longest_prefix", "heartbeat_s": 0.5, "timeout_s": 2.0, "max_attempts": 1000} | options
+        settings = {"policy": "longest_prefix", "timeout_s": 2.0, "max_attempts": 1000} | options
         self.options = CoordinatorOptions(**settings)
         self.begin()
         self.inboxes: dict[bytes, list[protocol.Message]] = {}
@@ -530,7 +530,7 @@ def test_idle_replica_takes_requests_that_wait_for_a_full_one():
         ({"policy": "nearest"}, "one of longest_prefix"),
         ({"alpha": 2.0}, "alpha is 2"),
         ({"max_queue": 0}, "max_queue is 0"),
-        ({"heartbeat_s": 3.0}, "two heartbeats"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0, it must be a finite number of seconds above 0"),
         ({"client_timeout_s": 1.0}, "client_timeout_s is 1.0, less than timeout_s, 2.0"),
         ({"key": b""}, "key is empty"),
     ],

@@ -16,8 +16,8 @@ import urllib.request
 
 import pytest
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.coordinator.protocol import ControlFailed
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.ray_replicas import RayMissing, RayReplicas, ReplicasLost, serve_application

@@ -96,7 +96,7 @@ def serving(
     with contextlib.ExitStack() as stack:
         if not decodes:
             stack.enter_context(mock.patch.object(output_detokenizer, "is_detokenized_here", lambda params: False))
-        options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
+        options = {"timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options)) if address is None else SimpleNamespace(address=address)
         replicas = []
         for i, engine in enumerate(engines):

@@ -31,7 +31,7 @@ def workers(folder, *, step_s=0.0, count=2, **settings):
     config = ServerConfig(port=0, log_requests=False, http_workers=count, **settings)
     with (
         mock.patch.object(http_workers, "GATHER_S", 0.3),
-        coordinator(heartbeat_s=0.2, timeout_s=20.0) as one,
+        coordinator(timeout_s=20.0) as one,
         replica(one.address, EchoEngine(step_s=step_s)),
     ):
         tokenizer = {"name": "echo", "eos_ids": None}
@@ -149,7 +149,7 @@ def server_of(address, **settings):
 
 def test_second_server_of_a_coordinator_controls_the_engines():
     with (
-        coordinator(heartbeat_s=0.2, timeout_s=20.0) as one,
+        coordinator(timeout_s=20.0) as one,
         replica(one.address, EchoEngine(step_s=0.01)),
         server_of(one.address) as url,
         server_of(one.address, control=True) as control,
