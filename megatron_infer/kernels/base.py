@@ -45,6 +45,10 @@ class AttendSpec:
     rotary_dim: int = 0
     """Leading dims of a head that the step's cos/sin rotate; 0: the layer has no rotary embedding."""
     rotary_interleaved: bool = False
+    rotary_at: int = 0
+    """First column of the step's cos/sin that this layer's heads use, where two ropes lie side by side in one table."""
+    softcap: float | None = None
+    """c: the softmax takes c * tanh(score / c) of each scaled score; None: the score itself."""
     sinks_N: Tensor | None = field(default=None, compare=False)
     """Softmax sinks: a logit of each query head, [N], which takes part in the softmax and has no value; None: no sinks.
     Any float dtype, maybe a live parameter: backends read it in `run`."""
@@ -176,7 +180,8 @@ class StepMetadata:
     kv_pos_T: Tensor
     """int64 block * B + offset: the place of each token's key and value in the flat cache."""
     cos_TR: Tensor | None
-    """cos/sin of each token's position in the activation dtype, [T, rotary_dim]; None without rotary embedding."""
+    """cos/sin of each token's position in the activation dtype, [T, R], R the width of the model's `RotaryTable`; None
+    without rotary embedding."""
     sin_TR: Tensor | None
     captures: StateCaptures = field(default_factory=StateCaptures)
     """Recurrent states to keep from inside slices (see `kernels.ssm.ScanBackend.run`)."""
@@ -184,6 +189,13 @@ class StepMetadata:
     """No row has more queries, whatever the device mirrors hold when the step runs; 0: the maximum of q_len."""
     max_kv_len: int = 0
     """No row sees more keys; 0: the maximum of kv_len. In a captured step it is the capacity of the block table."""
+
+    def rotation(self, spec: AttendSpec) -> tuple[Tensor, Tensor] | None:
+        """(cos, sin) [T, rotary_dim] of a layer, views of the step's; None: it does not rotate."""
+        if not spec.rotary_dim or self.cos_TR is None or self.sin_TR is None:
+            return None
+        columns = slice(spec.rotary_at, spec.rotary_at + spec.rotary_dim)
+        return self.cos_TR[:, columns], self.sin_TR[:, columns]
 
     def __post_init__(self) -> None:
         if not self.max_q_len:
@@ -291,7 +303,10 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryTable:
-    """cos and sin of every position, [P, rotary_dim] fp32 (halves repeated, or interleaved, as the model needs)."""
+    """cos and sin of every position, [P, R] fp32 (halves repeated, or interleaved, as the model needs).
+
+    R is rotary_dim, or the sum of those of several ropes, which lie side by side (`AttendSpec.rotary_at`).
+    """
 
     cos_PR: Tensor
     sin_PR: Tensor

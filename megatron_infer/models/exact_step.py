@@ -245,10 +245,9 @@ class TrainingStep:
 
     def _attend(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         """The attention of `attend` in torch, sequence by sequence."""
-        cos, sin = self._step.cos_TR, self._step.sin_TR
-        if spec.rotary_dim and cos is not None and sin is not None:
+        if (rotation := self._step.rotation(spec)) is not None:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
-            q_TKGH, k_TKH = apply_rotary(q_TKGH, cos, sin, **turn), apply_rotary(k_TKH, cos, sin, **turn)
+            q_TKGH, k_TKH = (apply_rotary(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
         mixed = []
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TKGH, k_TKH, v_TKH)), strict=True):
             length = len(q)
@@ -257,6 +256,11 @@ class TrainingStep:
                 seen = seen.triu(1 - spec.window)
             shape = (spec.group_size, spec.num_kv_heads, length, spec.head_dim)
             key, value = (x.transpose(0, 1).expand(shape) for x in (k, v))
+            if spec.softcap is not None:
+                scores = (q.permute(2, 1, 0, 3) @ key.transpose(-1, -2)).float() * spec.scale
+                scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~seen, -torch.inf)
+                mixed.append((scores.softmax(-1).to(value.dtype) @ value).permute(2, 1, 0, 3).flatten(1))
+                continue
             with sdpa_kernel(SDPBackend.MATH) if length <= SHORT else nullcontext():
                 out = F.scaled_dot_product_attention(
                     q.permute(2, 1, 0, 3), key, value, attn_mask=seen, scale=spec.scale

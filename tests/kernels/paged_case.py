@@ -54,11 +54,14 @@ def make_case(
     num_padding: int = 0,
     padding_rows: tuple[int, int] = (0, 0),
     sinks: bool = False,
+    softcap: float | None = None,
+    rotary_at: int = 0,
     seed: int = 0,
     device: torch.device = CPU,
 ) -> Case:
     """rows: decode rows first. Blocks are scattered; the last block of the cache is the dummy, large and finite.
 
+    rotary_at: columns of cos and sin before those of the layer, which are another rope's.
     Every other slice, from the first on, is of a prompt; the last query of the others is of the output. Padding: see
     `step_of`.
     """
@@ -89,7 +92,7 @@ def make_case(
     )
     meta.num_prompt_queries = prompt_queries(meta.q_len, meta.num_decode)
     if rotary_dim:
-        angle = torch.rand(meta.num_tokens, rotary_dim, generator=generator) * 6.28
+        angle = torch.rand(meta.num_tokens, rotary_at + rotary_dim, generator=generator) * 6.28
         meta.cos_TR, meta.sin_TR = (part.to(device, dtype) for part in (angle.cos(), angle.sin()))
     spec = AttendSpec(
         num_kv_heads=num_kv_heads,
@@ -99,6 +102,8 @@ def make_case(
         window=window,
         rotary_dim=rotary_dim,
         rotary_interleaved=interleaved,
+        rotary_at=rotary_at,
+        softcap=softcap,
         sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size, device=device) if sinks else None,
     )
     fused = randn(meta.num_tokens, num_kv_heads * (group_size + 2) * head_dim)

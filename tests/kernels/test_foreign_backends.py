@@ -135,6 +135,7 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
         spec = dataclasses.replace(spec, rotary_dim=32)
     else:
         assert "sinks" in backend.supports(sinks, **asked)
+        assert "capped" in backend.supports(dataclasses.replace(spec, softcap=50.0), **asked)
     assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=16)
     assert "head_dim" in backend.supports(dataclasses.replace(spec, head_dim=260), **asked)
 

@@ -81,6 +81,26 @@ def test_sinks_match_reference(monkeypatch, dtype, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_capped_scores_and_the_second_of_two_ropes_match_reference(make_attention, monkeypatch, dtype, window, softcap):
+    monkeypatch.setattr("megatron_infer.kernels.torch.cpu_torch.MAX_SCORES", 2000)  # queries in several groups
+    rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
+    form = {"num_decode": 3, "dtype": dtype, "window": window, "rotary_dim": 32, "rotary_at": 16}
+    case = make_case(rows, softcap=softcap, **form)
+    check_case(make_attention(dtype), case)
+    without = make_case(rows, **form)
+    differs = not torch.allclose(case.run(ReferenceAttention())[0], without.run(ReferenceAttention())[0], atol=0.05)
+    assert differs == (softcap < 1)
+
+
+def test_a_small_score_is_capped_to_as_many_digits_as_a_large_one(make_attention):
+    case = make_case([(1, 40), (40, 40)], num_decode=1, dtype=torch.float32, softcap=1000.0)
+    out, want = case.run(make_attention(torch.float32))[0], case.run(ReferenceAttention())[0]
+    assert (out - want).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_decode", [0, 1])
 def test_a_key_whose_score_is_minus_infinity_counts_nothing(make_attention, dtype, num_decode):
     case = make_case([(1, 40) if num_decode else (40, 40)], num_decode=num_decode, dtype=dtype)

@@ -86,6 +86,13 @@ def test_mixed_steps_match_reference(backend, device, dtype, window, sinks):
     check(backend, case, device)
 
 
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.5, True), (30.0, False)])
+def test_capped_scores_and_the_second_of_two_ropes_match_reference(backend, device, softcap, sinks):
+    rows = [(1, 1), (1, 100), (1, 31), (9, 9), (20, 90), (1, 60)]
+    form = {"num_decode": 3, "window": 40, "rotary_dim": 16, "rotary_at": 8, "head_dim": 32, "sinks": sinks}
+    check(backend, make_case(rows, dtype=torch.float32, softcap=softcap, **form), device)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64, 256])
 def test_blocks_of_any_size_match_reference(backend, device, block_size):
     rows = [(1, 70), (1, 64), (9, 75), (30, 30)]

@@ -24,7 +24,8 @@ struct Step {  // once per step
 
 struct Spec {  // once per kind of layer
     int64_t num_kv, group, head_dim, block_size, rotary_dim, interleaved, window;  // window 0: none
-    double scale;
+    double scale, softcap;  // softcap 0: none
+    int64_t rotary_at;      // first column of cos and sin
 };
 
 struct Call {  // once per layer; strides in elements, the last dimension is contiguous
@@ -54,6 +55,15 @@ inline float highest_of(vf v) {
 #endif
 }
 
+// Products of query and key, `from` to `to` in whole vectors -> scores; with a softcap c they become c tanh(scale s / c).
+inline void cap_scores(const Spec& spec, float* s, int from, int to) {
+    if (spec.softcap <= 0) return;
+    const float cap = (float)spec.softcap, inner = (float)(spec.scale / spec.softcap);
+    for (int t = from; t < to; t += W) store(s + t, tanh_of(load(s + t) * inner) * cap);
+}
+// What is left to multiply scores with.
+inline float scale_of(const Spec& spec) { return spec.softcap > 0 ? 1.0f : (float)spec.scale; }
+
 // e^(scale (s - top)) for s <= top, as weights of T are made of: of bf16 to 4e-6, below its own rounding.
 template <class T>
 struct Softmax {
@@ -74,8 +84,8 @@ struct Softmax<bf16> {
 template <class T>
 inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const T* src, T* dst) {
     const int dim = step.cos ? (int)spec.rotary_dim : 0, half = dim / 2;
-    const T* cos = (const T*)step.cos + token * step.rotary_stride;
-    const T* sin = (const T*)step.sin + token * step.rotary_stride;
+    const T* cos = (const T*)step.cos + token * step.rotary_stride + spec.rotary_at;
+    const T* sin = (const T*)step.sin + token * step.rotary_stride + spec.rotary_at;
     if (spec.interleaved) {
         for (int i = 0; i < dim; i += 2) {
             float even = to_float(src[i]), odd = to_float(src[i + 1]);

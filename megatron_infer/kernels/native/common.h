@@ -258,6 +258,18 @@ inline vf exp_of(vf x) {
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 
+// tanh x to 3 ulp: an odd polynomial for |x| < 0.625, else (1 - e) / (1 + e) with e = e^(-2 |x|); NaN stays NaN.
+// Source of the polynomial: Cephes, tanhf.
+inline vf tanh_of(vf x) {
+    const vf z = x * x, size = (x < 0.0f) ? -x : x, e = exp_of(size * -2.0f);
+    vf p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const vf large = (1.0f - e) / (1.0f + e);
+    return (size < 0.625f) ? x + x * z * p : ((x < 0.0f) ? -large : large);
+}
+
 #if defined(__AVX512F__)
 // 2^y to 4e-6, as weights and activations of bf16 need it: 2^n 2^f with |f| <= 1/2 and a polynomial in f.
 inline vf exp2_of(vf y) {

@@ -335,7 +335,8 @@ class _AttentionSpec(ctypes.Structure):
 
     _fields_ = [
         *((n, _I) for n in ("num_kv", "group", "head_dim", "block_size", "rotary_dim", "interleaved", "window")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        ("rotary_at", _I),
     ]
 
 
@@ -385,6 +386,8 @@ class NativePagedAttention:
             return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
+        if spec.softcap is not None and spec.softcap <= 0:
+            return f"needs a positive softcap, got {spec.softcap}"
         if spec.sinks_N is not None:
             return "has no softmax sinks"
         if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
@@ -461,6 +464,8 @@ class NativePagedAttention:
             interleaved=int(spec.rotary_interleaved),
             window=spec.window or 0,
             scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+            rotary_at=spec.rotary_at,
         )
         width = spec.num_kv_heads * spec.group_size * spec.head_dim
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.

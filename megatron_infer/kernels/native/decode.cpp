@@ -215,8 +215,10 @@ struct Arithmetic<bf16> {
 
 // Scores of n keys -> unnormalised weights e^(scale (s - top)), 0 from n on; returns scale * top and their sum.
 template <class T, class Weight>
-static void soften(float* s, int n, float scale, Weight* weights, float* top, float* mass) {
+static void soften(const Spec& spec, float* s, int n, Weight* weights, float* top, float* mass) {
     const int padded = (n + W - 1) / W * W;
+    const float scale = scale_of(spec);
+    cap_scores(spec, s, 0, padded);
     for (int t = n; t < padded; ++t) s[t] = kMasked;
     vf best = splat(kMasked);
     for (int t = 0; t < padded; t += W) best = vmax(load(s + t), best);
@@ -322,7 +324,7 @@ struct DecodeTask {
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
             Sums::template score<decltype(lanes)::value>(q + h * dim, keys, keys + kFar, head_offset, from, to, dim, scores + h);
         });
-        for (int h = 0; h < heads; ++h) soften<T>(scores[h], n, (float)spec.scale, weights[h], top + h, mass + h);
+        for (int h = 0; h < heads; ++h) soften<T>(spec, scores[h], n, weights[h], top + h, mass + h);
         std::memset(sums, 0, heads * stride * sizeof(float));
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
             Sums::template mix<decltype(lanes)::value>(values, values + kFar, head_offset, from, to, dim, weights + h,

@@ -308,7 +308,7 @@ struct PrefillTask {
     // Scores of all rows over keys low .. high of this tile -> weights; rescales the rows' sums so far. What combines the
     // lanes of a vector does so for 16 rows at once.
     void weigh(int first_key, int low, int high, Scratch& s) const {
-        const float scale = (float)spec.scale;
+        const float scale = scale_of(spec);
         vf each[kTileRows];
         float found[kTileRows], shrink[kTileRows];
         for (int r = 0; r < kTileRows; ++r) each[r] = r < s.rows ? highest(r, first_key, low, high, s) : splat(kMasked);
@@ -328,7 +328,7 @@ struct PrefillTask {
         for (int r = 0; r < s.rows; r += W) store(s.mass + r, load(s.mass + r) + load(found + r));
     }
 
-    // The largest scores of row r, by lane. Marks keys that it does not see, in the vectors in which it sees some.
+    // The largest scores of row r, by lane. Caps scores and marks keys that it does not see, in the vectors in which it sees some.
     vf highest(int r, int first_key, int low, int high, Scratch& s) const {
         float* score = s.scores + r * kTile;
         int begin, end;
@@ -337,6 +337,7 @@ struct PrefillTask {
         if (begin >= end) return best[0];
         int t = begin / W * W;
         const int to = (end + W - 1) / W * W;
+        cap_scores(spec, score, t, to);
         for (int i = t; i < begin; ++i) score[i] = kMasked;
         for (int i = end; i < to; ++i) score[i] = kMasked;
         for (; t + 2 * W <= to; t += 2 * W) {

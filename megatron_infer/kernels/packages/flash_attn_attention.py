@@ -103,6 +103,8 @@ class FlashAttention:
             return reason
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
             return f"needs a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.softcap is not None:
+            return "is not asked for capped attention logits"
         if spec.sinks_N is not None:
             return "has no attention sinks"
         if spec.window is not None and "LOCAL" in self._lacks:

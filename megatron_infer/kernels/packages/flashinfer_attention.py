@@ -155,6 +155,8 @@ class FlashInferAttention:
             return reason
         if spec.head_dim not in HEAD_DIMS:
             return f"needs head_dim {', '.join(map(str, HEAD_DIMS))}, got {spec.head_dim}"
+        if spec.softcap is not None:
+            return "is not asked for capped attention logits"
         if spec.sinks_N is not None:
             return "has no attention sinks in its fa2 kernels"
         return None

@@ -36,7 +36,7 @@ class FlashInferRope:
         self.name, self.graphs, self.plan_on_host = behind.name, behind.graphs, behind.plan_on_host
         self._rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         self._step: StepMetadata | None = None
-        self._angles: dict[tuple[int, bool], Tensor] = {}
+        self._angles: dict[tuple[int, int, bool], Tensor] = {}
         self._token_T: Tensor | None = None
         self._unrotated: dict[int, tuple[AttendSpec, AttendSpec]] = {}
         """By identity: equal specs may have different sinks."""
@@ -74,12 +74,13 @@ class FlashInferRope:
 
     def _angles_of(self, step: StepMetadata, spec: AttendSpec) -> Tensor:
         """fp32 [T, R]: cos in the first half, sin in the second, one of each for a pair of dims; row t is token t's."""
-        key = (spec.rotary_dim, spec.rotary_interleaved)
+        key = (spec.rotary_at, spec.rotary_dim, spec.rotary_interleaved)
         found = self._angles.get(key)
         if found is None:
             dim = spec.rotary_dim
             # Both halves of the step's table (interleaved: both entries of a pair) hold the same angle.
             pick = slice(0, dim, 2) if spec.rotary_interleaved else slice(0, dim // 2)
-            assert step.cos_TR is not None and step.sin_TR is not None
-            found = self._angles[key] = torch.cat((step.cos_TR[:, pick], step.sin_TR[:, pick]), dim=-1).float()
+            rotation = step.rotation(spec)
+            assert rotation is not None
+            found = self._angles[key] = torch.cat([part[:, pick] for part in rotation], dim=-1).float()
         return found

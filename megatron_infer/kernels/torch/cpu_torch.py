@@ -21,7 +21,7 @@ from megatron_infer.kernels.packing import PackedLinears, packed_linear
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
 
 MAX_SCORES = 1 << 24
-"""Scores in memory at once where softmax sinks exclude SDPA."""
+"""Scores in memory at once where softmax sinks or a softcap exclude SDPA."""
 GATHER_TOKENS = 4096
 """Keys gathered at once for decode rows: enough to amortise the calls, few enough for the L2/L3 cache."""
 
@@ -102,31 +102,44 @@ def rotate_and_append(
     q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: Tensor, step: StepMetadata, spec: AttendSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v to a layer's cache [2, blocks, B, K, H] -> (q, k, v), k and v as it keeps them."""
-    if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
+    if (rotation := step.rotation(spec)) is not None:
         turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
-        q_TKGH, k_TKH = (apply_rotary(x, step.cos_TR, step.sin_TR, **turn) for x in (q_TKGH, k_TKH))
+        q_TKGH, k_TKH = (apply_rotary(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
     return q_TKGH, append(cache[0], step.kv_pos_T, k_TKH), append(cache[1], step.kv_pos_T, v_TKH)
 
 
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, *, scale: float
+def attend_explicitly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    """Softmax over the keys and a sink, which has no value -> [*, Q, H] in the query's dtype.
+    """What SDPA does not compute: capped scores, and a sink in the softmax, which has no value.
 
-    query [*, Q, H], key and value [*, P, H], mask [*, Q, P] or None, sinks [*, Q, 1], broadcast. In fp32; some queries
-    at a time.
+    query [*, Q, H], key and value [*, P, H], mask [*, Q, P] or None, sinks [*, Q, 1] or None, broadcast
+    -> [*, Q, H] in the query's dtype. In fp32; some queries at a time.
     """
     lines = query.shape[:-2].numel()
     at_once = max(1, MAX_SCORES // max(1, lines * key.shape[-2]))
     out = []
     keys, values = key.float().transpose(-1, -2), value.float()
-    sinks = sinks.float().expand(*query.shape[:-1], 1)
+    if sinks is not None:
+        sinks = sinks.float().expand(*query.shape[:-1], 1)
     for first in range(0, query.shape[-2], at_once):
         here = slice(first, first + at_once)
         scores = query[..., here, :].float() @ keys * scale
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             scores = scores.masked_fill_(~(mask if mask.shape[-2] == 1 else mask[..., here, :]), -torch.inf)
-        weights = torch.cat((scores, sinks[..., here, :]), -1).softmax(-1)[..., :-1]
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat((scores, sinks[..., here, :]), -1).softmax(-1)[..., :-1]
         out.append((weights @ values).to(query.dtype))
     return torch.cat(out, -2)
 
@@ -223,10 +236,13 @@ class TorchPagedAttention:
         shape = (spec.group_size, spec.num_kv_heads, kv_len, spec.head_dim)
         key_GKPH = key_PKH.transpose(0, 1).expand(shape)
         value_GKPH = value_PKH.transpose(0, 1).expand(shape)
-        if spec.sinks_N is not None:
+        if spec.sinks_N is not None or spec.softcap is not None:
             mask = self._slice_mask(row, q_len, kv_len, spec.window if windowed else None)
-            sinks_GK11 = spec.sinks_N.view(spec.num_kv_heads, spec.group_size).t()[:, :, None, None]
-            mixed = attend_with_sinks(q_GKTH, key_GKPH, value_GKPH, sinks_GK11, mask, scale=spec.scale)
+            sinks_GK11 = None
+            if spec.sinks_N is not None:
+                sinks_GK11 = spec.sinks_N.view(spec.num_kv_heads, spec.group_size).t()[:, :, None, None]
+            form = {"scale": spec.scale, "softcap": spec.softcap}
+            mixed = attend_explicitly(q_GKTH, key_GKPH, value_GKPH, sinks_GK11, mask, **form)
         elif kv_len == q_len and not windowed:
             mixed = F.scaled_dot_product_attention(q_GKTH, key_GKPH, value_GKPH, is_causal=True, scale=spec.scale)
         else:
@@ -268,13 +284,14 @@ class TorchPagedAttention:
             key_RKPH = key.view(rows, length, num_kv, head_dim).transpose(1, 2)
             value_RKPH = value.view(rows, length, num_kv, head_dim).transpose(1, 2)
             mask, scale = group.mask_R11P, spec.scale
-            if spec.sinks_N is None:
+            if spec.sinks_N is None and spec.softcap is None:
                 mixed_RKGH = F.scaled_dot_product_attention(
                     query_RKGH, key_RKPH, value_RKPH, attn_mask=mask, scale=scale
                 )
             else:
-                sinks_KG1 = spec.sinks_N.view(num_kv, spec.group_size, 1)
-                mixed_RKGH = attend_with_sinks(query_RKGH, key_RKPH, value_RKPH, sinks_KG1, mask, scale=scale)
+                sinks_KG1 = None if spec.sinks_N is None else spec.sinks_N.view(num_kv, spec.group_size, 1)
+                form = {"scale": scale, "softcap": spec.softcap}
+                mixed_RKGH = attend_explicitly(query_RKGH, key_RKPH, value_RKPH, sinks_KG1, mask, **form)
             out_TNH.index_copy_(0, group.rows, mixed_RKGH.flatten(1, 2))
 
     def _make_groups(self, block_size: int, window: int | None) -> list[_DecodeGroup]:

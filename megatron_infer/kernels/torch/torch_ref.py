@@ -118,9 +118,9 @@ class ReferenceAttention:
     ) -> Tensor:
         step, cache = self._step, kv_cache[layer]
         assert step is not None, "run() before plan()"
-        if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
+        if (rotation := step.rotation(spec)) is not None:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
-            q_TKGH, k_TKH = (rotate(x, step.cos_TR, step.sin_TR, **turn) for x in (q_TKGH, k_TKH))
+            q_TKGH, k_TKH = (rotate(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
         append(cache[0], step.kv_pos_T, k_TKH)
         append(cache[1], step.kv_pos_T, v_TKH)
         row_T, has_row_T = rows_of_tokens(step)
@@ -146,6 +146,8 @@ def attend(q_TKGH: Tensor, block_TW: Tensor, position_T: Tensor, cache: Tensor, 
     if spec.window is not None:
         seen_TP &= position_P > position_T[:, None] - spec.window
     scores_TKGP = torch.einsum("tkgh,tpkh->tkgp", q_TKGH.double(), key_TPKH) * spec.scale
+    if spec.softcap is not None:
+        scores_TKGP = spec.softcap * torch.tanh(scores_TKGP / spec.softcap)
     scores_TKGP = scores_TKGP.masked_fill(~seen_TP[:, None, None, :], -torch.inf)
     if spec.sinks_N is not None:
         sink_KG1 = spec.sinks_N.double().view(spec.num_kv_heads, spec.group_size, 1)

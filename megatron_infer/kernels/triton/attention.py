@@ -130,6 +130,8 @@ class TritonPagedAttention:
             return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
+        if spec.softcap is not None and spec.softcap <= 0:
+            return f"needs a positive softcap, got {spec.softcap}"
         if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
             return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
         if spec.window is not None and spec.window < 1:
@@ -153,15 +155,15 @@ class TritonPagedAttention:
         assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
         kind = self._kind_of(layer, q_TKGH, kv_cache, spec)
         planes = self._planes_of(kv_cache)
+        rotation = step.rotation(spec)
         rotary_append(
             q_TKGH,
             k_TKH,
             v_TKH,
             *planes.bits[2 * layer : 2 * layer + 2],
             step.kv_pos_T,
-            step.cos_TR,
-            step.sin_TR,
-            rotary_dim=0 if step.cos_TR is None else spec.rotary_dim,
+            *((None, None) if rotation is None else rotation),
+            rotary_dim=0 if rotation is None else spec.rotary_dim,
             interleaved=spec.rotary_interleaved,
         )
         keys, values = planes.values[2 * layer : 2 * layer + 2]
@@ -246,6 +248,7 @@ def aot_variants() -> list[AotVariant]:
         "h128_g4_block256": Layer(8, 4, 128, 256, 2),
         "h64_g8_window_sinks": Layer(8, 8, 64, 16, 2, window=128, has_sinks=True),
         "h256_g8": Layer(1, 8, 256, 64, 2),
+        "h256_g2_window_softcap": Layer(4, 2, 256, 16, 2, window=4096, softcap=50.0),
         "h80_g1": Layer(32, 1, 80, 32, 2),
         "h112_g3_window": Layer(4, 3, 112, 16, 2, window=1024),
         "h64_g3": Layer(3, 3, 64, 16, 2),

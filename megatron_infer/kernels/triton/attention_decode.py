@@ -136,8 +136,8 @@ def _attend_splits(
     first_split, stop_split, part_splits, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Splits first_split .. stop_split - 1 of one row; line: index of each query head in the parts and the outputs."""
     first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
@@ -155,7 +155,7 @@ def _attend_splits(
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
             q_tile, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
-            NUM_KV * HEAD_DIM, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+            NUM_KV * HEAD_DIM, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
         )
         block = next_block
         stop = start + BLOCK_N
@@ -185,8 +185,8 @@ def decode_kernel(
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
 
@@ -210,7 +210,8 @@ def decode_kernel(
         _attend_splits(
             q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, sinks, acc_part, top_part,
             total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
-            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, HAS_SINKS, PRECISION,
+            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, SOFTCAP, HAS_SINKS,
+            PRECISION,
         )
         left -= stop - split
         split = left * 0
@@ -312,6 +313,7 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
         "BLOCK_SIZE": layer.block_size,
         "BLOCK_M": max(MIN_DOT, min(MAX_LINES[layer.element_bytes], power_of_2(layer.group))),
         "BLOCK_N": tiles.keys,
+        "SOFTCAP": layer.softcap,
         "PRECISION": precision(layer.element_bytes),
     }
     return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}

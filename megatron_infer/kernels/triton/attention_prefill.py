@@ -50,7 +50,8 @@ LARGE_SHARED_KIB = 160
 def _attend_keys(
     q, acc, top, total, k_cache, v_cache, table, begin, end, num_keys, last_key, scale2,
     KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Key tiles from begin, a multiple of BLOCK_N, to the one that holds end - 1; see attend_tile."""
     block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
@@ -58,7 +59,7 @@ def _attend_keys(
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
             q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
-            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, PRECISION,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, SOFTCAP, PRECISION,
         )
         block = next_block
     return acc, top, total
@@ -72,7 +73,7 @@ def prefill_kernel(
     q_stride_t, q_stride_k, q_stride_g, table_stride, scale2, num_tokens, num_rows, num_decode,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -120,11 +121,11 @@ def prefill_kernel(
             whole = (position + 1) // BLOCK_N * BLOCK_N
             acc, top, total = _attend_keys(
                 q_tile, acc, top, total, k_cache, v_cache, table, 0, whole, num_keys, last_key, scale2,
-                KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
+                KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, SOFTCAP, PRECISION,
             )
         acc, top, total = _attend_keys(
             q_tile, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
-            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
         )
     dim = tl.arange(0, HEAD_PAD)[None, :]
     where = out + (token * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim
@@ -177,6 +178,7 @@ def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
         "WINDOW": layer.window,
+        "SOFTCAP": layer.softcap,
         "HAS_SINKS": layer.has_sinks,
         "PRECISION": precision(layer.element_bytes),
     }

@@ -79,12 +79,21 @@ def mean_of(acc, total):
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
+@triton.jit
+def tanh_of(x):
+    """tanh x to 1e-7, absolute; Triton's own needs a library that its interpreter does not have."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -size, size)
+
+
 # fmt: off
 @triton.jit
 def attend_tile(
     q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
     KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Add keys start .. start + BLOCK_N - 1 for queries q [M, HEAD_PAD] -> (acc [M, HEAD_PAD], top [M], total [M]).
@@ -92,7 +101,7 @@ def attend_tile(
     acc: values weighted by exp2(score - top), total: the sum of these weights, top: the greatest score, in base 2.
     Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
     Keys from num_keys on are not loaded: their memory may hold anything, NaN too. Keys and values of 8 bits are
-    converted to q's dtype, which represents each of them exactly.
+    converted to q's dtype, which represents each of them exactly. SOFTCAP 0: scores are not capped.
     """
     at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
     key = start + tl.arange(0, BLOCK_N)
@@ -102,6 +111,9 @@ def attend_tile(
     k = k.to(q.dtype)
     v = v.to(q.dtype)
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP > 0:
+        qk = tanh_of(qk * (scale2 / (SOFTCAP * 1.4426950408889634)))
+        scale2 = SOFTCAP * 1.4426950408889634
     if MASKED:
         seen = key[None, :] <= last_key[:, None]
         if WINDOW > 0:
@@ -137,13 +149,15 @@ class Layer:
     has_sinks: bool = False
     fp8: bool = False
     """The cache is FP8."""
+    softcap: float = 0.0
+    """0: none."""
 
     @classmethod
     def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, fp8: bool) -> Layer:
         """From a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
         sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
-        return cls(*sizes, block_size, element_bytes, window, sinks, fp8)
+        return cls(*sizes, block_size, element_bytes, window, sinks, fp8, spec.softcap or 0.0)
 
 
 def precision(element_bytes: int) -> str:
