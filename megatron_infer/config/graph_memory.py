@@ -70,6 +70,8 @@ class GraphMemory:
     def of(self, shape: GraphShape) -> ShapeBytes:
         model = self.model
         heads = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+        if (latent := model.latent) is not None:  # besides the queries in latent space: before it, and its sums
+            heads += model.num_query_heads * (latent.key_dim + latent.rank + latent.value_dim)
         widest = max(heads + LIVE_WIDTHS * model.hidden_size, 2 * model.hidden_size + self._mixer_width())
         activations = shape.num_tokens * (4 * model.hidden_size + model.kv_dtype_bytes * widest)
         scratch = max(self._attention(shape), self._scan(shape), self._experts(shape))

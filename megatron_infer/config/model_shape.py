@@ -80,6 +80,29 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Latent attention: a layer keeps one vector of a token, [rotary part | latent], which is the key of all heads; its
+    latent part is the value. Every tensor-parallel rank keeps all of it.
+
+    Source: multi-head latent attention of DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    rank: int
+    """Width of the latent part (kv_lora_rank)."""
+    num_heads: int
+    """Query heads of all ranks."""
+    key_dim: int
+    """Width of a head's full key, which is not kept."""
+    value_dim: int
+    """Width of a head's full value."""
+
+    @property
+    def full_width(self) -> int:
+        """Numbers that full keys and values of a token would take in a layer, over all ranks."""
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """One rank's share of a model."""
 
@@ -90,6 +113,8 @@ class ModelShape:
     num_kv_heads: int
     """KV heads of this rank (see `heads_per_rank`)."""
     head_dim: int
+    latent: LatentShape | None = None
+    """Set where layers keep latents: then num_kv_heads is 1 and head_dim the width of what a token keeps."""
     hidden_size: int
     vocab_size: int
     """The number of tokens that exist; entries of the padded vocabulary beyond it are never drawn."""
@@ -110,6 +135,16 @@ class ModelShape:
     """One of several pipeline stages: it may lack attention layers or states, or both, that other stages have."""
     num_mtp_layers: int = 0
     """Multi-token prediction layers of this rank, which `num_layers` does not count."""
+
+    @property
+    def kv_planes(self) -> int:
+        """Vectors of a token, layer and KV head in the cache: a key and a value, or one that is both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        """Width of what attention adds up for a query head."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def weight_bytes(self) -> int:
@@ -133,9 +168,14 @@ def heads_per_rank(num_heads: int, tensor_parallel_size: int) -> int:
     return max(1, num_heads // tensor_parallel_size)
 
 
-def kv_block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of one block over all attention layers, keys and values. Example: 30 x 16 x 3 x 64 bf16 -> 368,640."""
-    return dtype_bytes * 2 * num_layers * block_size * num_kv_heads * head_dim
+def kv_block_bytes(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, planes: int = 2
+) -> int:
+    """Bytes of one block over all attention layers, keys and values. Example: 30 x 16 x 3 x 64 bf16 -> 368,640.
+
+    planes: see `ModelShape.kv_planes`.
+    """
+    return dtype_bytes * planes * num_layers * block_size * num_kv_heads * head_dim
 
 
 def kv_token_bytes(shape: ModelShape, element_bytes: int | None = None) -> int:
@@ -146,6 +186,7 @@ def kv_token_bytes(shape: ModelShape, element_bytes: int | None = None) -> int:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype_bytes=shape.kv_dtype_bytes if element_bytes is None else element_bytes,
+        planes=shape.kv_planes,
     )
 
 

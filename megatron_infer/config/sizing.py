@@ -298,10 +298,14 @@ def _how_tokens(config: InferenceConfig, max_sequence_length: int) -> dict[str, 
 
 
 def _how_block_bytes(config: InferenceConfig, shape: ModelShape) -> str:
+    element = f"{_element_bytes(config, shape)} B ({config.kv_dtype_of(shape)})"
+    places = f"x {shape.num_attention_layers} attention layers x {config.block_size_tokens} tokens"
+    if (latent := shape.latent) is None:
+        return f"{element} x 2 (K, V) {places} x {shape.num_kv_heads} kv heads x {shape.head_dim}"
     return (
-        f"{_element_bytes(config, shape)} B ({config.kv_dtype_of(shape)}) x 2 (K, V) "
-        f"x {shape.num_attention_layers} attention layers x {config.block_size_tokens} tokens "
-        f"x {shape.num_kv_heads} kv heads x {shape.head_dim}"
+        f"{element} {places} x {shape.head_dim} (a latent of {latent.rank} and a rotary part of "
+        f"{shape.head_dim - latent.rank}, all on each rank; full keys and values of {latent.num_heads} heads would be "
+        f"{latent.full_width:,})"
     )
 
 

@@ -50,7 +50,7 @@ LAUNCH_GAP_US = 1.0
 
 def key_flops(shape: ModelShape) -> int:
     """Operations of one query with one key it sees, all layers: two products of a multiply and an add."""
-    return 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
+    return 2 * shape.num_attention_layers * shape.num_query_heads * (shape.head_dim + shape.value_dim)
 
 
 def state_flops(shape: ModelShape) -> int:

@@ -52,6 +52,19 @@ class AttendSpec:
     sinks_N: Tensor | None = field(default=None, compare=False)
     """Softmax sinks: a logit of each query head, [N], which takes part in the softmax and has no value; None: no sinks.
     Any float dtype, maybe a live parameter: backends read it in `run`."""
+    value_start: int | None = None
+    """Set for latent attention: a key's dims from there on, which do not rotate, are its value, and the cache has one
+    plane. None: values are vectors of their own."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value, and so of a query head's output (V below)."""
+        return self.head_dim - (self.value_start or 0)
+
+    @property
+    def planes(self) -> int:
+        """Vectors that the cache keeps of a token and KV head."""
+        return 2 if self.value_start is None else 1
 
 
 def _none() -> np.ndarray:
@@ -109,6 +122,17 @@ class Ops(Protocol):
     bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: that is as fast."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def into_latent(self, q_TNX: Tensor, weight_NHL: Tensor) -> Tensor:
+        """[T, N, H + R], contiguous -> [T, N, R + L]: a head's last R numbers, then its first H times its weight.
+
+        The weight may be a view whose heads lie apart, each contiguous.
+        """
+        ...
+
+    def out_of_latent(self, x_TNL: Tensor, weight_NVL: Tensor) -> Tensor:
+        """[T, N, L], contiguous -> [T, N * V]: each head's x times the transpose of its weight, as of `into_latent`."""
+        ...
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -214,7 +238,8 @@ class GraphSupport(Enum):
 
 
 class AttentionBackend(Protocol):
-    """Paged attention behind plan/run. `kv_cache` is [layers, 2, num_blocks, B, K, H]."""
+    """Paged attention behind plan/run. `kv_cache` is [layers, planes, num_blocks, B, K, H]: keys and values, or keys
+    alone where values are a part of them (`AttendSpec.value_start`)."""
 
     name: str
     graphs: GraphSupport
@@ -245,6 +270,8 @@ class AttentionBackend(Protocol):
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
         """Rotate q and k, append k and v to the cache, attend causally -> out [T, N*H] contiguous.
+
+        With `value_start` v is that part of k, and out is [T, N * value_dim].
 
         The keys and values of all slices are in the cache before any row attends: a slice may read blocks that another
         slice of the same step fills (a shared prefix). Only the blocks of a decode row (the first num_decode) are read

@@ -25,7 +25,7 @@ BLOCKS, DRAFT_BLOCKS, STATES = "blocks", "draft blocks", "states"
 Layer = tuple[str, int]
 """(BLOCKS, DRAFT_BLOCKS or STATES, number of the layer among those that have them)."""
 KVShape = tuple[int, int, int, int, int, int]
-"""[layers, 2, num_blocks, B, K, H]"""
+"""[layers, 2, num_blocks, B, K, H]; of latents [layers, 1, num_blocks, B, 1, H] (see `ModelShape.kv_planes`)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +172,11 @@ class StoreLayout:
     def ranges(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(begin, end) of these blocks' and states' bytes; neighbours as one."""
         blocks = list(blocks)
-        num_arrays = self.kv_shape[0] * 2
+        num_arrays = math.prod(self.kv_shape[:2])
         if self.block_bytes:
             yield from _ranges(0, num_arrays, self.num_blocks, self.block_bytes // num_arrays, blocks)
         if self.draft_kv_shape is not None:
-            num_arrays = self.draft_kv_shape[0] * 2
+            num_arrays = math.prod(self.draft_kv_shape[:2])
             place_bytes = self.draft_block_bytes // num_arrays
             yield from _ranges(self.draft_start, num_arrays, self.num_blocks, place_bytes, blocks)
         if self.state is not None:
@@ -202,12 +202,13 @@ class StateTensors:
 
 
 def _kv_shape(shape: ModelShape, sizes: ResolvedSizes) -> KVShape:
-    return shape.num_attention_layers, 2, sizes.num_blocks, sizes.block_size, shape.num_kv_heads, shape.head_dim
+    places = sizes.num_blocks, sizes.block_size
+    return shape.num_attention_layers, shape.kv_planes, *places, shape.num_kv_heads, shape.head_dim
 
 
 def _without_places(kv_shape: KVShape) -> tuple[int, int, int, int, int]:
-    layers, two, _, size, heads, dim = kv_shape
-    return layers, two, size, heads, dim
+    layers, planes, _, size, heads, dim = kv_shape
+    return layers, planes, size, heads, dim
 
 
 def _edges(num_layers: int, start: int, stop: int, shape: Sequence[int], dtype: str) -> list[tuple[int, int]]:

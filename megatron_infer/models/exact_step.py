@@ -25,6 +25,7 @@ from megatron_infer.kernels.native.native_layers import LayerProgram
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
+from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix
 
 BLOCK = 256
@@ -124,6 +125,12 @@ class DifferentiableOps:
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self.exact.layer_norm(x_TD, weight, bias, eps)
 
+    def into_latent(self, q_TNX: Tensor, weight_NHL: Tensor) -> Tensor:
+        return _Exact.apply(self.exact.into_latent, into_latent, q_TNX, weight_NHL)
+
+    def out_of_latent(self, x_TNL: Tensor, weight_NVL: Tensor) -> Tensor:
+        return _Exact.apply(self.exact.out_of_latent, out_of_latent, x_TNL, weight_NVL)
+
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         def formula(x: Tensor) -> Tensor:
             gate, up = x.chunk(2, dim=-1)
@@ -180,7 +187,7 @@ class TrainingStep:
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            shape = (1, 2, self._num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
+            shape = (1, spec.planes, self._num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
             cache = torch.empty(shape, dtype=self._dtype)
             self._attention.plan(self._step)
             return self._attention.run(q, k, v, cache, layer=0, spec=spec)
@@ -254,8 +261,7 @@ class TrainingStep:
             seen = torch.ones(length, length, dtype=torch.bool).tril()
             if spec.window is not None:
                 seen = seen.triu(1 - spec.window)
-            shape = (spec.group_size, spec.num_kv_heads, length, spec.head_dim)
-            key, value = (x.transpose(0, 1).expand(shape) for x in (k, v))
+            key, value = (x.transpose(0, 1).expand(spec.group_size, -1, -1, -1) for x in (k, v))
             if spec.softcap is not None:
                 scores = (q.permute(2, 1, 0, 3) @ key.transpose(-1, -2)).float() * spec.scale
                 scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~seen, -torch.inf)

@@ -129,6 +129,8 @@ class KVCacheParams:
     """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
     window: int | None = None
     """Positions that a query sees, itself included; None: all before it."""
+    planes: int = 2
+    """Vectors of a token, layer and kv head: a key and a value, or 1, a latent."""
 
     def page_bytes(self, default_page_size: int) -> int:
         """Bytes of the keys and values of a page."""
@@ -138,6 +140,7 @@ class KVCacheParams:
             num_kv_heads=self.n_kv_heads,
             head_dim=self.head_dim,
             dtype_bytes=self.dtype.itemsize,
+            planes=self.planes,
         )
 
 

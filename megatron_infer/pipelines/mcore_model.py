@@ -147,6 +147,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
             head_dim=shape.head_dim,
             n_heads=shape.num_query_heads,
             page_size=getattr(kv_cache_config, "kv_cache_page_size", None),
+            planes=shape.kv_planes,
         )
 
     @classmethod

@@ -36,7 +36,9 @@ class Case:
         """q, k and v of such a projection."""
         spec = self.spec
         heads = fused.view(fused.shape[0], spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
-        return heads[:, :, : spec.group_size], heads[:, :, -2], heads[:, :, -1]
+        key = heads[:, :, -2]
+        value = heads[:, :, -1] if spec.value_start is None else key[..., spec.value_start :]
+        return heads[:, :, : spec.group_size], key, value
 
 
 def make_case(
@@ -56,6 +58,7 @@ def make_case(
     sinks: bool = False,
     softcap: float | None = None,
     rotary_at: int = 0,
+    value_start: int | None = None,
     seed: int = 0,
     device: torch.device = CPU,
 ) -> Case:
@@ -105,9 +108,10 @@ def make_case(
         rotary_at=rotary_at,
         softcap=softcap,
         sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size, device=device) if sinks else None,
+        value_start=value_start,
     )
     fused = randn(meta.num_tokens, num_kv_heads * (group_size + 2) * head_dim)
-    cache = randn(2, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    cache = randn(2, spec.planes, num_blocks, block_size, num_kv_heads, head_dim)
     cache[:, :, dummy] = 1e3
     return Case(spec, meta, fused.to(device), cache.to(device), layer=1)
 

@@ -125,6 +125,17 @@ def test_native_attention_refuses_sinks_by_name(native_library):
     assert "sinks" in ExactAttention(native_library, torch.float32).supports(spec, **settings)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group_size", "rotary", "latent"), [(4, 16, 32), (16, 64, 512), (50, 32, 48)])
+def test_latents_match_reference(make_attention, dtype, group_size, rotary, latent):
+    rows = [(1, 1), (1, 300), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]
+    settings = {"num_kv_heads": 1, "head_dim": rotary + latent, "rotary_dim": rotary, "value_start": rotary}
+    case = make_case(rows, num_decode=3, dtype=dtype, group_size=group_size, interleaved=True, **settings)
+    assert case.kv_cache.shape[1] == 1
+    check_case(make_attention(dtype), case)
+    check_case(TorchPagedAttention(), case)
+
+
 @pytest.mark.parametrize("group_size", [5, 50])
 def test_large_groups_match_reference(make_attention, group_size):
     rows = [(1, 20), (4, 9)]

@@ -63,10 +63,10 @@ def describe(
         named["kv_dtype"] = kv_dtype
     if weight_dtype != OF_MODEL:
         named["weight_dtype"] = weight_dtype
-    state = fields["state"]
-    if state is not None:
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
-        named |= {f"state.{name}": value for name, value in plain.items()}
+    for part in ("state", "latent"):
+        if fields[part] is not None:
+            plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields[part].items()}
+            named |= {f"{part}.{name}": value for name, value in plain.items()}
     if draft is not None:
         named |= {f"draft.{name}": value for name, value in describe(draft).items()}
     return named
@@ -197,13 +197,13 @@ class KVReturn:
 
 def _cut(chosen: Tensor, start: int, end: int, size: int) -> Tensor:
     """Tokens start .. end-1 of blocks laid end to end, [blocks, layers, 2, B, K, H], in blocks of `size` tokens."""
-    num_blocks, layers, _, file_size, heads, dim = chosen.shape
-    tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
+    num_blocks, layers, planes, file_size, heads, dim = chosen.shape
+    tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, planes, num_blocks * file_size, heads, dim)
     wanted = tokens_L2TKH[:, :, start:end]
     count = blocks_needed(end - start, size)
-    padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
+    padded = torch.zeros((layers, planes, count * size, heads, dim), dtype=wanted.dtype)
     padded[:, :, : end - start] = wanted
-    return padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
+    return padded.reshape(layers, planes, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ struct Spec {  // once per kind of layer
     int64_t num_kv, group, head_dim, block_size, rotary_dim, interleaved, window;  // window 0: none
     double scale, softcap;  // softcap 0: none
     int64_t rotary_at;      // first column of cos and sin
+    int64_t value_dim;      // less than head_dim: values are the last dims of keys, and nothing else is kept
 };
 
 struct Call {  // once per layer; strides in elements, the last dimension is contiguous
@@ -34,7 +35,7 @@ struct Call {  // once per layer; strides in elements, the last dimension is con
     int64_t q_token, q_kv, q_group, k_token, k_head, v_token, v_head;
 };
 
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 
 // Workspace of one backend object; never shared between engines.
 struct Context {
@@ -108,13 +109,14 @@ inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const
     if (dim < spec.head_dim) std::memcpy(dst + dim, src + dim, (spec.head_dim - dim) * sizeof(T));
 }
 
-// Rotate a token's key and write key and value of one kv head to the cache.
+// Rotate a token's key and write key and value of one kv head to the cache; a value that is a part of the key is there then.
 template <class T>
 inline void append(const Step& step, const Spec& spec, const Call& call, int64_t token, int64_t head) {
     int64_t at = (step.kv_pos[token] * spec.num_kv + head) * spec.head_dim;
     rotate_head(step, spec, token, (const T*)call.k + token * call.k_token + head * call.k_head, (T*)call.keys + at);
-    std::memcpy((T*)call.values + at, (const T*)call.v + token * call.v_token + head * call.v_head,
-                spec.head_dim * sizeof(T));
+    if (spec.value_dim == spec.head_dim)
+        std::memcpy((T*)call.values + at, (const T*)call.v + token * call.v_token + head * call.v_head,
+                    spec.head_dim * sizeof(T));
 }
 
 }  // namespace mi

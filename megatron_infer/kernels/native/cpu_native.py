@@ -26,7 +26,7 @@ LINEAR_TOKENS = 32
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 FP32_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16_f32"}
 """Suffixes of the linear kernels that store their fp32 sums."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
 PANELS = "native panels"
@@ -184,6 +184,9 @@ class NativeOps(TorchOps):
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
+        latent_arguments = [_P, _P, _I, _P, *[_I] * 5, ctypes.c_int]
+        self._into_latent = bind(library, f"mi_into_latent_{suffix}", latent_arguments)
+        self._out_of_latent = bind(library, f"mi_out_of_latent_{suffix}", latent_arguments)
         self._copies = packed or PackedLinears()
         self._own = LinearKernels(library, suffix, self._copies, dtype)
         self._fp32 = LinearKernels(library, FP32_SUFFIXES[dtype], self._copies, torch.float32)
@@ -277,6 +280,45 @@ class NativeOps(TorchOps):
         self._silu_mul(x_T2F.data_ptr(), out.data_ptr(), tokens, width, torch.get_num_threads())
         return out
 
+    def into_latent(self, q_TNX: Tensor, weight_NHL: Tensor) -> Tensor:
+        """From the live weight; a token has the same bits alone and among others."""
+        if not self._reads_heads(q_TNX, weight_NHL):
+            return super().into_latent(q_TNX, weight_NHL)
+        (tokens, heads, given), (_, width, latent) = q_TNX.shape, weight_NHL.shape
+        out = torch.empty(tokens, heads, given - width + latent, dtype=self._dtype)
+        self._per_head(self._into_latent, q_TNX, weight_NHL, out, given - width)
+        return out
+
+    def out_of_latent(self, x_TNL: Tensor, weight_NVL: Tensor) -> Tensor:
+        """From the live weight; a token has the same bits alone and among others."""
+        if not self._reads_heads(x_TNL, weight_NVL):
+            return super().out_of_latent(x_TNL, weight_NVL)
+        out = torch.empty(len(x_TNL), weight_NVL.shape[0] * weight_NVL.shape[1], dtype=self._dtype)
+        self._per_head(self._out_of_latent, x_TNL, weight_NVL, out, 0)
+        return out
+
+    def _reads_heads(self, x_TNX: Tensor, weight_NXL: Tensor) -> bool:
+        heads_are_whole = weight_NXL.stride()[1:] == (weight_NXL.shape[2], 1)
+        same = x_TNX.dtype is weight_NXL.dtype is self._dtype
+        return same and x_TNX.is_contiguous() and heads_are_whole and weight_NXL.shape[2] % 16 == 0
+
+    def _per_head(
+        self, kernel: Callable[..., Any], x_TNX: Tensor, weight_NXL: Tensor, out: Tensor, rotary: int
+    ) -> None:
+        tokens, (heads, width, latent) = len(x_TNX), weight_NXL.shape
+        kernel(
+            x_TNX.data_ptr(),
+            weight_NXL.data_ptr(),
+            weight_NXL.stride(0),
+            out.data_ptr(),
+            tokens,
+            heads,
+            width,
+            rotary,
+            latent,
+            torch.get_num_threads(),
+        )
+
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
     ) -> Tensor:
@@ -336,7 +378,7 @@ class _AttentionSpec(ctypes.Structure):
     _fields_ = [
         *((n, _I) for n in ("num_kv", "group", "head_dim", "block_size", "rotary_dim", "interleaved", "window")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        ("rotary_at", _I),
+        *((name, _I) for name in ("rotary_at", "value_dim")),
     ]
 
 
@@ -392,6 +434,8 @@ class NativePagedAttention:
             return "has no softmax sinks"
         if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
             return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
+        if spec.value_start is not None and (spec.value_dim % 16 or not spec.value_start):
+            return f"needs a rotary part, and latents of a multiple of 16, got {spec.value_start} and {spec.value_dim}"
         return None
 
     def plan(self, step: StepMetadata) -> None:
@@ -428,6 +472,7 @@ class NativePagedAttention:
         layer_stride, plane_stride = kv_cache.stride()[:2]
         item = kv_cache.itemsize
         keys = kv_cache.data_ptr() + layer * layer_stride * item
+        to_values = plane_stride if spec.value_start is None else spec.value_start
         _CALL.pack_into(
             self._call,
             0,
@@ -436,7 +481,7 @@ class NativePagedAttention:
             v_TKH.data_ptr(),
             out.data_ptr(),
             keys,
-            keys + plane_stride * item,
+            keys + to_values * item,
             q_token,
             q_kv,
             q_group,
@@ -463,11 +508,12 @@ class NativePagedAttention:
             rotary_dim=spec.rotary_dim,
             interleaved=int(spec.rotary_interleaved),
             window=spec.window or 0,
+            value_dim=spec.value_dim,
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             rotary_at=spec.rotary_at,
         )
-        width = spec.num_kv_heads * spec.group_size * spec.head_dim
+        width = spec.num_kv_heads * spec.group_size * spec.value_dim
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.
         kind = self._kinds[id(spec)] = _AttentionKind(spec, packed, ctypes.addressof(packed), width)
         return kind

@@ -266,7 +266,7 @@ struct DecodeTask {
 
     float* partial_of(const DecodeRow& row, int part, int64_t head) const {
         const int64_t heads = spec.num_kv * spec.group;
-        return partials + ((row.first_part + part) * heads + head) * (spec.head_dim + 2);
+        return partials + ((row.first_part + part) * heads + head) * (spec.value_dim + 2);
     }
 
     void load_query(const T* src, int64_t token, Q* dst) const {
@@ -307,12 +307,12 @@ struct DecodeTask {
 
     void run_item(const DecodeItem<T>& item) const {
         const DecodeRow& row = *item.row;
-        const int dim = (int)spec.head_dim, group = (int)spec.group, n = item.n, heads = item.heads;
+        const int dim = (int)spec.head_dim, wide = (int)spec.value_dim, group = (int)spec.group, n = item.n, heads = item.heads;
         const int64_t first = item.first;
         if (item.part == row.parts - 1 && row.row < step.num_decode)  // slices are appended before: see attend()
             for (int64_t kv = first / group; kv * group < first + heads; ++kv) append<T>(step, spec, call, row.token, kv);
         const T *const *keys = item.at, *const *values = item.at + item.padded;
-        const int stride = Sums::sums_of_head(dim);
+        const int stride = Sums::sums_of_head(wide);
         Q q[kItemHeads * kMaxHeadDim];
         float sums[kItemHeads * kMaxHeadDim], scores[kItemHeads][kPartition + W], top[kItemHeads], mass[kItemHeads];
         Weight weights[kItemHeads][kPartition + W];
@@ -327,24 +327,24 @@ struct DecodeTask {
         for (int h = 0; h < heads; ++h) soften<T>(spec, scores[h], n, weights[h], top + h, mass + h);
         std::memset(sums, 0, heads * stride * sizeof(float));
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
-            Sums::template mix<decltype(lanes)::value>(values, values + kFar, head_offset, from, to, dim, weights + h,
+            Sums::template mix<decltype(lanes)::value>(values, values + kFar, head_offset, from, to, wide, weights + h,
                                                        sums + h * stride);
         });
 
         if (row.parts == 1) {
-            T* out = (T*)call.out + (row.token * spec.num_kv * group + first) * dim;
+            T* out = (T*)call.out + (row.token * spec.num_kv * group + first) * wide;
             float sum[kMaxHeadDim];
             for (int h = 0; h < heads; ++h) {
-                Sums::in_order(sums + h * stride, dim, sum);
-                for (int d = 0; d < dim; d += W) store(out + h * dim + d, load(sum + d) * (1.0f / mass[h]));
+                Sums::in_order(sums + h * stride, wide, sum);
+                for (int d = 0; d < wide; d += W) store(out + h * wide + d, load(sum + d) * (1.0f / mass[h]));
             }
             return;
         }
         for (int h = 0; h < heads; ++h) {
             float* partial = partial_of(row, item.part, first + h);
-            Sums::in_order(sums + h * stride, dim, partial);
-            partial[dim] = top[h];
-            partial[dim + 1] = mass[h];
+            Sums::in_order(sums + h * stride, wide, partial);
+            partial[wide] = top[h];
+            partial[wide + 1] = mass[h];
         }
         int* arrived = arrivals + (&row - rows) * chunks + first / chunk_heads;
         if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) == row.parts) merge(row, first, heads);
@@ -374,7 +374,7 @@ struct DecodeTask {
     }
 
     void merge(const DecodeRow& row, int64_t first, int heads) const {
-        const int dim = (int)spec.head_dim;
+        const int dim = (int)spec.value_dim;
         for (int64_t head = first; head < first + heads; ++head) {
             float top = kMasked, mass = 0, acc[kMaxHeadDim] = {};
             for (int p = 0; p < row.parts; ++p)
@@ -402,7 +402,7 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
     const int64_t chunk_heads = group > kItemHeads ? kItemHeads : group * (fitting < few ? fitting : few);
     const int64_t chunks = (heads + chunk_heads - 1) / chunk_heads;
     const bool merged = parts > count;
-    float* partials = merged ? context.partials.get<float>(parts * heads * (spec.head_dim + 2)) : nullptr;
+    float* partials = merged ? context.partials.get<float>(parts * heads * (spec.value_dim + 2)) : nullptr;
     int* arrivals = context.arrivals.get<int>(count * chunks);
     std::memset(arrivals, 0, count * chunks * sizeof(int));
     DecodeTask<T> task{step, spec, call, rows, partials, arrivals, chunks, chunk_heads};
@@ -434,7 +434,7 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
 template <class T>
 void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call) {
     DecodeRow* rows = context.items.get<DecodeRow>(step.num_tokens);
-    const int64_t budget = kPartialBytes / (int64_t)sizeof(float) / (spec.num_kv * spec.group * (spec.head_dim + 2));
+    const int64_t budget = kPartialBytes / (int64_t)sizeof(float) / (spec.num_kv * spec.group * (spec.value_dim + 2));
     int64_t count = 0, parts = 0;
     auto add = [&](int64_t i, int64_t token, int kv_len) {
         DecodeRow& row = rows[count++];

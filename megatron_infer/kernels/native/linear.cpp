@@ -34,7 +34,7 @@ template <class T>
 struct Linear {
     const T *x, *weight, *bias;
     Outputs<T> out;
-    int64_t x_stride, tokens, inner, rows;
+    int64_t x_stride, tokens, inner, rows, out_stride;
 
     static constexpr int step = step_of((const T*)nullptr);
 
@@ -93,7 +93,7 @@ struct Linear {
 
     template <int R, int C, class Out>
     void put(Out* to, const Out* from, int64_t token, int64_t row, int count) const {
-        for (int c = 0; c < C; ++c) std::memcpy(to + (token + c) * rows + row, from + c * R, count * sizeof(Out));
+        for (int c = 0; c < C; ++c) std::memcpy(to + (token + c) * out_stride + row, from + c * R, count * sizeof(Out));
     }
 
     template <int R, int C>
@@ -153,6 +153,82 @@ static void linear(const Linear<T>& task, int threads) {
     parallel((int)(stretches < threads ? stretches : threads), body);
 }
 
+// Products of latent attention (kernels/torch/latent_products.py), from the live weight of each head. A thread takes a head
+// and a stretch of tokens.
+constexpr int64_t kHeadTokens = 96;
+
+template <class Body>
+static void per_head(int64_t tokens, int64_t heads, int threads, Body&& body) {
+    const int64_t stretches = (tokens + kHeadTokens - 1) / kHeadTokens, items = heads * stretches;
+    int64_t next = 0;
+    auto take = [&](int, int) {
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+            if (item >= items) return;
+            const int64_t first = item % stretches * kHeadTokens;
+            body(item / stretches, first, first + kHeadTokens < tokens ? kHeadTokens : tokens - first);
+        }
+    };
+    parallel((int)(items < threads ? items : threads), take);
+}
+
+// out[c][0 .. V W) = sum over i of x[c][i] . weight[i][0 .. V W), in the order of i.
+template <class T, int C, int V>
+static void columns_of(const T* x, int64_t x_stride, const T* weight, int64_t inner, int64_t columns, T* out, int64_t out_stride) {
+    vf acc[C][V] = {};
+    for (int64_t i = 0; i < inner; ++i, weight += columns) {
+        vf w[V];
+        for (int v = 0; v < V; ++v) w[v] = load(weight + v * W);
+        for (int c = 0; c < C; ++c)
+            for (int v = 0; v < V; ++v) acc[c][v] = fma_of(splat(to_float(x[c * x_stride + i])), w[v], acc[c][v]);
+    }
+    for (int c = 0; c < C; ++c)
+        for (int v = 0; v < V; ++v) store(out + c * out_stride + v * W, acc[c][v]);
+}
+
+template <class T, int V>
+static void columns_of_tokens(const T* x, int64_t x_stride, const T* weight, int64_t inner, int64_t columns, T* out,
+                              int64_t out_stride, int64_t tokens) {
+    int64_t t = 0;
+    for (; t + 6 <= tokens; t += 6)
+        columns_of<T, 6, V>(x + t * x_stride, x_stride, weight, inner, columns, out + t * out_stride, out_stride);
+    for (; t + 2 <= tokens; t += 2)
+        columns_of<T, 2, V>(x + t * x_stride, x_stride, weight, inner, columns, out + t * out_stride, out_stride);
+    if (t < tokens) columns_of<T, 1, V>(x + t * x_stride, x_stride, weight, inner, columns, out + t * out_stride, out_stride);
+}
+
+// [tokens][heads][width + rotary] -> [tokens][heads][rotary + latent]. latent is a multiple of 16.
+template <class T>
+static void into_latent(const T* x, const T* weight, int64_t weight_head, T* out, int64_t tokens, int64_t heads, int64_t width,
+                        int64_t rotary, int64_t latent, int threads) {
+    constexpr int kVectors = W == 16 ? 4 : 2;
+    const int64_t x_stride = heads * (width + rotary), out_stride = heads * (rotary + latent);
+    per_head(tokens, heads, threads, [&](int64_t head, int64_t first, int64_t count) {
+        const T* from = x + first * x_stride + head * (width + rotary);
+        T* to = out + first * out_stride + head * (rotary + latent);
+        for (int64_t t = 0; t < count; ++t) std::memcpy(to + t * out_stride, from + t * x_stride + width, rotary * sizeof(T));
+        to += rotary;
+        const T* w = weight + head * weight_head;
+        int64_t l = 0;
+        for (; l + kVectors * W <= latent; l += kVectors * W)
+            columns_of_tokens<T, kVectors>(from, x_stride, w + l, width, latent, to + l, out_stride, count);
+        for (; l < latent; l += W) columns_of_tokens<T, 1>(from, x_stride, w + l, width, latent, to + l, out_stride, count);
+    });
+}
+
+// [tokens][heads][latent] -> [tokens][heads][width].
+template <class T>
+static void out_of_latent(const T* x, const T* weight, int64_t weight_head, T* out, int64_t tokens, int64_t heads, int64_t width,
+                          int64_t latent, bool is_fp32, int threads) {
+    const int64_t x_stride = heads * latent, out_stride = heads * width;
+    per_head(tokens, heads, threads, [&](int64_t head, int64_t first, int64_t count) {
+        T* to = out + first * out_stride + head * width;
+        Linear<T>{x + first * x_stride + head * latent, weight + head * weight_head, nullptr, {to, is_fp32}, x_stride, count,
+                  latent, width, out_stride}
+            .run(0, width);
+    });
+}
+
 // The same for float64, which only small routers have: eight sums per entry, added in order.
 static void linear_f64(const double* x, const double* weight, const double* bias, double* out, int64_t tokens, int64_t inner,
                        int64_t rows, int threads) {
@@ -177,9 +253,20 @@ extern "C" {
 #define MI_LINEAR(SUFFIX, T, IS_FP32)                                                                                   \
     void mi_linear_##SUFFIX(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out,            \
                             int64_t tokens, int64_t inner, int64_t rows, int threads) {                                 \
-        linear(Linear<T>{(const T*)x, (const T*)weight, (const T*)bias, {out, IS_FP32}, x_stride, tokens, inner, rows},    \
+        linear(Linear<T>{(const T*)x, (const T*)weight, (const T*)bias, {out, IS_FP32}, x_stride, tokens, inner, rows, rows}, \
                threads);                                                                                                \
     }
+#define MI_LATENT(SUFFIX, T, IS_FP32)                                                                                    \
+    void mi_into_latent_##SUFFIX(const void* x, const void* weight, int64_t weight_head, void* out, int64_t tokens,        \
+                                 int64_t heads, int64_t width, int64_t rotary, int64_t latent, int threads) {             \
+        into_latent((const T*)x, (const T*)weight, weight_head, (T*)out, tokens, heads, width, rotary, latent, threads);   \
+    }                                                                                                                   \
+    void mi_out_of_latent_##SUFFIX(const void* x, const void* weight, int64_t weight_head, void* out, int64_t tokens,      \
+                                   int64_t heads, int64_t width, int64_t, int64_t latent, int threads) {                  \
+        out_of_latent((const T*)x, (const T*)weight, weight_head, (T*)out, tokens, heads, width, latent, IS_FP32, threads); \
+    }
+MI_LATENT(f32, float, true)
+MI_LATENT(bf16, bf16, false)
 MI_LINEAR(f32, float, true)
 MI_LINEAR(bf16, bf16, false)
 MI_LINEAR(bf16_f32, bf16, true)

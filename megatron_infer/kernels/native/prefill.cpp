@@ -85,7 +85,8 @@ struct PrefillTask {
     const Step& step;
     const Spec& spec;
     const Call& call;
-    int dim, group;
+    int dim, wide;        // of a key, of a value
+    int group;
     int lanes;            // heads of a group in one tile
     int lane_groups;      // tiles a group is cut into (only groups above kTileRows)
     int tile_tokens;      // queries in a tile
@@ -93,7 +94,7 @@ struct PrefillTask {
     Op* packed;
 
     PrefillTask(const Step& step, const Spec& spec, const Call& call)
-        : step(step), spec(spec), call(call), dim((int)spec.head_dim), group((int)spec.group) {
+        : step(step), spec(spec), call(call), dim((int)spec.head_dim), wide((int)spec.value_dim), group((int)spec.group) {
         lanes = group < kTileRows ? group : kTileRows;
         lane_groups = (group + lanes - 1) / lanes;
         tile_tokens = kTileRows / lanes;
@@ -104,9 +105,10 @@ struct PrefillTask {
         packed = nullptr;
     }
 
-    int64_t tile_size() const { return 2 * (int64_t)kTile * dim; }  // elements of a packed tile: keys, then values
-    static int64_t scratch_bytes(int dim) {
-        return kTileRows * ((int64_t)dim * (sizeof(Op) + sizeof(float)) + kTile * (sizeof(Op) + sizeof(float))) + 4096;
+    int64_t tile_size() const { return (int64_t)kTile * (dim + wide); }  // elements of a packed tile: keys, then values
+    int64_t scratch_bytes() const {
+        return kTileRows * ((int64_t)dim * sizeof(Op) + (int64_t)wide * sizeof(float) + kTile * (sizeof(Op) + sizeof(float))) +
+               4096;
     }
 
     void put(T from, float* to) const { *to = to_float(from); }
@@ -182,11 +184,11 @@ struct PrefillTask {
 
     void pack_values(const T* const* from, ptrdiff_t to_value, int n, Op* values) const {
         constexpr int kWide = kPanel * W;
-        const int whole = dim / kWide * kWide;
-        for (int d = 0; d < dim; d += W) {
-            const int wide = d < whole ? kWide : W, panel = d < whole ? d / kWide * kWide : d;
+        const int whole = wide / kWide * kWide;
+        for (int d = 0; d < wide; d += W) {
+            const int columns = d < whole ? kWide : W, panel = d < whole ? d / kWide * kWide : d;
             Op* out = values + panel * kTile + (d - panel) * pair;
-            for (int t = 0; t < kTile; t += pair, out += wide * pair) {
+            for (int t = 0; t < kTile; t += pair, out += columns * pair) {
                 if constexpr (pair == 1) {
                     store(out, t < n ? load(from[t] + to_value + d) : vf{});
                 } else {
@@ -225,7 +227,7 @@ struct PrefillTask {
         }
         std::memset(s.queries + s.rows * dim, 0, (s.padded - s.rows) * dim * sizeof(Op));
         std::memset(s.weights + s.rows * kTile, 0, (s.padded - s.rows) * kTile * sizeof(Op));
-        std::memset(s.out, 0, s.padded * dim * sizeof(float));
+        std::memset(s.out, 0, s.padded * wide * sizeof(float));
 
         const int low = first_visible(s.position[0]), high = s.position[s.rows - 1] + 1;
         const Op* tiles = packed + row.packed + head * row.num_tiles * tile_size();
@@ -234,9 +236,9 @@ struct PrefillTask {
 
         for (int r = 0; r < s.rows; ++r) {
             const int64_t token = row.token + first + r / heads;
-            T* out = (T*)call.out + ((token * spec.num_kv + head) * group + first_lane + r % heads) * dim;
+            T* out = (T*)call.out + ((token * spec.num_kv + head) * group + first_lane + r % heads) * wide;
             const float scale = 1.0f / s.mass[r];
-            for (int d = 0; d < dim; d += W) store(out + d, load(s.out + r * dim + d) * scale);
+            for (int d = 0; d < wide; d += W) store(out + d, load(s.out + r * wide + d) * scale);
         }
     }
 
@@ -244,11 +246,11 @@ struct PrefillTask {
         return spec.window && position + 1 > spec.window ? (int)(position + 1 - spec.window) : 0;
     }
 
-    // Scores of all rows for the first `wide` vectors of a panel's keys.
+    // Scores of all rows for the first `vectors` of a panel's keys.
     template <int NV>
-    void score(const Op* keys, int panel, int wide, Scratch& s) const {
+    void score(const Op* keys, int panel, int vectors, Scratch& s) const {
         if constexpr (NV > 1)
-            if (wide < NV) return score<NV - 1>(keys, panel, wide, s);
+            if (vectors < NV) return score<NV - 1>(keys, panel, vectors, s);
         for (int r = 0; r < s.padded; r += kMicroRows)
             multiply<NV, false>(s.queries + r * dim, dim, keys, kPanel, dim / pair, s.scores + r * kTile + panel, kTile);
     }
@@ -267,16 +269,16 @@ struct PrefillTask {
 #endif
         for (int panel = low; panel < high; panel += kWide) score<kPanel>(keys + panel * dim, panel, (high - panel + W - 1) / W, s);
         weigh(first_key, low, high, s);
-        const int whole = dim / kWide * kWide, steps = (high - low) / pair;
-        for (int d = 0; d < dim;) {
+        const int whole = wide / kWide * kWide, steps = (high - low) / pair;
+        for (int d = 0; d < wide;) {
             const bool full = d < whole;
             const Op* from = values + d * kTile + low * (full ? kWide : W);
             for (int r = 0; r < s.padded; r += kMicroRows) {
                 const Op* weights = s.weights + r * kTile + low;
                 if (full)
-                    multiply<kPanel, true>(weights, kTile, from, kPanel, steps, s.out + r * dim + d, dim);
+                    multiply<kPanel, true>(weights, kTile, from, kPanel, steps, s.out + r * wide + d, wide);
                 else
-                    multiply<1, true>(weights, kTile, from, 1, steps, s.out + r * dim + d, dim);
+                    multiply<1, true>(weights, kTile, from, 1, steps, s.out + r * wide + d, wide);
             }
             d += full ? kWide : W;
         }
@@ -285,15 +287,15 @@ struct PrefillTask {
 #if MI_TILES
     void attend_tiles(const Op* keys, const Op* values, int first_key, int low, int high, Scratch& s) const {
         constexpr int kWide = kPanel * W, kLine = kWide * pair;
-        const int groups = s.padded / kTileLines, whole = dim / kWide * kWide, steps = (high - low) / kTileInner;
+        const int groups = s.padded / kTileLines, whole = wide / kWide * kWide, steps = (high - low) / kTileInner;
         for (int panel = low; panel < high; panel += kWide)
             multiply_tiles<false>(s.queries, dim, keys + panel * dim, kLine, groups, kPanel, dim / kTileInner, s.scores + panel, kTile);
         weigh(first_key, low, high, s);
-        for (int d = 0; d < dim;) {
-            const int wide = d < whole ? kWide : W;
-            multiply_tiles<true>(s.weights + low, kTile, values + d * kTile + low * wide, wide * pair, groups, wide / W, steps,
-                                 s.out + d, dim);
-            d += wide;
+        for (int d = 0; d < wide;) {
+            const int columns = d < whole ? kWide : W;
+            multiply_tiles<true>(s.weights + low, kTile, values + d * kTile + low * columns, columns * pair, groups, columns / W,
+                                 steps, s.out + d, wide);
+            d += columns;
         }
     }
 #endif
@@ -321,7 +323,7 @@ struct PrefillTask {
         }
         for (int r = 0; r < s.rows; ++r) {
             if (shrink[r] != 1.0f)
-                for (int d = 0; d < dim; d += W) store(s.out + r * dim + d, load(s.out + r * dim + d) * splat(shrink[r]));
+                for (int d = 0; d < wide; d += W) store(s.out + r * wide + d, load(s.out + r * wide + d) * splat(shrink[r]));
             each[r] = weights_of(r, first_key, low, high, scale, s);
         }
         for (int r = 0; r < s.rows; r += 16) sums_of(each + r, found + r);
@@ -374,7 +376,7 @@ struct PrefillTask {
 
 // Divide one thread's workspace.
 template <class T>
-static typename PrefillTask<T>::Scratch carve(char* memory, int dim) {
+static typename PrefillTask<T>::Scratch carve(char* memory, int dim, int wide) {
     using Op = typename Operand<T>::type;
     auto take = [&](int64_t bytes) {
         char* at = memory;
@@ -385,7 +387,7 @@ static typename PrefillTask<T>::Scratch carve(char* memory, int dim) {
     s.queries = (Op*)take((int64_t)kTileRows * dim * sizeof(Op));
     s.weights = (Op*)take((int64_t)kTileRows * kTile * sizeof(Op));
     s.scores = (float*)take((int64_t)kTileRows * kTile * sizeof(float));
-    s.out = (float*)take((int64_t)kTileRows * dim * sizeof(float));
+    s.out = (float*)take((int64_t)kTileRows * wide * sizeof(float));
     return s;
 }
 
@@ -412,7 +414,7 @@ static void run_group(Context& context, PrefillTask<T>& task, const PrefillRow* 
 
     const int64_t items = last.first_item + last.query_tiles * num_kv * task.lane_groups;
     auto attend = [&](int thread, int) {
-        auto scratch = carve<T>(context.scratch[thread].template get<char>(PrefillTask<T>::scratch_bytes(task.dim)), task.dim);
+        auto scratch = carve<T>(context.scratch[thread].template get<char>(task.scratch_bytes()), task.dim, task.wide);
 #if MI_TILES
         if (task.tiles) shape_tiles(kTileLines, kTileLines);
 #endif

@@ -105,6 +105,8 @@ class FlashAttention:
             return f"needs a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.softcap is not None:
             return "is not asked for capped attention logits"
+        if spec.value_start is not None:
+            return "has no latent attention: it reads a plane of keys and a plane of values"
         if spec.sinks_N is not None:
             return "has no attention sinks"
         if spec.window is not None and "LOCAL" in self._lacks:

@@ -157,6 +157,8 @@ class FlashInferAttention:
             return f"needs head_dim {', '.join(map(str, HEAD_DIMS))}, got {spec.head_dim}"
         if spec.softcap is not None:
             return "is not asked for capped attention logits"
+        if spec.value_start is not None:
+            return "has no latent attention: it reads a plane of keys and a plane of values"
         if spec.sinks_N is not None:
             return "has no attention sinks in its fa2 kernels"
         return None

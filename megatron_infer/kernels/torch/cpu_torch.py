@@ -19,6 +19,7 @@ from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
+from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 
 MAX_SCORES = 1 << 24
 """Scores in memory at once where softmax sinks or a softcap exclude SDPA."""
@@ -34,6 +35,8 @@ class TorchOps:
     norms = None
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None = None
     embedding: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
+    into_latent = staticmethod(into_latent)
+    out_of_latent = staticmethod(out_of_latent)
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get
@@ -101,11 +104,15 @@ def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, int
 def rotate_and_append(
     q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: Tensor, step: StepMetadata, spec: AttendSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q and k, write k and v to a layer's cache [2, blocks, B, K, H] -> (q, k, v), k and v as it keeps them."""
+    """Rotate q and k, write k and v to a layer's cache [planes, blocks, B, K, H] -> (q, k, v), k and v as it keeps
+    them."""
     if (rotation := step.rotation(spec)) is not None:
         turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
         q_TKGH, k_TKH = (apply_rotary(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
-    return q_TKGH, append(cache[0], step.kv_pos_T, k_TKH), append(cache[1], step.kv_pos_T, v_TKH)
+    k_TKH = append(cache[0], step.kv_pos_T, k_TKH)
+    if spec.value_start is not None:
+        return q_TKGH, k_TKH, k_TKH[..., spec.value_start :]
+    return q_TKGH, k_TKH, append(cache[1], step.kv_pos_T, v_TKH)
 
 
 def attend_explicitly(
@@ -186,16 +193,15 @@ class TorchPagedAttention:
         step = self._step
         assert step is not None, "run() before plan()"
         q_TKGH, k_TKH, v_TKH = rotate_and_append(q_TKGH, k_TKH, v_TKH, kv_cache[layer], step, spec)
-        keys, values = kv_cache[layer, 0], kv_cache[layer, 1]
         out_TNH = torch.empty(
             q_TKGH.shape[0],
             spec.num_kv_heads * spec.group_size,
-            spec.head_dim,
+            spec.value_dim,
             dtype=q_TKGH.dtype,
             device=q_TKGH.device,
         )
         if step.num_decode:
-            self._decode(q_TKGH, keys, values, out_TNH, spec)
+            self._decode(q_TKGH, kv_cache[layer], out_TNH, spec)
         for row in range(step.num_decode, step.num_rows):
             if not step.q_len[row]:
                 continue  # pads the step
@@ -231,11 +237,9 @@ class TorchPagedAttention:
             block_ids = step.block_table[int(step.table_row[row]), :num_blocks]
             gathered = movable(layer_cache).index_select(1, block_ids).view(layer_cache.dtype).flatten(1, 2)
             gathered = gathered.to(q_TKGH.dtype)
-            key_PKH, value_PKH = gathered[0, :kv_len], gathered[1, :kv_len]
+            key_PKH, value_PKH = gathered[0, :kv_len], gathered[-1, :kv_len, :, spec.value_start or 0 :]
         # The group is a batch axis of stride 0 over keys and values: nothing is repeated in memory.
-        shape = (spec.group_size, spec.num_kv_heads, kv_len, spec.head_dim)
-        key_GKPH = key_PKH.transpose(0, 1).expand(shape)
-        value_GKPH = value_PKH.transpose(0, 1).expand(shape)
+        key_GKPH, value_GKPH = (x.transpose(0, 1).expand(spec.group_size, -1, -1, -1) for x in (key_PKH, value_PKH))
         if spec.sinks_N is not None or spec.softcap is not None:
             mask = self._slice_mask(row, q_len, kv_len, spec.window if windowed else None)
             sinks_GK11 = None
@@ -261,28 +265,27 @@ class TorchPagedAttention:
             self._masks[row, window] = mask
         return mask
 
-    def _decode(self, q_TKGH: Tensor, keys: Tensor, values: Tensor, out_TNH: Tensor, spec: AttendSpec) -> None:
+    def _decode(self, q_TKGH: Tensor, cache: Tensor, out_TNH: Tensor, spec: AttendSpec) -> None:
+        """cache: a layer's [planes, blocks, B, K, H]."""
         groups = self._groups.get(spec.window)
         if groups is None:
-            groups = self._groups[spec.window] = list(self._make_groups(keys.shape[1], spec.window))
-        num_kv, head_dim, block_size = spec.num_kv_heads, spec.head_dim, keys.shape[1]
+            groups = self._groups[spec.window] = list(self._make_groups(cache.shape[2], spec.window))
+        num_kv, head_dim, block_size = spec.num_kv_heads, spec.head_dim, cache.shape[2]
         longest = max(group.block_ids.shape[0] for group in groups)
-        needed = 2 * longest * block_size * num_kv * head_dim
-        kept = keys.dtype
-        keys, values = movable(keys), movable(values)
-        if self._workspace is None or self._workspace.numel() < needed or self._workspace.dtype != keys.dtype:
-            self._workspace = torch.empty(needed, dtype=keys.dtype, device=keys.device)
+        needed = spec.planes * longest * block_size * num_kv * head_dim
+        kept = cache.dtype
+        cache = movable(cache)
+        if self._workspace is None or self._workspace.numel() < needed or self._workspace.dtype != cache.dtype:
+            self._workspace = torch.empty(needed, dtype=cache.dtype, device=cache.device)
         for group in groups:
             rows, length = group.rows.shape[0], group.num_blocks * block_size
-            size = rows * length * num_kv * head_dim
-            key = self._workspace[:size].view(-1, block_size, num_kv, head_dim)
-            value = self._workspace[size : 2 * size].view(-1, block_size, num_kv, head_dim)
-            torch.index_select(keys, 0, group.block_ids, out=key)
-            torch.index_select(values, 0, group.block_ids, out=value)
-            key, value = key.view(kept).to(q_TKGH.dtype), value.view(kept).to(q_TKGH.dtype)
+            planes = []
+            for plane, room in zip(cache, self._workspace.chunk(spec.planes), strict=True):
+                gathered = room[: rows * length * num_kv * head_dim].view(-1, block_size, num_kv, head_dim)
+                torch.index_select(plane, 0, group.block_ids, out=gathered)
+                planes.append(gathered.view(kept).to(q_TKGH.dtype).view(rows, length, num_kv, head_dim).transpose(1, 2))
             query_RKGH = q_TKGH.index_select(0, group.rows)
-            key_RKPH = key.view(rows, length, num_kv, head_dim).transpose(1, 2)
-            value_RKPH = value.view(rows, length, num_kv, head_dim).transpose(1, 2)
+            key_RKPH, value_RKPH = planes[0], planes[-1][..., spec.value_start or 0 :]
             mask, scale = group.mask_R11P, spec.scale
             if spec.sinks_N is None and spec.softcap is None:
                 mixed_RKGH = F.scaled_dot_product_attention(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import append, select
+from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 
 MOST_ENTRIES = 1 << 24
 """Numbers of gathered keys that attention has in memory at once."""
@@ -27,6 +28,8 @@ class ReferenceOps:
     norms = None
     argmax_linear = None
     embedding = staticmethod(F.embedding)
+    into_latent = staticmethod(into_latent)
+    out_of_latent = staticmethod(out_of_latent)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -122,7 +125,8 @@ class ReferenceAttention:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
             q_TKGH, k_TKH = (rotate(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
         append(cache[0], step.kv_pos_T, k_TKH)
-        append(cache[1], step.kv_pos_T, v_TKH)
+        if spec.value_start is None:
+            append(cache[1], step.kv_pos_T, v_TKH)
         row_T, has_row_T = rows_of_tokens(step)
         block_TW = step.block_table.index_select(0, step.table_row_R.index_select(0, row_T))
         at_once = max(1, MOST_ENTRIES // (block_TW.shape[1] * cache[0, 0].numel()))
@@ -135,12 +139,14 @@ class ReferenceAttention:
 
 
 def attend(q_TKGH: Tensor, block_TW: Tensor, position_T: Tensor, cache: Tensor, spec: AttendSpec) -> Tensor:
-    """Each token against the keys in its row's blocks of a layer's cache [2, blocks, B, K, H] -> float64 [T, K, G, H].
+    """Each token against the keys in its row's blocks of a layer's cache [planes, blocks, B, K, H] -> float64
+    [T, K, G, V].
 
     A sink takes part in the softmax and has no value. Source: PagedAttention, arXiv:2309.06180.
     """
     shape = (len(block_TW), -1, spec.num_kv_heads, spec.head_dim)
-    key_TPKH, value_TPKH = (select(part, block_TW.flatten()).double().view(shape) for part in cache)
+    planes = [select(part, block_TW.flatten()).double().view(shape) for part in cache]
+    key_TPKH, value_TPKH = planes[0], planes[-1][..., spec.value_start or 0 :]
     position_P = torch.arange(key_TPKH.shape[1], device=cache.device)
     seen_TP = position_P <= position_T[:, None]
     if spec.window is not None:

@@ -128,6 +128,8 @@ class TritonPagedAttention:
             return f"needs head_dim up to {MAX_FP8_FP32_DIM} for FP8 with {dtype}, got {spec.head_dim}"
         if not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
             return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.value_start is not None:
+            return "has no latent attention: it reads a plane of keys and a plane of values"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
         if spec.softcap is not None and spec.softcap <= 0:

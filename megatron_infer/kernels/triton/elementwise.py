@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import SWIGLU, form_of
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
+from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 from megatron_infer.kernels.triton.activations import Activations
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import (
@@ -123,6 +124,8 @@ class TritonOps:
     argmax_linear = None
     fp32_linear = staticmethod(fp32_linear)
     embedding = staticmethod(F.embedding)
+    into_latent = staticmethod(into_latent)
+    out_of_latent = staticmethod(out_of_latent)
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
         """overlap: see `launch.overlapping`."""
