@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench import RunResult, distribution, latency_summary, open_report
+from megatron_infer.cli.config_flags import flag_of
 from megatron_infer.cli.loading import positive_int
 from megatron_infer.errors import ConfigError, InferenceError
 
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 ENDPOINTS = {"completions": ("openai", "/v1/completions"), "chat": ("openai-chat", "/v1/chat/completions")}
 """vLLM's name of a backend, and the path."""
 TIMEOUT_S = 600.0
+LOAD: Mapping[str, Any] = {
+    "endpoint": "completions",
+    "tokenizer": "DIRECTORY",
+    "num_requests": 64,
+    "concurrency": 16,
+    "rate": None,
+    "input_len": 128,
+    "output_len": 64,
+}
+"""Options of the printed commands, with their defaults. A replay takes none of them."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,15 +51,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("url", metavar="URL", help="URL of the server: http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="default: MEGATRON_INFER_API_KEY of the environment")
     parser.add_argument("--model", metavar="NAME", help="name in requests (default: the first that the server has)")
-    load = parser.add_argument_group("load")
-    load.add_argument("--endpoint", choices=sorted(ENDPOINTS), default="completions")
-    load.add_argument("--tokenizer", default="DIRECTORY", help="directory of the model's tokenizer")
-    load.add_argument("--num-requests", type=positive_int, default=64, metavar="N")
+    load = parser.add_argument_group("load", "options of the printed commands", argument_default=argparse.SUPPRESS)
+    load.add_argument("--endpoint", choices=sorted(ENDPOINTS), help=f"default {LOAD['endpoint']}")
+    load.add_argument("--tokenizer", metavar="DIRECTORY", help="directory of the model's tokenizer")
+    load.add_argument("--num-requests", type=positive_int, metavar="N", help=f"default {LOAD['num_requests']}")
     how = load.add_mutually_exclusive_group()
-    how.add_argument("--concurrency", type=positive_int, default=16, metavar="N", help="closed loop: requests at once")
+    closed = f"closed loop: requests at once (default {LOAD['concurrency']})"
+    how.add_argument("--concurrency", type=positive_int, metavar="N", help=closed)
     how.add_argument("--rate", type=_positive, metavar="R", help="open loop: requests a second, Poisson")
-    load.add_argument("--input-len", type=positive_int, default=128, metavar="N", help="prompt tokens")
-    load.add_argument("--output-len", type=positive_int, default=64, metavar="N", help="answer tokens")
+    load.add_argument(
+        "--input-len", type=positive_int, metavar="N", help=f"prompt tokens (default {LOAD['input_len']})"
+    )
+    load.add_argument(
+        "--output-len", type=positive_int, metavar="N", help=f"answer tokens (default {LOAD['output_len']})"
+    )
     replay = parser.add_argument_group("replay")
     replay.add_argument("--replay", metavar="FILE", help="calls recorded by serve --record")
     replay.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="factor on the speed of --replay")
@@ -71,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
     if args.replay is None:
         if args.json is not None or args.speed != 1.0:
             raise ConfigError("--json and --speed are of --replay FILE; the tools below write reports of their own")
-        print(page(args, args.model or served_model(args.url, key), needs_key=key is not None))
+        load = argparse.Namespace(**LOAD | vars(args))
+        print(page(load, args.model or served_model(args.url, key), needs_key=key is not None))
         return 0
+    if load_given := [flag_of(name) for name in LOAD if hasattr(args, name)]:
+        raise ConfigError(f"{', '.join(load_given)}: of the printed commands; --replay sends the calls as recorded")
     calls, path = recorded_calls(args.replay, speed=args.speed, model=args.model), open_report(args.json)
     served_model(args.url, key)
     report = {"url": args.url, **summarize(replay(args.url, calls, key=key))}

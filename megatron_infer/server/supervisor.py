@@ -188,7 +188,10 @@ class Process:
     def _handle_exit(self) -> float:
         """Record that it has ended, and give it up or not -> when to start it again."""
         code, now = self.exit_code, time.monotonic()
-        self.last_exit = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+        if code is None:
+            self.last_exit = "it could not be started"
+        else:
+            self.last_exit = f"signal {-code}" if code < 0 else f"code {code}"
         if self._is_hanging:
             self.last_exit += " (it hung)"
         self.ready = None

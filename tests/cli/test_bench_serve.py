@@ -67,7 +67,8 @@ def test_printed_commands_are_those_that_are_run_against_a_server(endpoint):
     """tools/clients has both tools' clients; `test_recorded_clients.py` runs them where the tools are installed."""
     sizes = {"--num-requests": guidellm_load.NUM_REQUESTS, "--output-len": guidellm_load.NUM_TOKENS, "--input-len": 64}
     typed = [str(word) for pair in sizes.items() for word in pair]
-    args = parsed("http://h:1", *typed, "--concurrency", "4", "--endpoint", endpoint, "--tokenizer", "T")
+    typed += ["--concurrency", "4", "--endpoint", endpoint, "--tokenizer", "T"]
+    args = argparse.Namespace(**bench_serve.LOAD | vars(parsed("http://h:1", *typed)))
     backend, path = bench_serve.ENDPOINTS[endpoint]
     assert bench_serve.guidellm_options(args) == guidellm_load.options("http://h:1", "T", path, 4)
     assert guidellm_load.RAN and vllm_bench.RAN  # rows of docs/clients.md
@@ -154,6 +155,11 @@ def test_percentiles_are_those_of_completed_calls():
     [
         (["127.0.0.1:8000"], 2, "http://HOST"),
         (["http://127.0.0.1:9"], 1, "no server at http://127.0.0.1:9"),
+        (
+            ["http://127.0.0.1:9", "--replay", "calls.jsonl", "--rate", "8", "--input-len", "128"],
+            2,
+            "--rate, --input-len: of the printed commands",
+        ),
         (["http://127.0.0.1:9", "--replay", "calls.jsonl"], 1, "no server at http://127.0.0.1:9"),
         (["http://127.0.0.1:9", "--replay", "calls.jsonl", "--json", "no/x.json"], 1, "cannot be written"),
         (["http://127.0.0.1:9", "--replay", "other.jsonl"], 2, "other.jsonl, line 2: not what serve --record writes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -94,6 +95,27 @@ def test_error_while_a_process_is_watched_is_that_processs_and_the_others_go_on(
         assert supervisor.failure() is None
     finally:
         supervisor.stop(number=signal.SIGKILL, timeout_s=5)
+
+
+def test_process_that_cannot_be_started_is_tried_after_growing_waits_and_then_given_up(tmp_path, monkeypatch):
+    clock, starts = SimpleNamespace(now=0.0), []
+
+    def start_child(*arguments, **options):
+        starts.append(round(clock.now, 1))
+        raise OSError("no memory")
+
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(supervisor_module, "ChildProcess", start_child)
+    supervisor = Supervisor([coordinator_process(tmp_path)])
+    (process,) = supervisor.processes
+    supervisor_module._attend(process, process.start)
+    while not process.is_given_up:
+        supervisor_module._attend(process, process.check)
+        clock.now += 0.1
+        assert clock.now < 60
+    waits = [after - before for before, after in itertools.pairwise(starts)]
+    assert waits == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.25)
+    assert supervisor.failure() == "coordinator has ended (it could not be started) and was given up; see the log"
 
 
 def test_wrong_option_is_reported_and_not_retried(tmp_path):

@@ -32,7 +32,8 @@ class LibraryCodec(FrameCodec):
     def _sound(self, codes_BTQ: Tensor) -> Tensor:
         rows, num_samples = codes_BTQ.shape[0], codes_BTQ.shape[1] * self.hop
         sound_BS = self._decoded(codes_BTQ.transpose(1, 2)).reshape(rows, -1).to(torch.float32)
-        return F.pad(sound_BS, (0, max(0, num_samples - sound_BS.shape[1])))[:, :num_samples]
+        # each odd ratio of DAC's upsampling takes a sample from the end
+        return F.pad(sound_BS, (0, max(0, num_samples - sound_BS.shape[1])))
 
     def _codes(self, sound: Sound) -> Tensor:
         return self._encoded(torch.from_numpy(sound).float()[None, None])[: self.codebooks].T

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 from chi_square import homogeneity
-from drafters import VOCAB, noisy
+from drafters import VOCAB, check_all_kept, noisy
 from engines import make_engine
 from model_kinds import make_model
 from test_same_answer import FEATURES, run, workload
@@ -23,7 +23,7 @@ from test_speculative import shown
 from megatron_infer.config.checks import check_draft, check_draft_weights
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import CapacityError, ConfigError
+from megatron_infer.errors import CapacityError, ConfigError, StaleCache
 from megatron_infer.models.adopt import adopt
 from megatron_infer.runner.speculative.model_drafter import ModelDrafter
 
@@ -106,6 +106,19 @@ def test_a_draft_step_that_fails_leaves_nothing_for_the_next_one(model, twin, mo
     engine.generate(prompts, SAMPLED)
     assert len(seen) == len(wanted) > 3
     torch.testing.assert_close(seen, wanted, rtol=0.0, atol=1e-4)
+
+
+def test_copies_of_a_draft_models_weights_are_checked_and_renewed_with_the_models(model):
+    draft = noisy()
+    engine = make_engine(model, draft=draft, speculative={"method": "draft", "draft_model": draft, "adaptive": False})
+    draft.load_state_dict(model.state_dict())
+    if engine.kernels.packed.layout:
+        with pytest.raises(StaleCache, match="packed weights of the draft model"):
+            engine.verify_weights()
+    engine.refresh_weights()
+    engine.verify_weights()
+    engine.generate([[5, 6, 7, 8]], SAMPLED)
+    check_all_kept(engine)
 
 
 @pytest.mark.long

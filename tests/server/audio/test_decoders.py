@@ -216,7 +216,7 @@ def test_the_codec_that_examples_train_keeps_its_limits():
 # ------------------------------------------------------------------ the library's
 
 
-def library_model(name: str):
+def library_model(name: str, **changes):
     import transformers as hf
 
     torch.manual_seed(0)
@@ -231,7 +231,7 @@ def library_model(name: str):
     else:
         sizes = {"encoder_hidden_size": 4, "decoder_hidden_size": 64, "codebook_size": 32, "n_codebooks": 4,
                  "hidden_size": 64}  # fmt: skip
-        model = hf.DacModel(hf.DacConfig(**sizes))
+        model = hf.DacModel(hf.DacConfig(**sizes, **changes))
     with torch.no_grad():
         for buffer_name, tensor in model.named_buffers():
             if buffer_name.endswith(("embed", "embed_sum")):
@@ -263,6 +263,18 @@ def test_library_codecs_sound_as_the_library_decodes(library):
     assert (opened.decoder.sample_rate, opened.format.frame_rate) == sizes[name]
     voice = opened.encoder.encode(np.sin(np.arange(24_000, dtype=np.float32) / 9))
     assert voice and len(voice) % 4 == 0 and max(voice) < 32
+
+
+def test_sound_that_a_library_cuts_short_is_as_long_as_its_tokens(tmp_path):
+    """The upsampling of DAC's 24 kHz model has a ratio of 5."""
+    model = library_model("dac", upsampling_ratios=[8, 5, 4, 2], downsampling_ratios=[2, 4, 5, 8])
+    model.save_pretrained(tmp_path)
+    decoder = open_decoder("dac", str(tmp_path), {"codebooks": 4}).decoder
+    with torch.inference_mode():
+        cut = model.decode(audio_codes=torch.zeros(1, 4, 6, dtype=torch.int64)).audio_values
+    (sound,) = decode_windows(decoder, [window_of([0] * 24)])
+    assert cut.numel() < len(sound) == 6 * 320
+    assert np.allclose(sound[: cut.numel()], cut.flatten().numpy(), atol=1e-6)
 
 
 def test_library_codecs_improve_with_the_buffer_and_dac_is_exact_within_its_reach(library):
