@@ -23,6 +23,7 @@ from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingSha
 from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.kernels.lora import AdapterPairs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
     check_config,
@@ -413,8 +414,11 @@ class AdoptedModel:
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         """cos and sin of positions 0 .. num_positions - 1; None without rotary embedding."""
-        rotates = any(spec.rotary_dim for spec in self.specs)
-        return rotary_table(self.live.rotary_pos_emb, num_positions, self.device) if rotates else None
+        attends = [layer.layer for layer in self._reading.layers if layer.attention is not None]
+        if not any(spec.rotary_dim for spec in self.specs):
+            return None
+        factor = mcore.rotary_factor(attends[0].self_attention)  # of the config, so that all layers have the same
+        return rotary_table(self.live.rotary_pos_emb, num_positions, self.device, factor=factor)
 
     def output_weight(self) -> Tensor | None:
         """The output layer's, or this rank's part of it; None on other stages than the last."""

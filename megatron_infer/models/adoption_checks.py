@@ -11,7 +11,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
-from megatron_infer.models.rotary import DeviceAgnosticRotary
+from megatron_infer.models.rotary import ROTARY_CLASSES
 from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
@@ -128,13 +128,13 @@ def check_model(model: Any) -> None:
         check_untouched(model.output_layer, "output_layer")
         _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
     kind = model.position_embedding_type
-    if kind not in ("rope", "learned_absolute", "none"):
+    if kind not in (*ROTARY_CLASSES, "learned_absolute", "none"):
         raise AdoptionError(
-            "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, learned_absolute and none are supported"
+            "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, yarn, learned_absolute and none are supported"
         )
-    if kind == "rope":
+    if kind in ROTARY_CLASSES:
         check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
-        _check_class(model.rotary_pos_emb, "rotary_pos_emb", mcore.RotaryEmbedding, DeviceAgnosticRotary)
+        _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind])
     name, final_norm = final_norm_of(model)
     if final_norm is not None:
         check_untouched(final_norm, name)

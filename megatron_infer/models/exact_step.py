@@ -186,13 +186,15 @@ class TrainingStep:
         self._step = self._metadata(rotary)
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
-        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def kernel(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
             shape = (1, spec.planes, self._num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
             cache = torch.empty(shape, dtype=self._dtype)
             self._attention.plan(self._step)
             return self._attention.run(q, k, v, cache, layer=0, spec=spec)
 
-        return _Exact.apply(kernel, lambda q, k, v: self._attend(q, k, v, spec), q_TKGH, k_TKH, v_TKH)
+        return _Exact.apply(
+            kernel, lambda q, k, v, sinks: self._attend(q, k, v, sinks, spec), q_TKGH, k_TKH, v_TKH, spec.sinks_N
+        )
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         """Ignores `weights`, which may date from before the last optimizer step, and reads the parameters."""
@@ -250,7 +252,7 @@ class TrainingStep:
             sin_TR=sin,
         )
 
-    def _attend(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+    def _attend(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None, spec: AttendSpec) -> Tensor:
         """The attention of `attend` in torch, sequence by sequence."""
         if (rotation := self._step.rotation(spec)) is not None:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
@@ -262,15 +264,12 @@ class TrainingStep:
             if spec.window is not None:
                 seen = seen.triu(1 - spec.window)
             key, value = (x.transpose(0, 1).expand(spec.group_size, -1, -1, -1) for x in (k, v))
-            if spec.softcap is not None:
-                scores = (q.permute(2, 1, 0, 3) @ key.transpose(-1, -2)).float() * spec.scale
-                scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~seen, -torch.inf)
-                mixed.append((scores.softmax(-1).to(value.dtype) @ value).permute(2, 1, 0, 3).flatten(1))
-                continue
-            with sdpa_kernel(SDPBackend.MATH) if length <= SHORT else nullcontext():
-                out = F.scaled_dot_product_attention(
-                    q.permute(2, 1, 0, 3), key, value, attn_mask=seen, scale=spec.scale
-                )
+            query = q.permute(2, 1, 0, 3)
+            if spec.softcap is not None or sinks_N is not None:
+                out = _explicit(query, key, value, sinks_N, seen, spec)
+            else:
+                with sdpa_kernel(SDPBackend.MATH) if length <= SHORT else nullcontext():
+                    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=spec.scale)
             mixed.append(out.permute(2, 1, 0, 3).flatten(1))
         return torch.cat(mixed)
 
@@ -282,6 +281,21 @@ class TrainingStep:
             return y_bLM.transpose(0, 1).flatten(0, 1)
         sequences = zip(xBC_TC.split(self.lengths), dt_TH.split(self.lengths), strict=True)
         return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in sequences])
+
+
+def _explicit(
+    query_GKTH: Tensor, key: Tensor, value: Tensor, sinks_N: Tensor | None, seen: Tensor, spec: AttendSpec
+) -> Tensor:
+    """Attention with capped scores or sinks, differentiable."""
+    scores = (query_GKTH @ key.transpose(-1, -2)).float() * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks_N is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    sinks_GK11 = sinks_N.float().view(spec.num_kv_heads, spec.group_size).t()[:, :, None, None]
+    with_sinks = torch.cat((scores, sinks_GK11.expand(*scores.shape[:3], 1)), -1)
+    return with_sinks.softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
 def _recur(xBC_LbC: Tensor, dt_LbH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:

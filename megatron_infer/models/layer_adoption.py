@@ -26,6 +26,7 @@ from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts
 from megatron_infer.models.paged_layers import PAGED_LAYERS, PagedAttention, PagedSelfAttention
+from megatron_infer.models.rotary import rotary_dim
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -205,7 +206,7 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
         scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
         window=_window(config, number, where),
-        rotary_dim=2 * rotary.inv_freq.numel() if rotates else 0,
+        rotary_dim=rotary_dim(rotary) if rotates else 0,
         rotary_interleaved=rotates and rotary.rotary_interleaved,
         sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )

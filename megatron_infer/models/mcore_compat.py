@@ -57,8 +57,10 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as _yarn
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -71,6 +73,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer import attention as _attention
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -173,6 +176,35 @@ def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
 def config_fields() -> set[str]:
     """The fields of TransformerConfig in this version."""
     return {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def yarn_frequencies(rotary: YarnRotaryEmbedding) -> torch.Tensor:
+    """The inverse frequencies [dim / 2] that a yarn embedding computes in every call, fp32."""
+    low, high = _yarn._yarn_find_correction_range(
+        rotary.beta_fast,
+        rotary.beta_slow,
+        rotary.dim,
+        rotary.rotary_base,
+        rotary.original_max_position_embeddings,
+        rotary.correction_range_round_to_int,
+    )
+    plain, divided = rotary.inv_freq_extra, rotary.inv_freq_inter
+    kept = 1.0 - _yarn._yarn_linear_ramp_mask(low, high, rotary.dim // 2, device=plain.device).to(torch.float32)
+    return divided * (1 - kept) + plain * kept
+
+
+def yarn_concentration(rotary: YarnRotaryEmbedding) -> float:
+    """What a yarn embedding returns next to its angles. `rotary_factor` is what attention multiplies."""
+    return float(_yarn._yarn_get_concentration_factor(rotary.scaling_factor, rotary.mscale, rotary.mscale_all_dim))
+
+
+def rotary_factor(attention: Any) -> float:
+    """What an attention module multiplies cosines and sines by, whatever its rotary embedding: yarn's mscale.
+
+    Bridge replaces megatron-core's function, so that it is looked up where attention finds it.
+    """
+    known = getattr(attention, "_yarn_concentration_factor", None)  # from 0.18 on
+    return float(_attention._yarn_get_concentration_factor_from_config(attention.config) if known is None else known)
 
 
 def topk_routing() -> Callable[..., Any]:

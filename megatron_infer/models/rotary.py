@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import RotaryTable
-from megatron_infer.models.mcore_compat import RotaryEmbedding, cuda_available
+from megatron_infer.models.mcore_compat import (
+    RotaryEmbedding,
+    YarnRotaryEmbedding,
+    cuda_available,
+    yarn_concentration,
+    yarn_frequencies,
+)
 
 TABLE_POSITIONS = 64
 """Positions of a table computed at once on a CPU: whole vectors, and too few for torch to divide over threads."""
@@ -20,9 +26,34 @@ class DeviceAgnosticRotary(RotaryEmbedding):
         return angles(self, max_seq_len, offset)[:, None, None, :]
 
 
+class DeviceAgnosticYarn(YarnRotaryEmbedding):
+    """megatron-core's yarn embedding without the move of its frequencies to CUDA; the same values to the bit."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[Tensor, float]:
+        """(angles as those of `DeviceAgnosticRotary`, the factor of cosines and sines)."""
+        return angles(self, max_seq_len, offset)[:, None, None, :], yarn_concentration(self)
+
+
+ROTARY_CLASSES = {
+    "rope": (RotaryEmbedding, DeviceAgnosticRotary),
+    "yarn": (YarnRotaryEmbedding, DeviceAgnosticYarn),
+}
+"""position_embedding_type -> megatron-core's class, and ours."""
+
+
+def rotary_dim(rotary: RotaryEmbedding) -> int:
+    """Leading dims of a head that rotate."""
+    return rotary.dim if isinstance(rotary, YarnRotaryEmbedding) else 2 * rotary.inv_freq.numel()
+
+
 def angles(rotary: RotaryEmbedding, num_positions: int, offset: int = 0) -> Tensor:
     """[P, rotary_dim] fp32 angles, each frequency twice: in halves, or side by side when interleaved."""
-    freqs = rotary.get_freqs_non_repeated(num_positions, offset)
+    if isinstance(rotary, YarnRotaryEmbedding):
+        inverse = yarn_frequencies(rotary)
+        positions = torch.arange(num_positions, device=inverse.device, dtype=inverse.dtype) + offset
+        freqs = torch.outer(positions, inverse)
+    else:
+        freqs = rotary.get_freqs_non_repeated(num_positions, offset)
     if rotary.rotary_interleaved:
         return freqs.repeat_interleave(2, dim=-1)
     return torch.cat((freqs, freqs), dim=-1)
@@ -31,17 +62,20 @@ def angles(rotary: RotaryEmbedding, num_positions: int, offset: int = 0) -> Tens
 def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
     """Let a stock rotary embedding run on a CPU, in place; a no-op where CUDA is available.
 
-    Stock `RotaryEmbedding` moves its frequencies to CUDA in the first forward, so a model with rotary positions cannot
-    train or score on a CPU. No parameter, buffer or state-dict key changes.
+    Stock embeddings move their frequencies to CUDA in the first forward, so a model with rotary positions cannot train
+    or score on a CPU. No parameter, buffer or state-dict key changes.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
-    if type(rotary) is RotaryEmbedding and not cuda_available():
-        rotary.__class__ = DeviceAgnosticRotary
+    ours = dict(ROTARY_CLASSES.values()).get(type(rotary))
+    if ours is not None and not cuda_available():
+        rotary.__class__ = ours
     return model
 
 
-def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.device) -> RotaryTable:
-    """cos and sin of positions 0 .. num_positions - 1, fp32.
+def rotary_table(
+    rotary: RotaryEmbedding, num_positions: int, device: torch.device, *, factor: float = 1.0
+) -> RotaryTable:
+    """cos and sin of positions 0 .. num_positions - 1, fp32, times `factor`.
 
     Cast to the activations' dtype they have the bits of the training path.
     """
@@ -53,5 +87,5 @@ def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.devi
         part = angles(rotary, size, begin)
         cos.append(part.cos())
         sin.append(part.sin())
-    cos_PR, sin_PR = torch.cat(cos)[:num_positions], torch.cat(sin)[:num_positions]
+    cos_PR, sin_PR = torch.cat(cos)[:num_positions] * factor, torch.cat(sin)[:num_positions] * factor
     return RotaryTable(cos_PR=cos_PR.to(device), sin_PR=sin_PR.to(device))

@@ -4,11 +4,13 @@ tiny_gpt()                                                        GQA, RoPE, RMS
 tiny_hybrid("M*-ME")                                              Mamba-2, attention, MLP, experts; no positions
 tiny_mamba(num_layers=3)                                          Mamba-2 alone
 tiny_gpt(mtp_num_layers=1)                                        and a multi-token prediction layer
+tiny_gpt(position_embedding_type="yarn", **YARN)                  yarn, by attributes that the config gets
 tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig, argument of GPTModel
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.loading.build_model import UNFUSED
 from megatron_infer.models.rotary import cpu_rotary
 from megatron_infer.models.specs import gpt_spec, mtp_spec
+from megatron_infer.testing.cpu_shim import cpu_shim
 
 CONFIG: dict[str, Any] = {
     "num_layers": 2,
@@ -53,6 +56,16 @@ HYBRID: dict[str, Any] = {
     "is_hybrid_model": True,
     "position_embedding_type": "none",
 }
+YARN: dict[str, Any] = {
+    "yarn_rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 64,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
+}
+"""Attributes of a config that a GPTModel reads for position_embedding_type="yarn": no fields of TransformerConfig."""
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -80,13 +93,16 @@ def tiny_config(**overrides: Any) -> Any:
     """A TransformerConfig of a tiny model with the given fields changed."""
     known = mcore.config_fields()
     for name in overrides:
-        if name not in known:
+        if name not in known | YARN.keys():
             raise TypeError(unknown_name("field of TransformerConfig", name, known))
+    extra = {name: overrides.pop(name) for name in YARN if name in overrides and name not in known}
     settings = {name: value for name, value in CONFIG.items() if name in known} | overrides
     settings.setdefault("use_cpu_initialization", not torch.cuda.is_available())
     settings.setdefault("bf16", settings["params_dtype"] == torch.bfloat16)
     settings.setdefault("pipeline_dtype", settings["params_dtype"])
-    return mcore.TransformerConfig(**settings)
+    config = mcore.TransformerConfig(**settings)
+    vars(config).update(extra)
+    return config
 
 
 def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overrides: Any) -> Any:
@@ -140,7 +156,7 @@ def _settings(model: type, function: str, spec: str, overrides: dict[str, Any]) 
     for base in model.__mro__[:2]:  # 0.19's MambaModel passes further arguments to its base
         arguments |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     arguments -= {"self", "args", "kwargs", "config", spec}
-    known = mcore.config_fields()
+    known = mcore.config_fields() | YARN.keys()
     for name in overrides:
         if name not in arguments | known:
             raise TypeError(unknown_name(f"argument of {function}", name, arguments | known))
@@ -150,7 +166,9 @@ def _settings(model: type, function: str, spec: str, overrides: dict[str, Any]) 
 
 
 def _built(build: Callable[[], Any], seed: int, randomize: bool) -> Any:
-    with torch.random.fork_rng(devices=[]):
+    # The constructor of yarn's embedding computes a table on the current CUDA device.
+    shim = contextlib.nullcontext() if torch.cuda.is_available() else cpu_shim(1)
+    with torch.random.fork_rng(devices=[]), shim:
         torch.manual_seed(seed)
         model = build()
         if randomize:

@@ -34,6 +34,11 @@ _SIGNATURES = """
 SelfAttention.forward self hidden_states attention_mask key_value_states inference_context rotary_pos_emb
 TopKRouter.gating self input
 RotaryEmbedding.get_emb self max_seq_len offset
+YarnRotaryEmbedding.get_emb self max_seq_len offset
+_yarn._yarn_find_correction_range low_rot high_rot dim rotary_base max_position_embeddings round_to_int
+_yarn._yarn_linear_ramp_mask min max dim device
+_yarn._yarn_get_concentration_factor scaling_factor mscale mscale_all_dim
+_attention._yarn_get_concentration_factor_from_config config
 RotaryEmbedding.get_freqs_non_repeated self max_seq_len offset
 TransformerBlock.forward self hidden_states attention_mask inference_context
 LanguageModelEmbedding.forward self input_ids position_ids

@@ -30,11 +30,13 @@ def compute(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (150, None), (300, 2.0)])
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 3), (1, 20), (2, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
 def test_a_position_has_the_same_bits_however_its_sequence_is_cut(
-    native_library, dtype, window, softcap, kv_heads, group
+    native_library, dtype, window, softcap, kv_heads, group, sinks
 ):
     shape = {"num_kv_heads": kv_heads, "group_size": group, "head_dim": 64, "scale": 0.125}
-    spec = AttendSpec(**shape, window=window, rotary_dim=32, softcap=softcap)
+    sinks_N = torch.linspace(-2, 4, kv_heads * group) if sinks else None
+    spec = AttendSpec(**shape, window=window, rotary_dim=32, softcap=softcap, sinks_N=sinks_N)
     plain = Sequences(dtype, spec)
     want = compute(plain, native_library, [(0, PROMPT)], decode_from=PROMPT)
     ways = {

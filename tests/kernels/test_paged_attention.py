@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import check_case, make_case
 
-from megatron_infer.kernels.exact import ExactAttention
 from megatron_infer.kernels.native.cpu_native import NativePagedAttention
-from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,13 +71,30 @@ def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleav
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 24])
-def test_sinks_match_reference(monkeypatch, dtype, window):
+@pytest.mark.parametrize("sinks", [torch.float32, torch.bfloat16])
+def test_sinks_match_reference(make_attention, monkeypatch, dtype, window, sinks):
     monkeypatch.setattr("megatron_infer.kernels.torch.cpu_torch.MAX_SCORES", 2000)  # queries in several groups
     rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
     case = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64, sinks=True)
-    check_case(TorchPagedAttention(), case)
+    backend = make_attention(dtype)
+    case.spec = dataclasses.replace(case.spec, sinks_N=case.spec.sinks_N.to(sinks))
+    if backend.supports(case.spec, dtype=dtype, block_size=16) is not None:
+        assert (dtype, sinks) == (torch.float32, torch.bfloat16) and backend.name == "native"
+        return
+    check_case(backend, case)
     without = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64)
-    assert not torch.allclose(case.run(TorchPagedAttention())[0], without.run(TorchPagedAttention())[0], atol=0.05)
+    assert not torch.allclose(case.run(backend)[0], without.run(backend)[0], atol=0.05)
+    case.spec.sinks_N.data = case.spec.sinks_N.flip(0)  # at another address
+    check_case(backend, case)
+
+
+@pytest.mark.parametrize("value", [-200.0, 150.0])
+def test_a_sink_far_from_the_scores_takes_none_or_all_of_the_weight(make_attention, value):
+    case = make_case([(1, 300), (1, 3), (20, 20)], num_decode=2, dtype=torch.float32)
+    plain = case.run(backend := make_attention(torch.float32))[0]
+    case.spec = dataclasses.replace(case.spec, sinks_N=torch.full((6,), value))
+    want = plain if value < 0 else torch.zeros_like(plain)
+    torch.testing.assert_close(case.run(backend)[0], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,13 +135,6 @@ def test_a_key_whose_score_is_minus_infinity_counts_nothing(make_attention, dtyp
     assert want[behind].isfinite().all()
 
 
-def test_native_attention_refuses_sinks_by_name(native_library):
-    spec = make_case([(1, 1)], num_decode=1, dtype=torch.float32, sinks=True).spec
-    settings = {"dtype": torch.float32, "block_size": 16}
-    assert "sinks" in NativePagedAttention(native_library, torch.float32).supports(spec, **settings)
-    assert "sinks" in ExactAttention(native_library, torch.float32).supports(spec, **settings)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group_size", "rotary", "latent"), [(4, 16, 32), (16, 64, 512), (50, 32, 48)])
 def test_latents_match_reference(make_attention, dtype, group_size, rotary, latent):
@@ -133,7 +143,6 @@ def test_latents_match_reference(make_attention, dtype, group_size, rotary, late
     case = make_case(rows, num_decode=3, dtype=dtype, group_size=group_size, interleaved=True, **settings)
     assert case.kv_cache.shape[1] == 1
     check_case(make_attention(dtype), case)
-    check_case(TorchPagedAttention(), case)
 
 
 @pytest.mark.parametrize("group_size", [5, 50])

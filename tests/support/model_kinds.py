@@ -14,7 +14,7 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
 
 KINDS = ("attention", "hybrid", "mamba")
-"""Attention with MLPs; Mamba, attention, MLP and experts in one stack; Mamba alone."""
+"""Attention with MLPs; Mamba, attention with sinks, MLP and experts in one stack; Mamba alone."""
 RECURRENT = ("hybrid", "mamba")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
@@ -28,7 +28,9 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
     if kind == "attention":
         return tiny_gpt(**settings)
     if kind == "hybrid":
-        return tiny_hybrid(HYBRID_PATTERN, position_embedding_type="rope", **settings)
+        return tiny_hybrid(
+            HYBRID_PATTERN, **{"position_embedding_type": "rope", "softmax_type": "learnable"} | settings
+        )
     return tiny_mamba(num_layers=3, **settings)
 
 

@@ -27,6 +27,8 @@ struct Spec {  // once per kind of layer
     double scale, softcap;  // softcap 0: none
     int64_t rotary_at;      // first column of cos and sin
     int64_t value_dim;      // less than head_dim: values are the last dims of keys, and nothing else is kept
+    const void* sinks;      // a logit of each query head, in fp32 or T; null: none
+    int64_t sinks_fp32;
 };
 
 struct Call {  // once per layer; strides in elements, the last dimension is contiguous
@@ -80,6 +82,17 @@ struct Softmax<bf16> {
     vf operator()(vf s) const { return exp2_of(fma_of(s, factor, shift)); }
 };
 #endif
+
+// Sums over values of a query's keys as numbers relative to e^top, and their mass -> the factor that makes the sums the
+// output. A sink is one more key, whose value is 0; `top` is in units of the scaled scores.
+template <class T>
+inline float factor_of(const Spec& spec, int64_t head, float top, float mass) {
+    if (!spec.sinks) return 1.0f / mass;
+    const float sink = spec.sinks_fp32 ? ((const float*)spec.sinks)[head] : to_float(((const T*)spec.sinks)[head]);
+    if (sink <= top) return 1.0f / (mass + __builtin_expf(sink - top));
+    const float shrink = __builtin_expf(top - sink);
+    return shrink / (mass * shrink + 1.0f);
+}
 
 // dst = src with its leading rotary_dim dims rotated by the token's angle, computed in fp32 and rounded once.
 template <class T>

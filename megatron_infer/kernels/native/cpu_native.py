@@ -379,6 +379,8 @@ class _AttentionSpec(ctypes.Structure):
         *((n, _I) for n in ("num_kv", "group", "head_dim", "block_size", "rotary_dim", "interleaved", "window")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, _I) for name in ("rotary_at", "value_dim")),
+        ("sinks", _P),
+        ("sinks_fp32", _I),
     ]
 
 
@@ -430,8 +432,9 @@ class NativePagedAttention:
             return f"needs a positive scale, got {spec.scale}"
         if spec.softcap is not None and spec.softcap <= 0:
             return f"needs a positive softcap, got {spec.softcap}"
-        if spec.sinks_N is not None:
-            return "has no softmax sinks"
+        sinks = spec.sinks_N
+        if sinks is not None and not (sinks.dtype in (torch.float32, dtype) and sinks.is_contiguous()):
+            return f"needs contiguous sinks of float32 or {dtype}, got {sinks.dtype}"
         if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
             return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
         if spec.value_start is not None and (spec.value_dim % 16 or not spec.value_start):
@@ -459,7 +462,7 @@ class NativePagedAttention:
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
-        kind = self._kinds.get(id(spec)) or self._new_kind(spec, kv_cache.shape[3])
+        kind = self._kind_of(spec, kv_cache.shape[3])
         assert q_TKGH.dtype is self._dtype and kv_cache.dtype is self._dtype
         q_token, q_kv, q_group, q_last = q_TKGH.stride()
         k_token, k_head, k_last = k_TKH.stride()
@@ -496,8 +499,17 @@ class NativePagedAttention:
         return out
 
     def address_of(self, spec: AttendSpec, block_size: int) -> int:
-        """Address of the C struct of a layer's parameters, which lives as long as this object."""
-        return (self._kinds.get(id(spec)) or self._new_kind(spec, block_size)).address
+        """Address of the C struct of a layer's parameters, which lives as long as this object.
+
+        It holds the address of the layer's sinks: to be asked for again where that may have changed.
+        """
+        return self._kind_of(spec, block_size).address
+
+    def _kind_of(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
+        kind = self._kinds.get(id(spec)) or self._new_kind(spec, block_size)
+        if spec.sinks_N is not None:
+            kind.struct.sinks = spec.sinks_N.data_ptr()
+        return kind
 
     def _new_kind(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
         packed = _AttentionSpec(
@@ -512,6 +524,7 @@ class NativePagedAttention:
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             rotary_at=spec.rotary_at,
+            sinks_fp32=int(spec.sinks_N is not None and spec.sinks_N.dtype is torch.float32),
         )
         width = spec.num_kv_heads * spec.group_size * spec.value_dim
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.

@@ -336,7 +336,8 @@ struct DecodeTask {
             float sum[kMaxHeadDim];
             for (int h = 0; h < heads; ++h) {
                 Sums::in_order(sums + h * stride, wide, sum);
-                for (int d = 0; d < wide; d += W) store(out + h * wide + d, load(sum + d) * (1.0f / mass[h]));
+                const float factor = factor_of<T>(spec, first + h, top[h], mass[h]);
+                for (int d = 0; d < wide; d += W) store(out + h * wide + d, load(sum + d) * factor);
             }
             return;
         }
@@ -386,7 +387,8 @@ struct DecodeTask {
                 for (int d = 0; d < dim; d += W) store(acc + d, load(acc + d) + load(from + d) * weight);
             }
             T* out = (T*)call.out + (row.token * spec.num_kv * spec.group + head) * dim;
-            for (int d = 0; d < dim; d += W) store(out + d, load(acc + d) * (1.0f / mass));
+            const float factor = factor_of<T>(spec, head, top, mass);
+            for (int d = 0; d < dim; d += W) store(out + d, load(acc + d) * factor);
         }
     }
 };

@@ -134,6 +134,8 @@ class _Prepared:
         vectors = [op.weight if isinstance(op, NormOp) else op.bias for op in ops if isinstance(op, NormOp | LinearOp)]
         self.vectors = [source for source in vectors if source is not None]
         """Sources of what is read in place: weights of norms, and biases."""
+        self.sinks = [op.spec.sinks_N for op in ops if isinstance(op, AttendOp) and op.spec.sinks_N is not None]
+        """Softmax sinks, live."""
         self.adapted = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
         """Linears by their place among the operations."""
         self.lora: list[Any] = [None] * len(self.adapted)
@@ -231,6 +233,7 @@ class NativeLayers:
         vectors = list(starmap(getitem, prepared.vectors))
         found = [self._packed.num_packings, *map(id, copies)]
         found += [None if vector is None else vector.data_ptr() for vector in vectors]
+        found += [sinks.data_ptr() for sinks in prepared.sinks]
         if found != prepared.found:
             prepared.found = found  # ids of copies are of this packing, which keeps them
             prepared.fits = None not in copies and all(vector is None or self._reads(vector) for vector in vectors)

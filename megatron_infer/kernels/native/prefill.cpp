@@ -236,9 +236,10 @@ struct PrefillTask {
 
         for (int r = 0; r < s.rows; ++r) {
             const int64_t token = row.token + first + r / heads;
-            T* out = (T*)call.out + ((token * spec.num_kv + head) * group + first_lane + r % heads) * wide;
-            const float scale = 1.0f / s.mass[r];
-            for (int d = 0; d < wide; d += W) store(out + d, load(s.out + r * wide + d) * scale);
+            const int64_t query_head = head * group + first_lane + r % heads;
+            T* out = (T*)call.out + (token * spec.num_kv * group + query_head) * wide;
+            const float factor = factor_of<T>(spec, query_head, s.top[r] * scale_of(spec), s.mass[r]);
+            for (int d = 0; d < wide; d += W) store(out + d, load(s.out + r * wide + d) * factor);
         }
     }
 

@@ -22,7 +22,7 @@ from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransfor
 from megatron_infer.models.rotary import rotary_table
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import EXPERTS, YARN, stock_spec, tiny_gpt, tiny_hybrid
 
 try:
     from megatron.core.inference.utils import InferenceMode  # 0.19: a flag of the process tells GPTModel.forward
@@ -53,6 +53,16 @@ ARCHITECTURES = {
     "learned_positions": {"position_embedding_type": "learned_absolute"},
     "rope_base": {"rotary_base": 500000},
     "rope_llama3": {"rope_scaling": True, "rope_scaling_factor": 4.0},
+    "yarn": {"position_embedding_type": "yarn", **YARN},
+    "yarn_rounded": {
+        "position_embedding_type": "yarn",
+        **YARN,
+        "yarn_correction_range_round_to_int": True,
+        "yarn_beta_fast": 16.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.5,
+    },
+    "rope_of_a_config_with_yarn": {**YARN, "rotary_percent": 0.5},
     "rope_percent": {"rotary_percent": 0.5},
     "rope_interleaved": {"rotary_interleaved": True},
     "rope_interleaved_percent": {"rotary_interleaved": True, "rotary_percent": 0.5},
@@ -113,6 +123,8 @@ ARCHITECTURES = {
         "softmax_type": "learnable",
         "window_size": (4, 0),
         "window_attn_skip_freq": 2,
+        "position_embedding_type": "yarn",
+        **YARN,
     },
     "moe_quick_geglu_fused": {**EXPERTS, **QUICK_GEGLU},
     "moe_some_layers": {**EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
@@ -287,14 +299,14 @@ def test_bfloat16_logits_are_as_close_to_fp32_as_the_training_path(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["gqa", "rope_llama3", "rope_percent", "rope_interleaved", "rope_interpolated", "rope_base"]
+    "name", ["gqa", "rope_llama3", "rope_percent", "rope_interleaved", "rope_interpolated", "rope_base", "yarn"]
 )
 def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
     model = tiny_gpt(**ARCHITECTURES[name])
     table = adopt(model).rotary_table(200)
-    angles = model.rotary_pos_emb(200)
-    assert torch.equal(table.cos_PR.to(dtype), angles.cos().to(dtype)[:, 0, 0])
-    assert torch.equal(table.sin_PR.to(dtype), angles.sin().to(dtype)[:, 0, 0])
+    angles, factor = model.rotary_pos_emb(200) if name == "yarn" else (model.rotary_pos_emb(200), 1.0)
+    assert torch.equal(table.cos_PR.to(dtype), (angles.cos() * factor).to(dtype)[:, 0, 0])
+    assert torch.equal(table.sin_PR.to(dtype), (angles.sin() * factor).to(dtype)[:, 0, 0])
 
 
 def test_a_long_rotary_table_is_computed_in_a_few_launches_on_a_device():

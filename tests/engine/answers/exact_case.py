@@ -29,6 +29,17 @@ LAYER_NORM = {
     "add_bias_linear": True,
     "position_embedding_type": "learned_absolute",
 }
+GPT_OSS = {
+    "softmax_type": "learnable",
+    "window_size": (40, 0),
+    "window_attn_skip_freq": 2,
+    "add_bias_linear": True,
+    "activation_func": F.silu,
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+    "position_embedding_type": "yarn",
+    **tiny.YARN,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "swiglu": ("attention", {"qk_layernorm": True}),
     "tied bf16": ("attention", {"share_embeddings_and_output_weights": True, "window_size": (40, 0), **BF16}),
@@ -36,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norm, gelu bf16": ("attention", {**LAYER_NORM, **BF16}),
     "experts": ("attention", {**EXPERTS, "moe_router_dtype": "fp64"}),
     "experts bf16": ("attention", {**EXPERTS, **SIGMOID, **BF16}),
+    "experts like gpt-oss's": ("attention", {**tiny.EXPERTS, **GPT_OSS}),
+    "sinks, yarn bf16": ("attention", {**GPT_OSS, **BF16}),
     "hybrid": ("hybrid", {}),
     "hybrid bf16": ("hybrid", BF16),
     "mamba": ("mamba", {}),
