@@ -47,7 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norm, gelu bf16": ("attention", {**LAYER_NORM, **BF16}),
     "experts": ("attention", {**EXPERTS, "moe_router_dtype": "fp64"}),
     "experts bf16": ("attention", {**EXPERTS, **SIGMOID, **BF16}),
-    "experts like gpt-oss's": ("attention", {**tiny.EXPERTS, **GPT_OSS}),
+    # without biases: with those of experts megatron-core's own MLP has no backward on one rank
+    "experts like gpt-oss's": ("attention", {**tiny.EXPERTS, **GPT_OSS, "add_bias_linear": False}),
     "sinks, yarn bf16": ("attention", {**GPT_OSS, **BF16}),
     "hybrid": ("hybrid", {}),
     "hybrid bf16": ("hybrid", BF16),
