@@ -305,7 +305,7 @@ def farewell(report: Path) -> str:
         return f"gpu: {text} was not written"
     long = len(text.read_text(encoding="utf-8")) > ISSUE_CHARACTERS
     how = "attach both to an issue" if long else "paste the first into an issue and attach the second"
-    return f"gpu: {text} and {report.name} are the report; {how}, or commit both: docs/cuda.md, Sending a report"
+    return f"gpu: {text} and {report.name} are the report; {how}, or commit both: docs/cuda_checks.md, Sending a report"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

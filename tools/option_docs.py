@@ -1,4 +1,4 @@
-"""Writes what follows from the declarations of options: docs/options.md, and the tables of docs/pipelines.md.
+"""Writes what follows from the declarations of options: docs/options.md and docs/pipeline_fields.md.
 
     python tools/option_docs.py [ROOT]
 
@@ -35,7 +35,7 @@ from megatron_infer.pipelines.field_rows import (
 from megatron_infer.server.server_config import ServerConfig
 
 OPTIONS = Path("docs/options.md")
-DOCS = Path("docs/pipelines.md")
+FIELDS = Path("docs/pipeline_fields.md")
 SEED_NAMES = Path("tests/contract/seed_names.txt")
 NOT_BUILT = "not built: "
 """What a row's second column begins with where nothing is claimed."""
@@ -88,18 +88,33 @@ def _type_of(one: Option) -> str:
     return f"{one.type_text}, {low}{high}"
 
 
-def with_tables(text: str, root: Path) -> str:
-    """The page's text with what lies between its marks generated."""
-    for name, generated in ("fields", field_table()), ("names", name_table(root)):
-        begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
-        before, found, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        assert found and found_end, f"{DOCS} lacks its marks {begin.strip()} and {end}"
-        text = f"{before}{begin}{generated}\n{end}{after}"
-    return text
+def fields_page(root: Path) -> str:
+    """docs/pipeline_fields.md."""
+    lines = [
+        "# Fields and names of the pipelines",
+        "",
+        "Look a field of `PipelineConfig` up here, or a name of MAX's or Megatron's documentation.",
+        "[pipelines.md](pipelines.md) says how the tree is used. `python tools/option_docs.py` writes this page.",
+        "",
+        "## Fields",
+        "",
+        "The rows are in the annotations of the fields (`pipelines/field_rows.py`). With",
+        '`speculative_method="standalone"` `draft_model_path` acts: the draft model has the dtype, device and cache of',
+        "the model. The other fields of the draft model (`draft_...`) are refused.",
+        "",
+        *field_table(),
+        "",
+        "## Names",
+        "",
+        "The names of MAX's pages of its pipeline configuration, its interfaces and its overlap pipeline, and those of",
+        "Megatron's page of its inference configuration: where each lives here, and a test that shows it acting.",
+        "",
+        *name_table(root),
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def field_table() -> str:
+def field_table() -> list[str]:
     """A row for each field of the tree: name, default, what it acts as, what it does."""
     lines = ["| field | default | acts as | |", "|---|---|---|---|"]
     for path, info, row in rows_of(PipelineConfig):
@@ -107,7 +122,7 @@ def field_table() -> str:
         shown, dotted = getattr(default, "value", default), ".".join(path)
         refused = f" Other values are refused: {row.reason}." if isinstance(row, Refused) else ""
         lines.append(f"| `{dotted}` | `{shown!r}` | {_acts_as(row)} | {description_of(info)}{refused} |")
-    return "\n".join(lines)
+    return lines
 
 
 def _acts_as(row: Row) -> str:
@@ -132,18 +147,17 @@ def seed_names(root: Path) -> list[tuple[str, str, str]]:
     return [(row[0], row[1], row[2]) for row in rows]
 
 
-def name_table(root: Path) -> str:
+def name_table(root: Path) -> list[str]:
     """A row for each name: where it lives here, and the test that shows it acting."""
     lines = ["| name | here | shown by |", "|---|---|---|"]
     for name, where, test in seed_names(root):
         here = where if where.startswith(NOT_BUILT) else f"`{where.replace(':', '.')}`"
         shown = f"`{name}`" if where.startswith("megatron_infer") else name
         lines.append(f"| {shown} | {here} | {test if test == '-' else f'`{test}`'} |")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1]
     (root / OPTIONS).write_text(options_page(), encoding="utf-8")
-    page = root / DOCS
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), root), encoding="utf-8")
+    (root / FIELDS).write_text(fields_page(root), encoding="utf-8")

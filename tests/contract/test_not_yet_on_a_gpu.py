@@ -1,4 +1,4 @@
-"""docs/cuda.md says what has never been run on a GPU: exactly the checks that no report under docs/results has."""
+"""docs/cuda_checks.md says what has never run on a GPU: the checks that no report under docs/results has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(tmp_path_factory) -> str:
 
 
 def test_page_lists_what_was_never_run_on_a_gpu(listed):
-    text = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "cuda_checks.md").read_text(encoding="utf-8")
     if not listed:
         assert HEADING not in text, "every check has been run on a GPU: the section goes"
         return

@@ -111,8 +111,8 @@ def _enums(module) -> list[type[enum.Enum]]:
     return [getattr(module, name) for name in names]
 
 
-@pytest.mark.skipif(not (ROOT / docs.DOCS).is_file(), reason="the page is not in this tree")
+@pytest.mark.skipif(not (ROOT / docs.FIELDS).is_file(), reason="the page is not in this tree")
 def test_tables_of_the_page_are_what_the_tool_writes():
-    text = (ROOT / docs.DOCS).read_text(encoding="utf-8")
-    assert text == docs.with_tables(text, ROOT), "run python tools/option_docs.py"
+    text = (ROOT / docs.FIELDS).read_text(encoding="utf-8")
+    assert text == docs.fields_page(ROOT), "run python tools/option_docs.py"
     assert PipelineConfig.__doc__

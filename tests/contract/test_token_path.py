@@ -1,4 +1,4 @@
-"""docs/architecture.md names the functions that a token goes through: those that a trace of one request has."""
+"""docs/token_path.md names the functions that a token goes through: those that a trace of one request has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from load_file import ROOT, load_file
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "token_path.md"
 BEGIN, END = "<!-- path begin -->", "<!-- path end -->"
 FRAME = re.compile(r"`(\w+\.\w+)`")
 """`Class.method`, or `module.function` for a function of a module. Files have a slash, so they are not taken."""
@@ -94,4 +94,4 @@ def differences(named: list[str], calls: list[tuple[str, bool]]) -> list[str]:
 
 def test_the_path_of_a_token_names_what_a_trace_has():
     wrong = differences(named_frames(PAGE.read_text(encoding="utf-8")), traced_calls())
-    assert not wrong, "docs/architecture.md, The path of a token:\n" + "\n".join(wrong)
+    assert not wrong, "docs/token_path.md:\n" + "\n".join(wrong)

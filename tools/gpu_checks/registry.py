@@ -189,7 +189,7 @@ def never_run(checks: Sequence[Check], reports: Sequence[Mapping[str, Any]]) -> 
 
 
 def not_yet(checks: Sequence[Check]) -> str:
-    """The checks as docs/cuda.md lists them: one line a group."""
+    """The checks as docs/cuda_checks.md lists them: one line a group."""
     names: dict[str, list[str]] = {}
     for one in checks:
         names.setdefault(one.group, []).append(one.name)
