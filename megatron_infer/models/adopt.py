@@ -35,6 +35,7 @@ from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
@@ -42,7 +43,7 @@ from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
-from megatron_infer.models.rotary import cpu_rotary, rotary_table
+from megatron_infer.models.rotary import cpu_rotary, latent_rotary_table, rotary_table, rotate_alike
 from megatron_infer.models.tp_collectives import Reducer
 
 log = logging.getLogger("megatron_infer")
@@ -159,6 +160,7 @@ def _read(
         layers.append(layer)
     if all(layer.fused is not None for layer in layers):
         check_called_by_none(live.decoder, "decoder")
+    _check_one_rotation(layers)
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)
@@ -171,6 +173,17 @@ def _read(
     shape = model_shape(live, layers, true_vocab, state_config)
     fp8 = bind_fp8(live.config, layers)
     return ModelReading(shape=shape, layers=layers, norm=norm, fp8=fp8, tp=tp, was_adopted=was_adopted)
+
+
+def _check_one_rotation(layers: Sequence[LayerAdoption]) -> None:
+    """Raise AdoptionError unless all layers with latent attention, which have a rotary embedding each, rotate alike."""
+    latent = [layer for layer in layers if isinstance(layer.attention, FusedLatentAttention)]
+    for layer in latent[1:]:
+        first, other = (one.layer.self_attention.rotary_pos_emb for one in (latent[0], layer))
+        if not rotate_alike(first, other):
+            raise AdoptionError(
+                f"{layer.name}.self_attention.rotary_pos_emb", f"rotates otherwise than that of {latent[0].name}"
+            )
 
 
 class AdoptedModel:
@@ -417,6 +430,8 @@ class AdoptedModel:
         attends = [layer.layer for layer in self._reading.layers if layer.attention is not None]
         if not any(spec.rotary_dim for spec in self.specs):
             return None
+        if self.shape.latent is not None:
+            return latent_rotary_table(attends[0].self_attention.rotary_pos_emb, num_positions, self.device)
         factor = mcore.rotary_factor(attends[0].self_attention)  # of the config, so that all layers have the same
         return rotary_table(self.live.rotary_pos_emb, num_positions, self.device, factor=factor)
 

@@ -15,7 +15,6 @@ from megatron_infer.models.rotary import ROTARY_CLASSES
 from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
-    "multi_latent_attention": "multi-latent attention caches latents, not keys and values",
     "experimental_attention_variant": "this attention is not softmax over keys and values",
     "linear_attention_freq": "linear attention keeps a recurrent state, not keys and values",
     "attention_output_gate": "gated attention is not supported",
@@ -132,7 +131,7 @@ def check_model(model: Any) -> None:
         raise AdoptionError(
             "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, yarn, learned_absolute and none are supported"
         )
-    if kind in ROTARY_CLASSES:
+    if kind in ROTARY_CLASSES and not model.config.multi_latent_attention:  # whose layers have one each
         check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
         _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind])
     name, final_norm = final_norm_of(model)

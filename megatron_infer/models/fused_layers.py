@@ -396,8 +396,8 @@ class FusedAttention(LayerOps):
         gathered = tp if tp is not None and num_kv_heads < tp.size else None
         heads = SplitHeads(
             spec,
-            q_norm=_head_norm(attention.q_layernorm, f"{name}.q_layernorm"),
-            k_norm=_head_norm(attention.k_layernorm, f"{name}.k_layernorm"),
+            q_norm=norm_unless_none(attention.q_layernorm, f"{name}.q_layernorm"),
+            k_norm=norm_unless_none(attention.k_layernorm, f"{name}.k_layernorm"),
             num_kv_heads=num_kv_heads,
             gathered=gathered,
         )
@@ -408,8 +408,8 @@ class FusedAttention(LayerOps):
         super().__init__(*qkv.flat(), *gather, heads, self.attend, *proj.flat())
 
 
-def _head_norm(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
-    """The norm over each query or key head, None where there is none."""
+def norm_unless_none(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
+    """A norm within attention, None where there is none."""
     if module is None or type(module) is IdentityOp:
         return None
     return FusedNorm(module, name)

@@ -23,9 +23,10 @@ from megatron_infer.models.fused_layers import (
     LayerOps,
 )
 from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts
-from megatron_infer.models.paged_layers import PAGED_LAYERS, PagedAttention, PagedSelfAttention
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention
 from megatron_infer.models.rotary import rotary_dim
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
 from megatron_infer.models.tp_collectives import Reducer
@@ -43,7 +44,7 @@ class LayerAdoption:
         """num_attention, num_mamba: layers of either kind before this one."""
         self.layer, self.name = layer, name
         self._model, self._tp = model, tp
-        self.attention: FusedAttention | None = None
+        self.attention: FusedAttention | FusedLatentAttention | None = None
         self.mixer: FusedMixer | None = None
         self.experts: FusedExperts | None = None
         self.fused: FusedLayer | None = None
@@ -59,7 +60,7 @@ class LayerAdoption:
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""
         if self.attention is not None:
-            _bind(self.layer.self_attention, self.attention, {mcore.SelfAttention: PagedSelfAttention})
+            _bind(self.layer.self_attention, self.attention, PAGED_ATTENTION)
         if self.mixer is not None:
             mixer = type(self.layer.mixer)
             _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
@@ -89,9 +90,7 @@ class LayerAdoption:
         layer, name = self.layer, self.name
         attends = type(layer.self_attention) is not mcore.IdentityOp
         if attends:
-            where = f"{name}.self_attention"
-            spec = _attention_spec(layer, name, self._model)
-            self.attention = FusedAttention(layer.self_attention, where, layer=index, spec=spec, tp=self._tp)
+            self.attention = _attention(layer, name, self._model, index=index, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
             if attends and isinstance(layer.self_attention, PagedAttention):
                 return
@@ -171,14 +170,28 @@ def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first
     return None
 
 
-def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
-    """How this layer's attention attends; raises AdoptionError where that is not known."""
+def _attention(
+    layer: Any, name: str, model: Any, *, index: int, tp: Reducer | None
+) -> FusedAttention | FusedLatentAttention:
+    """The operations of this layer's attention; raises AdoptionError where they are not known."""
     attention, where = layer.self_attention, f"{name}.self_attention"
-    if type(attention) is not mcore.SelfAttention and not isinstance(attention, PagedAttention):
-        reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention"
-        raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, mcore.SelfAttention) else ""))
+    _check_attention(attention, where)
+    if isinstance(attention, mcore.MLASelfAttention):
+        return FusedLatentAttention(attention, where, layer=index, tp=tp)
+    return FusedAttention(attention, where, layer=index, spec=_attention_spec(layer, name, model), tp=tp)
+
+
+def _check_attention(attention: Any, where: str) -> None:
+    """Raise AdoptionError unless the module is known to compute causal softmax attention."""
+    stock = type(attention) in PAGED_ATTENTION
+    if not stock and not isinstance(attention, PagedAttention):
+        reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
+        raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
+    latent = bool(attention.config.multi_latent_attention)
+    if latent is not isinstance(attention, mcore.MLASelfAttention):
+        raise AdoptionError(where, f"multi_latent_attention={latent}, but it is of class {qualified(attention)}")
     core = attention.core_attention
-    if type(attention) is mcore.SelfAttention and not _is_known_core(core):
+    if stock and not _is_known_core(core):
         raise AdoptionError(
             f"{where}.core_attention",
             f"class {qualified(core)} is not known, so neither is what it computes; "
@@ -186,6 +199,12 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         )
     if attention.attn_mask_type != mcore.AttnMaskType.causal:
         raise AdoptionError(where, f"attn_mask_type is {attention.attn_mask_type.name}; only causal attention is paged")
+
+
+def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
+    """How this layer's self attention attends; raises AdoptionError where that is not known."""
+    attention, where = layer.self_attention, f"{name}.self_attention"
+    core = attention.core_attention
     config, number = attention.config, attention.layer_number
     size = attention.world_size
     if config.num_attention_heads % size or (size % config.num_query_groups and config.num_query_groups % size):

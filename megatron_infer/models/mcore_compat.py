@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer import attention as _attention
+    from megatron.core.transformer import multi_latent_attention as _latent
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -85,6 +86,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.torch_norm import L2Norm
     from megatron.core.transformer.transformer_block import (
@@ -92,7 +94,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
     from megatron.core.transformer.utils import (
         ensure_metadata_has_dp_cp_group,
@@ -173,9 +175,30 @@ def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
     return get_transformer_layer_offset(config, pp_rank=pp_rank)
 
 
+def config_class(settings: Mapping[str, Any]) -> type[TransformerConfig]:
+    """The class of a model's config with these fields."""
+    return MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+
+
 def config_fields() -> set[str]:
-    """The fields of TransformerConfig in this version."""
-    return {field.name for field in dataclasses.fields(TransformerConfig)}
+    """The fields of TransformerConfig in this version, and those that it has with latent attention."""
+    return {field.name for field in dataclasses.fields(MLATransformerConfig)}
+
+
+@contextlib.contextmanager
+def latent_attention_on_cpu(rotary: type, yarn: type) -> Iterator[None]:
+    """Inside, latent attention is built with these rotary embeddings where CUDA is missing, and without Transformer
+    Engine, of which 0.16 asks for a class that is then none."""
+    named: dict[str, Any] = {} if isinstance(_latent.TELinear, type) else {"TELinear": ()}
+    if not cuda_available():
+        on_cpu = {"RotaryEmbedding": rotary, "YarnRotaryEmbedding": yarn}
+        named |= {name: functools.partial(made, use_cpu_initialization=True) for name, made in on_cpu.items()}
+    before = {name: getattr(_latent, name) for name in named}
+    vars(_latent).update(named)
+    try:
+        yield
+    finally:
+        vars(_latent).update(before)
 
 
 def yarn_frequencies(rotary: YarnRotaryEmbedding) -> torch.Tensor:

@@ -11,6 +11,7 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.layer_adoption import LayerAdoption
 
 
@@ -35,6 +36,7 @@ def model_shape(
         num_query_heads=1 if attends is None else attends.num_kv_heads * attends.group_size,
         num_kv_heads=1 if attends is None else attends.num_kv_heads,
         head_dim=1 if attends is None else attends.head_dim,
+        latent=next((one.attention.shape for one in layers if isinstance(one.attention, FusedLatentAttention)), None),
         hidden_size=model.config.hidden_size,
         vocab_size=padded if vocab_size is None else vocab_size,
         padded_vocab_size=padded,
@@ -63,10 +65,11 @@ def _same_heads(layers: Sequence[LayerAdoption]) -> AttendSpec | None:
             continue
         spec = layer.attention.attend.spec
         first = spec if first is None else first
-        if (spec.num_kv_heads, spec.group_size, spec.head_dim) != (
+        if (spec.num_kv_heads, spec.group_size, spec.head_dim, spec.value_start) != (
             first.num_kv_heads,
             first.group_size,
             first.head_dim,
+            first.value_start,
         ):
             raise AdoptionError(f"{layer.name}.self_attention", "heads differ between layers: one cache holds them all")
     return first

@@ -16,8 +16,10 @@ from torch import Tensor
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.fused_layers import FusedAttention, FusedLayer
+from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mcore_compat import (
     MambaLayer,
+    MLASelfAttention,
     MLPLayer,
     SelfAttention,
     TransformerLayer,
@@ -55,7 +57,7 @@ def _require_whole_step(module: Any) -> None:
 class PagedAttention:
     """Mixed into self attention: with a step, queries attend to the paged cache."""
 
-    fused: FusedAttention | None = None
+    fused: FusedAttention | FusedLatentAttention | None = None
     """Set by `adopt`."""
 
     def forward(
@@ -81,11 +83,19 @@ class PagedSelfAttention(PagedAttention, SelfAttention):
     """Stock self attention with the paged path for a step."""
 
 
+class PagedLatentAttention(PagedAttention, MLASelfAttention):
+    """Stock latent attention with the paged path for a step."""
+
+
+PAGED_ATTENTION: dict[type, type] = {SelfAttention: PagedSelfAttention, MLASelfAttention: PagedLatentAttention}
+"""Stock attention class -> ours."""
+
+
 @functools.cache
 def paged_attention_class(attention: type) -> type:
-    """The paged subclass of a SelfAttention class; training runs the class's own forward."""
-    if attention is SelfAttention:
-        return PagedSelfAttention
+    """The paged subclass of a class of `PAGED_ATTENTION` or one derived from it; training runs its own forward."""
+    if attention in PAGED_ATTENTION:
+        return PAGED_ATTENTION[attention]
     return type(
         f"Paged{attention.__name__}",
         (PagedAttention, attention),

@@ -65,10 +65,11 @@ def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
     Stock embeddings move their frequencies to CUDA in the first forward, so a model with rotary positions cannot train
     or score on a CPU. No parameter, buffer or state-dict key changes.
     """
-    rotary = getattr(model, "rotary_pos_emb", None)
-    ours = dict(ROTARY_CLASSES.values()).get(type(rotary))
-    if ours is not None and not cuda_available():
-        rotary.__class__ = ours
+    ours = dict(ROTARY_CLASSES.values())
+    for module in () if cuda_available() else model.modules():
+        rotary = module._modules.get("rotary_pos_emb")  # the model's, or that of each layer with latent attention
+        if type(rotary) in ours:
+            rotary.__class__ = ours[type(rotary)]
     return model
 
 
@@ -89,3 +90,20 @@ def rotary_table(
         sin.append(part.sin())
     cos_PR, sin_PR = torch.cat(cos)[:num_positions] * factor, torch.cat(sin)[:num_positions] * factor
     return RotaryTable(cos_PR=cos_PR.to(device), sin_PR=sin_PR.to(device))
+
+
+def latent_rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.device) -> RotaryTable:
+    """`rotary_table` of latent attention: each frequency twice, side by side, and yarn's factor."""
+    factor = yarn_concentration(rotary) if isinstance(rotary, YarnRotaryEmbedding) else 1.0
+    halves, count = rotary_table(rotary, num_positions, device, factor=factor), rotary_dim(rotary) // 2
+    cos_PR, sin_PR = (part[:, :count].repeat_interleave(2, dim=-1) for part in (halves.cos_PR, halves.sin_PR))
+    return RotaryTable(cos_PR=cos_PR, sin_PR=sin_PR)
+
+
+def rotate_alike(one: RotaryEmbedding, other: RotaryEmbedding) -> bool:
+    """Whether two embeddings of latent attention give the same tables."""
+    if type(one) is not type(other):
+        return False
+    tables = (latent_rotary_table(each, 2, torch.device("cpu")) for each in (one, other))
+    first, second = tables
+    return torch.equal(first.cos_PR, second.cos_PR) and torch.equal(first.sin_PR, second.sin_PR)

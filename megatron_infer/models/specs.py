@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
+from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     HybridStackSubmodules,
     IdentityOp,
     ModuleSpec,
-    SelfAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -26,6 +26,7 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.moe import DeviceAgnosticRouter
 from megatron_infer.models.paged_layers import (
+    PAGED_ATTENTION,
     PAGED_LAYERS,
     PagedAttention,
     PagedTransformerLayer,
@@ -59,10 +60,11 @@ def _paged_layer(spec: Any, name: str) -> Any:
     if attention is None:
         raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
     found = spec_module(attention)
-    if not (isinstance(found, type) and issubclass(found, SelfAttention)):
+    if not (isinstance(found, type) and issubclass(found, tuple(PAGED_ATTENTION))):
         what = getattr(found, "__qualname__", repr(found))
         where = f"{name}.self_attention".lstrip(".")
-        raise AdoptionError(where, f"{what} is neither megatron-core's SelfAttention nor derived from it")
+        known = "megatron-core's SelfAttention nor MLASelfAttention"
+        raise AdoptionError(where, f"{what} is neither {known} nor derived from one of them")
     if not issubclass(found, PagedAttention):
         attention.module = paged_attention_class(found)
     if spec.module is TransformerLayer:
@@ -160,15 +162,22 @@ def layer_spec(
         qk_layernorm=qk_layernorm,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     layer = submodules_of(spec)
     if num_experts is not None:
         submodules_of(layer.mlp).router = DeviceAgnosticRouter  # stock where CUDA is available
+    if stock and config.multi_latent_attention:
+        raise ConfigError("megatron-core's local spec has no core attention for latents; use specs.gpt_spec as it is")
     if stock:
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
-    if qk_layernorm and not config.qk_l2_norm:
+    if config.multi_latent_attention:
+        layer.self_attention.module = TorchLatentAttention
+        norm = TorchNorm if qk_layernorm else IdentityOp
+        attention.q_layernorm, attention.kv_layernorm = (IdentityOp if config.q_lora_rank is None else norm), norm
+    elif qk_layernorm and not config.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     return with_inference(spec)

@@ -16,13 +16,14 @@ from megatron_infer.kernels.te_tensors import TE_PACKAGE
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
-COLUMN, ROW = "column", "row"
+COLUMN, ROW, WHOLE = "column", "row", "whole"
 _LINEARS = {
     "TEColumnParallelLinear": COLUMN,
     "TELayerNormColumnParallelLinear": COLUMN,
     "TERowParallelLinear": ROW,
     "TEColumnParallelGroupedLinear": COLUMN,
     "TERowParallelGroupedLinear": ROW,
+    "TELinear": WHOLE,
 }
 NORM_INSIDE = "TELayerNormColumnParallelLinear"
 GROUPED_EXPERTS = ("megatron.core.transformer.moe.experts", "TEGroupedMLP")
@@ -51,7 +52,8 @@ def _is(module: Any, where: tuple[str, str]) -> bool:
 
 
 def linear_role(module: Any) -> str | None:
-    """COLUMN or ROW for megatron-core's linears on Transformer Engine; None for other modules."""
+    """COLUMN, ROW or WHOLE (each rank has all of it) for megatron-core's linears on Transformer Engine; None for other
+    modules."""
     return _LINEARS.get(type(module).__qualname__) if type(module).__module__ == TE_MODULES else None
 
 

@@ -100,7 +100,7 @@ def tiny_config(**overrides: Any) -> Any:
     settings.setdefault("use_cpu_initialization", not torch.cuda.is_available())
     settings.setdefault("bf16", settings["params_dtype"] == torch.bfloat16)
     settings.setdefault("pipeline_dtype", settings["params_dtype"])
-    config = mcore.TransformerConfig(**settings)
+    config = mcore.config_class(settings)(**settings)
     vars(config).update(extra)
     return config
 

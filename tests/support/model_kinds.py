@@ -13,12 +13,28 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
 
-KINDS = ("attention", "hybrid", "mamba")
-"""Attention with MLPs; Mamba, attention with sinks, MLP and experts in one stack; Mamba alone."""
+KINDS = ("attention", "hybrid", "mamba", "latent")
+"""Attention with MLPs; Mamba, attention with sinks, MLP and experts in one stack; Mamba alone; latent attention with
+MLPs."""
 RECURRENT = ("hybrid", "mamba")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
 """Of fp32 log probabilities computed in other pieces by kernels that round: see test_scan_tolerance."""
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "num_query_groups": 4,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale_all_dim": 0.5,
+}
+"""Latent attention, as DeepSeek-V3's with yarn."""
 STATES_GIB = 4 / 1024
 """Room for states of a prefix cache, in every kind that keeps them."""
 
@@ -31,6 +47,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         return tiny_hybrid(
             HYBRID_PATTERN, **{"position_embedding_type": "rope", "softmax_type": "learnable"} | settings
         )
+    if kind == "latent":
+        return tiny_gpt(**LATENT | settings)
     return tiny_mamba(num_layers=3, **settings)
 
 
@@ -55,6 +73,7 @@ def bytes_of(model: torch.nn.Module, block_size: int) -> tuple[int, int]:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype_bytes=shape.kv_dtype_bytes,
+        planes=shape.kv_planes,
     )
     return block, 0 if shape.state is None else shape.state.slot_bytes
 

@@ -24,6 +24,13 @@ class PlainOps:
     norms = None
     embedding = staticmethod(F.embedding)
 
+    def into_latent(self, q, weight):
+        width = weight.shape[1]
+        return torch.cat((q[..., width:], torch.einsum("tnh,nhl->tnl", q[..., :width], weight)), -1)
+
+    def out_of_latent(self, x, weight):
+        return torch.einsum("tnl,nvl->tnv", x, weight).flatten(1)
+
     def linear(self, x, weight, bias=None):
         assert x.is_contiguous() and x.ndim == 2
         return F.linear(x, weight, bias)
@@ -69,7 +76,8 @@ class Cache:
 
     def __post_init__(self):
         shape = self.adopted.shape
-        size = (shape.num_attention_layers, 2, self.num_blocks, self.block, shape.num_kv_heads, shape.head_dim)
+        places = (self.num_blocks, self.block, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_attention_layers, shape.kv_planes, *places)
         self.kv = torch.full(size, float("nan"), dtype=getattr(torch, shape.dtype))
         self.free = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         table = self.adopted.rotary_table(256)
@@ -138,17 +146,19 @@ class Step:
 
     def attend(self, layer, q, k, v, spec):
         assert q.shape[1:] == (spec.num_kv_heads, spec.group_size, spec.head_dim)
-        assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
+        assert k.shape[1:] == (spec.num_kv_heads, spec.head_dim) and v.shape[1:] == (spec.num_kv_heads, spec.value_dim)
         if spec.rotary_dim:
             q, k = self._rotate(q, spec), self._rotate(k, spec)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:3], spec.value_dim)
         for first, end, start, table in self.pieces:
             length = start + end - first
             for token in range(first, end):
                 block, offset = divmod(start + token - first, self.cache.block)
                 self.cache.kv[layer, 0, table[block], offset] = k[token]
-                self.cache.kv[layer, 1, table[block], offset] = v[token]
-            keys, values = self.cache.kv[layer][:, table].flatten(1, 2)[:, :length]
+                if spec.value_start is None:
+                    self.cache.kv[layer, 1, table[block], offset] = v[token]
+            planes = self.cache.kv[layer][:, table].flatten(1, 2)[:, :length]
+            keys, values = planes[0], planes[-1][..., spec.value_start or 0 :]
             query, key = torch.arange(start, length)[:, None], torch.arange(length)[None]
             mask = key <= query
             if spec.window is not None:

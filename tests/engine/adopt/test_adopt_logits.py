@@ -10,6 +10,7 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
+from model_kinds import LATENT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.errors import AdoptionError
@@ -130,6 +131,23 @@ ARCHITECTURES = {
     "moe_some_layers": {**EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
     "moe_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40},
     "moe_gated_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+    "latent_yarn": LATENT,
+    "latent_rope": {**LATENT, "rope_type": "rope", "rotary_scaling_factor": 1.0},
+    "latent_whole_queries": {**LATENT, "q_lora_rank": None},
+    "latent_without_norms": {**LATENT, "qk_layernorm": False},
+    "latent_wide_values": {**LATENT, "v_head_dim": 40, "qk_head_dim": 24, "add_bias_linear": True},
+    "latent_experts": {
+        **LATENT,
+        **EXPERTS,
+        "num_layers": 3,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
 }
 
 
@@ -190,7 +208,7 @@ def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
 @pytest.mark.parametrize(
     "name",
     [
-        *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms"),
+        *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms", "latent_yarn"),
         *("hybrid_rope", "hybrid_experts", "hybrid_mamba", "hybrid_layer_norm"),
     ],
 )

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from model_kinds import LATENT
 from test_adopt_hybrid import unpaged
 
 from megatron_infer.distributed.groups import ParallelGroups
@@ -41,6 +42,19 @@ def set_config(**values):
     for name, value in values.items():
         setattr(model.config, name, value)
     return model
+
+
+def set_latent(**values):
+    """The same of a model with latent attention."""
+    model = tiny_gpt(**LATENT)
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def other_rope(model):
+    model.decoder.layers[1].self_attention.rotary_pos_emb.scaling_factor = 8.0
+    model.decoder.layers[1].self_attention.rotary_pos_emb.inv_freq_inter /= 2
 
 
 def changed(change, *, spec=stock_spec, **overrides):
@@ -180,7 +194,16 @@ def smaller_state(model):
 
 LAYER = "decoder.layers.1"
 REFUSED = {
-    "mla": (lambda: set_config(multi_latent_attention=True), "config: multi_latent_attention=True"),
+    "latent_in_name": (lambda: set_config(multi_latent_attention=True), "multi_latent_attention=True, but .*Attention"),
+    "latent_own_cache": (lambda: set_latent(cache_mla_latents=True), "cache_mla_latents=True: .*takes the up"),
+    "latent_interleaved": (lambda: set_latent(rotary_interleaved=True), "rotary_interleaved=True: .*sorts"),
+    "latent_fp8": (lambda: set_latent(fp8="e4m3"), "fp8='e4m3': latent attention"),
+    "latent_window": (lambda: set_latent(window_size=(4, 0)), "window_size=.*windows"),
+    "latent_sinks": (lambda: set_latent(softmax_type="off-by-one"), "softmax_type='off-by-one'.*sinks"),
+    "latent_ropes": (
+        lambda: changed(other_rope, spec=None, **LATENT),
+        "layers.1.self_attention.rotary_pos_emb: rotates otherwise",
+    ),
     "linear_attention": (lambda: set_config(linear_attention_freq=4), "config: linear_attention_freq=4: .* recurrent"),
     "output_gate": (lambda: set_config(attention_output_gate=True), "attention_output_gate"),
     "sinks": (

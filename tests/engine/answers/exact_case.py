@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("hybrid", {}),
     "hybrid bf16": ("hybrid", BF16),
     "mamba": ("mamba", {}),
+    "latent": ("latent", {}),
+    "latent bf16": ("latent", {**EXPERTS, **SIGMOID, **BF16, "q_lora_rank": None}),
 }
 """Kind, and what its model is built with."""
 make_engine = partial(engines.make_engine, max_sequence_length=256, batch_invariant=True)

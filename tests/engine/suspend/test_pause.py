@@ -225,11 +225,12 @@ def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     packed, scan = engine.kernels.packed, ["scan weights"] if kind in RECURRENT else []
     assert set(engine.weights.derived.names) == {"packed weights", "rotary tables", *scan}
     mixer = model.decoder.layers[0].mixer if scan else None
+    attention = None if scan else model.decoder.layers[0].self_attention
+    linear = mixer.in_proj if scan else attention.linear_q_up_proj if kind == "latent" else attention.linear_qkv
+    rotary = [attention.rotary_pos_emb.inv_freq_extra] if kind == "latent" else []
     plants: dict[str, list[torch.Tensor]] = {
-        "packed weights": [(mixer.in_proj if scan else model.decoder.layers[0].self_attention.linear_qkv).weight.data]
-        if packed.num_weights
-        else [],
-        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind != "mamba" else [],
+        "packed weights": [linear.weight.data] if packed.num_weights else [],
+        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind in ("attention", "hybrid") else rotary,
         "scan weights": [mixer.A_log.data] if scan else [],
     }
     assert any(plants.values())

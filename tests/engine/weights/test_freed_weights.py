@@ -41,6 +41,9 @@ def test_answers_are_those_of_an_engine_that_keeps_its_weights(kind, dtype):
     other, engine = make_engine(kept, owns=False), make_engine(model)
     assert answers(engine) == answers(other)
     linears = [name for name, one in before.items() if one.ndim == 2 and (".linear_" in name or "_proj." in name)]
+    linears = [
+        name for name in linears if "linear_kv_up_proj" not in name
+    ]  # read in place (kernels/torch/latent_products.py)
     assert set(linears) <= set(freed(model)) and not freed(kept)
     num_bytes = sum(before[name].nbytes for name in freed(model))
     assert other.weights.num_bytes - engine.weights.num_bytes >= num_bytes - 8 * len(freed(model))
