@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_infer.kernels.experts import ExpertsBackend
+    from megatron_infer.kernels.experts import ExpertsBackend, RoutingRules
     from megatron_infer.kernels.lora import LoRABackend
     from megatron_infer.kernels.native.native_layers import LayerProgram
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
@@ -155,6 +155,15 @@ class Ops(Protocol):
         """RMS norm of y * silu(gate) over each group of group_size neighbouring channels; without a weight the product.
 
         gate may be a strided view (last dim contiguous).
+        """
+        ...
+
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, Tensor]:
+        """A router's choice -> (weights in the dtype of the logits, bool), both [T, E].
+
+        formula(logits) is that of torch, which is used where no kernel follows these rules.
         """
         ...
 

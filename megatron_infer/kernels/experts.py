@@ -66,6 +66,10 @@ class ExpertWeights:
                 self.remembered.clear()
             self.remembered[key] = derived
 
+    def tensors(self, part: str, name: str) -> list[Tensor | None]:
+        """Each expert's tensor, by its module's mapping now."""
+        return [parameters[name] for parameters in self._parts[part]]
+
     def shape(self, part: str) -> tuple[int, int]:
         """[outputs, inputs] of an expert's weight."""
         weight = self._parts[part][0]["weight"]
@@ -74,7 +78,7 @@ class ExpertWeights:
 
     def addresses(self, part: str, name: str) -> Addresses | None:
         """The address of each expert's tensor; None where the experts have no such tensor. Does not wait."""
-        tensors = [parameters[name] for parameters in self._parts[part]]
+        tensors = self.tensors(part, name)
         if tensors[0] is None:
             return None
         now = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
@@ -129,6 +133,8 @@ class RoutingRules(NamedTuple):
     all groups."""
     scaling_factor: float = 0.0
     """Factor of all weights; 0: none."""
+    rounds_scores: bool = True
+    """Scores are rounded to the router's dtype before the choice; else only the weights are."""
 
     def unroutable(self, num_experts: int) -> str | None:
         """Why no kernel can follow these rules; None: a kernel can."""

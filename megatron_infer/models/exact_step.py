@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.lora import LoRABackend
 from megatron_infer.kernels.native.native_layers import LayerProgram
 from megatron_infer.kernels.native.native_scan import NativeScan
@@ -56,7 +57,7 @@ class _Exact(torch.autograd.Function):
         with torch.enable_grad():
             outs = ctx.formula(*inputs)
         outs = (outs,) if isinstance(outs, Tensor) else outs
-        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
         sources = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants]
         found = iter(
             torch.autograd.grad([out for out, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
@@ -148,6 +149,11 @@ class DifferentiableOps:
             gate_TM,
             weight,
         )
+
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, Tensor]:
+        return _Exact.apply(lambda logits: self.exact.route(logits, bias_E, rules, formula), formula, logits_TE)
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return self.exact.rowwise(function, x_TX)

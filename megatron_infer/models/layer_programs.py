@@ -12,10 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_infer.kernels.activations import SWIGLU, form_of
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.kernels.native.native_layers import AttendOp, LayerProgram, LinearOp, NormOp, ProgramOp, SiluMulOp
+from megatron_infer.kernels.native.native_experts import ACTIVATIONS
+from megatron_infer.kernels.native.native_layers import (
+    ActivateOp,
+    AttendOp,
+    ExpertsOp,
+    LayerProgram,
+    LinearOp,
+    NormOp,
+    ProgramOp,
+    SiluMulOp,
+)
 from megatron_infer.models.fused_layers import (
     Attend,
     FusedActivation,
@@ -25,6 +37,7 @@ from megatron_infer.models.fused_layers import (
     LayerOps,
     SplitHeads,
 )
+from megatron_infer.models.moe import FusedExperts
 
 
 class ProgramOps(LayerOps):
@@ -52,7 +65,8 @@ def with_programs(operations: Iterable[LayerOp], *, end_model: bool) -> list[Lay
     def close(*, ends_model: bool = False) -> None:
         ops = [op for _, op in run if op is not None]
         operations = [operation for operation, _ in run]
-        found.extend(operations if len(ops) < 2 else [ProgramOps(operations, LayerProgram(ops, ends_model=ends_model))])
+        is_program = len(ops) > 1 or any(isinstance(op, ExpertsOp) for op in ops)
+        found.extend([ProgramOps(operations, LayerProgram(ops, ends_model=ends_model))] if is_program else operations)
         run.clear()
 
     for group in _with_heads(operations):
@@ -90,7 +104,10 @@ def _linear(linear: FusedLinear) -> ProgramOp | None:
 
 
 def _activation(activation: FusedActivation) -> ProgramOp | None:
-    return SiluMulOp() if activation.function is None else None
+    if activation.function is None:
+        return SiluMulOp()
+    form = form_of(activation.function)
+    return ActivateOp(form=form) if form in ACTIVATIONS and form != SWIGLU else None
 
 
 def _attend(heads: SplitHeads, attend: Attend) -> ProgramOp | None:
@@ -100,9 +117,38 @@ def _attend(heads: SplitHeads, attend: Attend) -> ProgramOp | None:
     return AttendOp(layer=attend.layer, spec=attend.spec, **at)
 
 
+def _experts(experts: FusedExperts) -> ProgramOp | None:
+    """Whole: also what ranks add up is left to be run one by one."""
+    router, rules = experts.router, experts.rules
+    num_experts = router.config.num_moe_experts
+    if rules is None or rules.unroutable(num_experts) is not None or experts.reduce is not None:
+        return None
+    if experts.router_dtype not in (None, torch.float32) or experts.grouped.form not in ACTIVATIONS:
+        return None
+    if any(_linear(linear) is None for one in experts.experts for linear in one.linears()):
+        return None
+    shared: list[Any] = []
+    if experts.shared is not None:
+        shared = [_PROGRAM_OPS.get(type(one), lambda _: None)(one) for one in experts.shared.flat()]
+        if experts.has_shared_gate or None in shared:
+            return None
+    return ExpertsOp(
+        of=experts,
+        router=LinearOp(
+            weight=(router._parameters, "weight"), bias=None if router.bias is None else (router._parameters, "bias")
+        ),
+        router_dtype=experts.router_dtype,
+        bias=None if router.expert_bias is None else (router._buffers, "expert_bias"),
+        rules=rules,
+        weights=experts.grouped,
+        shared=tuple(shared),
+    )
+
+
 _PROGRAM_OPS: dict[type, Callable[..., ProgramOp | None]] = {
     FusedNorm: _norm,
     FusedLinear: _linear,
     FusedActivation: _activation,
     Attend: _attend,
+    FusedExperts: _experts,
 }

@@ -237,6 +237,15 @@ def topk_routing() -> Callable[..., Any]:
     return topk_routing_with_score_function
 
 
+@functools.cache
+def rounds_router_scores() -> bool:
+    """Whether a router in half precision rounds its scores before it chooses, as 0.16 does; later versions do not."""
+    logits = torch.tensor([[0.0, 2.0**-9]], dtype=torch.bfloat16)
+    bias = torch.tensor([1e-4, 0.0])  # less than the scores differ by, unless they are rounded to the same
+    _, chosen = topk_routing()(logits, 1, score_function="sigmoid", expert_bias=bias)
+    return bool(chosen[0, 0])
+
+
 def auxiliary_losses() -> dict[str, tuple[torch.Tensor, Any]]:
     """megatron-core's record of auxiliary losses, by name: (live sums by layer, group to add them up over or None)."""
     if version() >= (0, 18):

@@ -24,6 +24,7 @@ from megatron_infer.models.mcore_compat import (
     TransformerConfig,
     cuda_available,
     group_size,
+    rounds_router_scores,
     topk_routing,
 )
 from megatron_infer.models.te_apex import is_grouped_experts
@@ -83,6 +84,7 @@ class FusedExperts(LayerOp):
         "reduce",
         "route",
         "router",
+        "router_dtype",
         "rules",
         "shared",
         "shared_module",
@@ -93,6 +95,8 @@ class FusedExperts(LayerOp):
         """tp: the ranks that the shared experts are split over. The layer knows the ranks of the others itself."""
         _refuse_unsupported(moe, name)
         self.router = moe.router
+        self.router_dtype = _ROUTER_DTYPES.get(moe.router.config.moe_router_dtype)
+        """Of its logits; None: the model's."""
         self.layer = 0
         """Its number among this rank's mixture-of-experts layers; set by `adopt`."""
         self.route, self.rules = topk_routing(), _rules_of(moe.router)
@@ -239,8 +243,11 @@ class FusedExperts(LayerOp):
         """The router's scores of all experts, in its dtype."""
         router, weight = self.router, self.router._parameters["weight"]
         # `ops` can give a token the same bits in any batch. F.linear cannot, and may even choose another expert.
-        plain = weight.dtype is _ROUTER_DTYPES.get(router.config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        return ops.linear(x_TD, weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
+        if weight.dtype is not x_TD.dtype or self.router_dtype is torch.float64:
+            return gating_logits(router, x_TD, ops.linear)
+        if self.router_dtype in (None, x_TD.dtype):
+            return ops.linear(x_TD, weight, router.bias)
+        return ops.fp32_linear(x_TD, weight, router.bias, len(weight))
 
     def _grouped_choice(self, grouped: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
         """The choice in the form of grouped kernels: one of them makes it, or it is listed from that of `_choose`."""
@@ -267,12 +274,19 @@ class FusedExperts(LayerOp):
             expert_bias=router.expert_bias,
             fused=config.moe_router_fusion,
         )
-        return ops.rowwise(route, logits_TE)
+        if self.rules is None:
+            return ops.rowwise(route, logits_TE)
+        return ops.route(logits_TE, router.expert_bias, self.rules, route)
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether each token weighs the shared expert."""
+        return self.shared_module is not None and bool(self.shared_module.use_shared_expert_gate)
 
     def _shared(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
         out_TD: Tensor = self.shared.run(step, x_TD)[0]
-        if self.shared_module.use_shared_expert_gate:
+        if self.has_shared_gate:
             # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on the number of tokens.
             weight = self.shared_module.gate_weight
             if self.shared_with_experts and self.reduce is not None:
@@ -291,7 +305,7 @@ class FusedExperts(LayerOp):
             yield from expert.weights()
         if self.shared is not None:
             yield from self.shared.weights()
-            if self.shared_module.use_shared_expert_gate:
+            if self.has_shared_gate:
                 yield self.shared_module.gate_weight
 
 
@@ -321,6 +335,7 @@ def _rules_of(router: TopKRouter) -> RoutingRules | None:
         num_groups=config.moe_router_num_groups or 1,
         group_topk=config.moe_router_group_topk or 0,
         scaling_factor=config.moe_router_topk_scaling_factor or 0.0,
+        rounds_scores=rounds_router_scores(),
     )
 
 

@@ -134,10 +134,17 @@ class Batch:
     ) -> tuple[Tensor, Tensor | None] | None:
         if self.layers is None or self.restore is not None:
             return None
-        narrows = self.only_sampled and program.narrows_at is not None and self.lora is None
+        narrows = self.only_sampled and program.narrows_at is not None
+        narrows = narrows and self.lora is None and self.routing_TLK is None
         kept_S = self.sample_token_S[: self.num_sampled] if narrows and self.num_sampled < self.num_tokens else None
         done = self.layers.run(
-            program, self.kv_cache, x_TX, residual_TD, has_adapters=self.lora is not None, kept_S=kept_S
+            program,
+            self.kv_cache,
+            x_TX,
+            residual_TD,
+            has_adapters=self.lora is not None,
+            kept_S=kept_S,
+            routing_TLK=self.routing_TLK,
         )
         self.is_narrow = done is not None and kept_S is not None
         return done

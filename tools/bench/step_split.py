@@ -4,9 +4,9 @@
 
 Shapes: smollm2 (its real weights), and with random weights llama-1b-4 (4 of the 16 layers of Llama-3.2-1B, its whole
 vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed by itself, and a call that runs many
-layers times its operations; "python" is all else within a forward: dispatch, allocation, and what torch computes (a
-router). "sampling" is all between logits and tokens, "rest" is scheduling, commit and outputs; of a chunk alone also
-the check of all weights by an engine that was idle. Medians of the steps in ms.
+layers times its operations ("experts": routers and shared experts too); "python" is all else within a forward:
+dispatch, allocation, and what torch computes. "sampling" is all between logits and tokens, "rest" is scheduling, commit
+and outputs; of a chunk alone also the check of all weights by an engine that was idle. Medians of the steps in ms.
 --chunk: a step of 16 rows and so many tokens of a prompt, and the two apart. --temperature and --logprobs: of every
 request.
 """
@@ -66,6 +66,8 @@ PART_OF_KIND = {
     "attention": "attention",
     "activations": "norms",
     "adapters": "linears",
+    "experts": "experts",
+    "other activations": "norms",
 }
 """The part of each kind of operation in a native call that runs many layers."""
 PYTHON, SAMPLING, REST = "python", "sampling", "rest"

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import only_own_dtype
+from megatron_infer.kernels.native.native_experts import NativeRouter
 from megatron_infer.kernels.packed_embedding import PackedEmbedding
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears
 from megatron_infer.kernels.torch.cpu_torch import TorchOps
@@ -191,6 +193,7 @@ class NativeOps(TorchOps):
         self._own = LinearKernels(library, suffix, self._copies, dtype)
         self._fp32 = LinearKernels(library, FP32_SUFFIXES[dtype], self._copies, torch.float32)
         self.argmax_linear = argmax_linear(library, suffix, packed)
+        self._router = NativeRouter(library)
         self.embedding = PackedEmbedding(library, suffix, self._copies)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -271,6 +274,14 @@ class NativeOps(TorchOps):
             torch.get_num_threads(),
         )
         return out, residual_TD
+
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, Tensor]:
+        """A token has the same bits alone and among others where the kernel runs, as it does for logits of any dtype
+        but float64."""
+        found = self._router.choose(logits_TE, bias_E, rules)
+        return super().route(logits_TE, bias_E, rules, formula) if found is None else found
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         if not self._ours(x_T2F, x_T2F):

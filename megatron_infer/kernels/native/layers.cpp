@@ -2,11 +2,14 @@
 // caller in Python takes between them. Each output goes to one of two buffers in turn, which stay in the caches.
 #include <time.h>
 
-#include "layer_ops.h"
+#include "experts.h"
 
 namespace mi {
 
-enum Kind : int64_t { kNorm, kLinear, kAttend, kSiluMul, kLora };  // kLora: a part of a linear, with a time of its own
+// kLora: a part of a linear, with a time of its own. kActivate: between a shared expert's linears.
+enum Kind : int64_t { kNorm, kLinear, kAttend, kSiluMul, kLora, kExperts, kActivate };
+
+struct ExpertsOp;
 
 struct LayerOp {  // mirrored in native_layers.py
     int64_t kind;
@@ -16,6 +19,16 @@ struct LayerOp {  // mirrored in native_layers.py
     int64_t layer, at_q, at_k, at_v, cell;  // columns of the first query, key and value, and from one kv head to the next
     double eps;
     const LoraWeights* lora;            // of a linear: the pairs of adapters, or null
+    const ExpertsOp* experts;           // of a mixture of experts
+};
+
+struct ExpertsOp {  // mirrored in native_experts.py
+    Routing routing;
+    Experts experts;
+    const LayerOp *router, *shared;  // linear; operations of the shared expert, num_shared of them
+    int64_t num_shared;
+    int64_t number;                  // among the model's mixtures of experts
+    int64_t has_wide_router;         // its logits are fp32, whatever the model's dtype
 };
 
 struct LayerCall {  // mirrored in native_layers.py
@@ -30,7 +43,9 @@ struct LayerCall {  // mirrored in native_layers.py
     int64_t layer_bytes;     // from one layer's keys to the next one's
     int64_t starts_residual; // the first norm sets the residual
     const LoraStep* lora;    // null: no token has an adapter
-    Linear* linear;          // reads the copies of the linears' weights
+    Linear *linear, *wide_linear;  // read the copies of the linears' weights; outputs are of the model's dtype, or fp32
+    char* routing;           // the experts of each token and layer are written here; null: nobody asks
+    int64_t routing_bytes, routing_token, routing_layer;  // of a number; from a token, and a layer, to the next, in numbers
     const int64_t* kept;     // the tokens that operations from number `narrows_at` on compute, fewer than all
     int64_t num_kept, narrows_at;  // narrows_at 0: all operations compute all tokens
     int64_t* ns;             // time of each kind of operation, added up
@@ -47,6 +62,8 @@ struct Kernels;
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
+        static constexpr auto route = mi_route_##SUFFIX;            \
+        static constexpr auto add_experts = mi_add_experts_##SUFFIX; \
     };
 MI_TABLE(f32, float)
 MI_TABLE(bf16, bf16)
@@ -56,6 +73,9 @@ static int64_t clock_ns() {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
+
+template <class T>
+static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t tokens, const T* x, T* out);
 
 template <class T>
 static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, const T* x, T* out, bool starts_residual) {
@@ -80,8 +100,46 @@ static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, con
             K::attend(call.context, call.step, op.spec, &attend);
             return;
         }
+        case kExperts: run_experts(call, *op.experts, tokens, x, out); return;
+        case kActivate: activate(op.layer, x, out, tokens, op.outer); return;
         default: K::silu_mul(x, out, tokens, op.outer, threads);
     }
+}
+
+template <class T>
+static void add_lora(const LayerCall& call, const LayerOp& op, const T* x, T* out) {
+    if (call.lora && op.lora) Kernels<T>::lora(op.lora, call.lora, out, x, op.outer, op.inner);
+}
+
+// The shared expert's output, or zeros, and to it the chosen ones', in the order of their numbers.
+template <class T>
+static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t tokens, const T* x, T* out) {
+    static thread_local Buffer scores, choices, scales, between[2];
+    const int threads = (int)call.threads;
+    const int64_t all = op.routing.num_experts, top_k = op.routing.top_k;
+    float* logits = scores.get<float>(tokens * all);
+    int32_t* ids = choices.get<int32_t>(tokens * top_k);
+    float* weights = scales.get<float>(tokens * top_k);
+    const LayerOp& router = *op.router;
+    (op.has_wide_router ? call.wide_linear : call.linear)(x, router.inner, router.weight, router.bias, logits, tokens,
+                                                          router.inner, all, threads);
+    (op.has_wide_router ? mi_route_f32 : Kernels<T>::route)(&op.routing, logits, ids, weights, tokens, threads);
+    if (call.routing)
+        for (int64_t i = 0; i < tokens * top_k; ++i) {
+            const int64_t at = i / top_k * call.routing_token + op.number * call.routing_layer + i % top_k;
+            std::memcpy(call.routing + at * call.routing_bytes, ids + i, call.routing_bytes);  // of a little-endian number
+        }
+    const T* from = x;
+    for (int64_t i = 0; i < op.num_shared; ++i) {
+        const LayerOp& one = op.shared[i];
+        T* to = i + 1 < op.num_shared ? between[i & 1].get<T>(tokens * one.outer) : out;
+        run_op(call, one, tokens, from, to, false);
+        add_lora(call, one, from, to);
+        from = to;
+    }
+    if (!op.num_shared) std::memset(out, 0, tokens * op.experts.outer * sizeof(T));
+    const ExpertsCall experts = {&op.experts, call.linear, top_k, call.threads, op.has_wide_router};
+    Kernels<T>::add_experts(&experts, x, ids, weights, out, tokens);
 }
 
 // The first `num` rows of x become its rows `which`.
@@ -111,7 +169,7 @@ static void run_layers(const LayerCall& call) {
         call.ns[op.kind] += end - begin;
         if (call.lora && op.lora) {
             begin = end;
-            Kernels<T>::lora(op.lora, call.lora, out, x, op.outer, op.inner);
+            add_lora(call, op, x, out);
             end = clock_ns();
             call.ns[kLora] += end - begin;
         }

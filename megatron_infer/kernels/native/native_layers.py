@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from operator import getitem
@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels import huge_pages
+from megatron_infer.kernels.activations import Form
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.native.cpu_native import KERNELS, SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.experts import ExpertWeights, RoutingRules
+from megatron_infer.kernels.native.cpu_native import FP32_SUFFIXES, KERNELS, SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.native.native_experts import (
+    ACTIVATIONS,
+    ExpertsStruct,
+    ExpertTables,
+    fill_routing,
+    is_bias,
+)
 from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.packing import PackedLinears
 
-KINDS = ("norms", "linears", "attention", "activations", "adapters")
-"""Kinds of operations, in the order of Kind in native/layers.cpp. Adapters are added by the linears."""
-_NORM, _LINEAR, _ATTEND, _SILU_MUL, _ = range(len(KINDS))
+KINDS = ("norms", "linears", "attention", "activations", "adapters", "experts", "other activations")
+"""Kinds of operations, in the order of Kind in native/layers.cpp. Adapters are added by the linears; "experts" has all
+that a layer of them computes."""
+_NORM, _LINEAR, _ATTEND, _SILU_MUL, _, _EXPERTS, _ACTIVATE = range(len(KINDS))
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -56,7 +66,8 @@ class LinearOp:
 
     weight: Source
     bias: Source | None
-    adapted: Adapted
+    adapted: Adapted | None = None
+    """None: no adapter has a pair for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +90,36 @@ class SiluMulOp:
     """[T, 2 * F] -> silu(first half) * second half, [T, F]."""
 
 
-ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivateOp:
+    """[T, F] -> the same shape, by one of `ACTIVATIONS` that is not gated."""
+
+    form: Form
+
+
+class Numbered(Protocol):
+    """A mixture of experts, which has its number once the whole model is read."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsOp:
+    """[T, D] -> the sum of the chosen experts on this rank, and of the shared one, [T, D]."""
+
+    of: Numbered
+    router: LinearOp
+    router_dtype: torch.dtype | None
+    """Of the logits; None: the model's."""
+    bias: Source | None
+    """The router's correction bias."""
+    rules: RoutingRules
+    weights: ExpertWeights
+    shared: tuple[LinearOp | SiluMulOp | ActivateOp, ...]
+    """Operations of the shared expert; none: there is none."""
+
+
+ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp | ActivateOp | ExpertsOp
 
 
 class LayerProgram:
@@ -88,6 +128,8 @@ class LayerProgram:
     def __init__(self, ops: Sequence[ProgramOp], *, ends_model: bool = False) -> None:
         """ends_model: its output is the model's final hidden states."""
         self.ops = tuple(ops)
+        self.nested = tuple(one for op in ops if isinstance(op, ExpertsOp) for one in (op.router, *op.shared))
+        """The operations that operations consist of."""
         self.is_first_norm = isinstance(self.ops[0], NormOp)
         attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
         self.narrows_at = attends[-1] + 1 if ends_model and attends else None
@@ -105,6 +147,7 @@ class _LayerOp(ctypes.Structure):
         *((name, _I) for name in ("layer", "at_q", "at_k", "at_v", "cell")),
         ("eps", ctypes.c_double),
         ("lora", _P),
+        ("experts", _P),
     ]
 
 
@@ -118,17 +161,23 @@ class _LayerCall(ctypes.Structure):
         ("buffers", _P * 2),
         *((name, _P) for name in ("out", "keys", "values")),
         *((name, _I) for name in ("layer_bytes", "starts_residual")),
-        *((name, _P) for name in ("lora", "linear", "kept")),
+        *((name, _P) for name in ("lora", "linear", "wide_linear", "routing")),
+        *((name, _I) for name in ("routing_bytes", "routing_token", "routing_layer")),
+        ("kept", _P),
         *((name, _I) for name in ("num_kept", "narrows_at")),
         ("ns", _P),
     ]
+
+
+def _bias_of(op: ExpertsOp) -> Tensor | None:
+    return None if op.bias is None else op.bias[0][op.bias[1]]
 
 
 class _Prepared:
     """A program with the addresses that its weights had when it was prepared."""
 
     def __init__(self, program: LayerProgram) -> None:
-        ops = program.ops
+        ops: Sequence[ProgramOp] = (*program.ops, *program.nested)
         self.matrices = [op.weight for op in ops if isinstance(op, LinearOp)]
         """Sources of the packed weights."""
         vectors = [op.weight if isinstance(op, NormOp) else op.bias for op in ops if isinstance(op, NormOp | LinearOp)]
@@ -136,11 +185,16 @@ class _Prepared:
         """Sources of what is read in place: weights of norms, and biases."""
         self.sinks = [op.spec.sinks_N for op in ops if isinstance(op, AttendOp) and op.spec.sinks_N is not None]
         """Softmax sinks, live."""
-        self.adapted = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
+        self.experts = [op for op in ops if isinstance(op, ExpertsOp)]
+        linears = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
+        self.adapted = [(place, adapted) for place, adapted in linears if adapted is not None]
         """Linears by their place among the operations."""
         self.lora: list[Any] = [None] * len(self.adapted)
         """The pairs that the structs point at."""
         self.structs = (_LayerOp * len(ops))()
+        """Those of the program, then the nested ones."""
+        self.of_experts = (ExpertsStruct * len(self.experts))()
+        self.tables: list[ExpertTables] = []
         self.found: list[object] = []
         """What the structs were made for (see `NativeLayers._ready`); empty: for nothing."""
         self.fits = False
@@ -164,8 +218,9 @@ class NativeLayers:
         self._buffers = torch.empty(0, dtype=dtype)
         self._ns = (ctypes.c_int64 * len(KINDS))()
         self._call.ns = ctypes.addressof(self._ns)
-        linear = getattr(library, f"{KERNELS[packed.layout.name]}_{SUFFIXES[dtype]}")
-        self._call.linear = ctypes.cast(linear, _P).value
+        for name, suffixes in (("linear", SUFFIXES), ("wide_linear", FP32_SUFFIXES)):
+            linear = getattr(library, f"{KERNELS[packed.layout.name]}_{suffixes[dtype]}")
+            setattr(self._call, name, ctypes.cast(linear, _P).value)
 
     def run(
         self,
@@ -176,10 +231,12 @@ class NativeLayers:
         *,
         has_adapters: bool = False,
         kept_S: Tensor | None = None,
+        routing_TLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
         """What the operations of the program return one by one, to the bit; None: they must run one by one.
 
         residual_TD may be overwritten. has_adapters: some token has one, and `lora` has planned the step.
+        routing_TLK: see `StepInputs`; then no kept_S.
         kept_S: int64, the tokens of the output, fewer than x has; only of a program that narrows, without adapters.
         """
         attention = self._attention
@@ -201,7 +258,7 @@ class NativeLayers:
         out = torch.empty(tokens if kept_S is None else len(kept_S), prepared.width, dtype=self._dtype)
         layer_stride, plane_stride = kv_cache.stride()[:2]
         call, buffer, keys = self._call, self._buffers.data_ptr(), kv_cache.data_ptr()
-        call.ops, call.num_ops = ctypes.addressof(prepared.structs), len(prepared.structs)
+        call.ops, call.num_ops = ctypes.addressof(prepared.structs), len(program.ops)
         call.tokens, call.threads = tokens, torch.get_num_threads()
         call.context, call.step = attention.context, attention.step_address
         call.x, call.residual = x_TD.data_ptr(), None if residual_TD is None else residual_TD.data_ptr()
@@ -213,6 +270,11 @@ class NativeLayers:
             assert len(kept_S) < tokens and program.narrows_at is not None and kept_S.dtype is torch.int64
             call.kept, call.num_kept, call.narrows_at = kept_S.data_ptr(), len(kept_S), program.narrows_at
         call.lora = self._lora_step(prepared) if has_adapters else None
+        call.routing = None
+        if routing_TLK is not None:
+            assert kept_S is None and routing_TLK.stride(2) == 1
+            call.routing, call.routing_bytes = routing_TLK.data_ptr(), routing_TLK.element_size()
+            call.routing_token, call.routing_layer = routing_TLK.stride()[:2]
         self._function(self._address)
         return out, residual_TD
 
@@ -234,9 +296,16 @@ class NativeLayers:
         found = [self._packed.num_packings, *map(id, copies)]
         found += [None if vector is None else vector.data_ptr() for vector in vectors]
         found += [sinks.data_ptr() for sinks in prepared.sinks]
+        if prepared.experts:
+            tables = [ExpertTables.of(op.weights, self._packed, self._dtype) for op in prepared.experts]
+            biases = list(map(_bias_of, prepared.experts))
+            found += [*map(id, tables), *(None if bias is None else bias.data_ptr() for bias in biases)]
         if found != prepared.found:
             prepared.found = found  # ids of copies are of this packing, which keeps them
             prepared.fits = None not in copies and all(vector is None or self._reads(vector) for vector in vectors)
+            if prepared.experts:
+                prepared.tables = tables  # as are ids of these
+                prepared.fits = prepared.fits and all(table.fits for table in tables) and all(map(is_bias, biases))
             if prepared.fits:
                 self._fill(program, prepared, copies, block_size, width)
         return prepared if prepared.fits else None
@@ -257,9 +326,47 @@ class NativeLayers:
     def _fill(
         self, program: LayerProgram, prepared: _Prepared, packed: list[Tensor | None], block_size: int, width: int
     ) -> None:
-        prepared.most = 0
-        copies = iter(packed)
-        for struct, op in zip(prepared.structs, program.ops, strict=True):
+        structs, size = prepared.structs, ctypes.sizeof(_LayerOp)
+        copies, place = iter(packed), len(program.ops)
+        prepared.width, prepared.most = self._fill_some(structs[:place], program.ops, copies, block_size, width)
+        experts = iter(zip(prepared.experts, prepared.of_experts, prepared.tables, strict=True))
+        for struct in structs[:place]:
+            if struct.kind != _EXPERTS:
+                continue
+            op, own, tables = next(experts)
+            struct.experts = ctypes.addressof(own)
+            own.router = ctypes.addressof(structs) + place * size
+            own.shared, own.num_shared = own.router + size, len(op.shared)
+            for nested in ((op.router,), op.shared):
+                self._fill_some(structs[place : place + len(nested)], nested, copies, block_size, struct.inner)
+                place += len(nested)
+            self._fill_experts(own, op, tables, struct.inner)
+
+    def _fill_experts(self, own: ExpertsStruct, op: ExpertsOp, tables: ExpertTables, width: int) -> None:
+        parameters, name = op.router.weight
+        weight = parameters[name]
+        assert weight is not None
+        fill_routing(own.routing, op.rules, len(weight), _bias_of(op))
+        own.has_wide_router = op.router_dtype not in (None, self._dtype)
+        own.number, own.first, own.count = op.of.layer, op.weights.first, op.weights.num_experts
+        own.fc1, own.fc2 = tables.fc1, tables.fc2
+        own.fc1_bias, own.fc2_bias = tables.fc1_bias or None, tables.fc2_bias or None
+        own.fc1_rows, own.inner = op.weights.shape("fc1")
+        own.outer, own.ffn = op.weights.shape("fc2")
+        assert op.weights.form is not None and own.inner == width
+        own.activation = ACTIVATIONS[op.weights.form]
+
+    def _fill_some(
+        self,
+        structs: Sequence[_LayerOp],
+        ops: Sequence[ProgramOp],
+        copies: Iterator[Tensor | None],
+        block_size: int,
+        width: int,
+    ) -> tuple[int, int]:
+        """width: of what the first operation takes -> that behind the last, and the widest between two."""
+        most = 0
+        for struct, op in zip(structs, ops, strict=True):
             struct.inner = width
             match op:
                 case NormOp(weight=(parameters, name), eps=eps):
@@ -276,5 +383,9 @@ class NativeLayers:
                     width = spec.num_kv_heads * spec.group_size * spec.head_dim
                 case SiluMulOp():
                     struct.kind, width = _SILU_MUL, width // 2
-            struct.outer, prepared.most = width, max(prepared.most, width)
-        prepared.width = width
+                case ActivateOp(form=form):
+                    struct.kind, struct.layer = _ACTIVATE, ACTIVATIONS[form]
+                case ExpertsOp(weights=weights):
+                    struct.kind, width = _EXPERTS, weights.shape("fc2")[0]
+            struct.outer, most = width, max(most, width)
+        return width, most

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
@@ -78,6 +79,12 @@ class TorchOps:
         y_TGX = y.view(y.shape[0], -1, group_size)
         scale = torch.rsqrt_(y_TGX.square().mean(-1, keepdim=True).add_(eps))
         return y_TGX.mul_(scale).flatten(1).mul_(weight).to(y_TM.dtype)
+
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
+        return found
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return function(x_TX)

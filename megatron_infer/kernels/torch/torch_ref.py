@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 
@@ -66,6 +67,12 @@ class ReferenceOps:
             groups = y.unflatten(-1, (-1, group_size))
             y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.double()
         return y.to(y_TM.dtype)
+
+    def route(
+        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
+        return found
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return function(x_TX)

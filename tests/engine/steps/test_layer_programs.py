@@ -17,29 +17,63 @@ from model_kinds import make_model
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.kernels.native import native_build
 from megatron_infer.kernels.native.cpu_native import PANELS
 from megatron_infer.kernels.native.native_layers import NativeLayers
+from megatron_infer.testing.tiny import EXPERTS
 
 SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 24, "enable_chunked_prefill": True}
 engine_of = partial(engines.make_engine, **SIZES)
 
 
+MANY = EXPERTS | {"num_moe_experts": 8, "moe_router_topk": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"add_bias_linear": True},
+    "layer norm": {"normalization": "LayerNorm"},
+    "experts": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_router_pre_softmax": True},
+    "experts, groups": MANY
+    | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk": 4,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "experts, bias": MANY
+    | {
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "moe_layer_freq": [1, 0, 1],
+    },
+}
+
+
 def model_of(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     if kind == "hybrid":
         return make_model("hybrid").to(dtype)
-    more = {"bias": {"add_bias_linear": True}, "layer norm": {"normalization": "LayerNorm"}}
-    return make_model("attention", num_layers=3, **more.get(kind, {})).to(dtype)
+    model = make_model("attention", num_layers=3, **KINDS[kind]).to(dtype)
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:  # which stays in fp32, whatever the model's dtype
+            module.expert_bias.data = torch.linspace(-0.1, 0.1, 8)
+    return model
 
 
-def answers(engine: DynamicInferenceEngine, *adapters: str | None) -> list[tuple[list[int], Any]]:
+def answers(engine: DynamicInferenceEngine, *adapters: str | None, **more: Any) -> list[tuple[list[int], Any]]:
     """Chunked prompts and decode rows in one step, batches of every size; requests have the adapters in turn."""
     names = adapters or (None,)
     prompts = [[5 + i, *range(6, 6 + 8 * i)] for i in range(6)]
-    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2}
+    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2, **more}
     params = [SamplingParams(max_tokens=3 + 2 * i, adapter=names[i % len(names)], **greedy) for i in range(6)]
     found = engine.generate(prompts, params)
-    return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in found]
+    outputs = [output.outputs[0] for output in found]
+    return [
+        (one.token_ids, repr((one.logprobs, None if one.routing is None else one.routing.tolist()))) for one in outputs
+    ]
 
 
 def test_native_kernels_are_there_wherever_a_compiler_is():
@@ -60,16 +94,23 @@ def test_native_kernels_are_there_wherever_a_compiler_is():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["plain", "bias", "layer norm", "hybrid"])
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
     model = model_of(kind, dtype)
     engine = engine_of(model)
     if engine.kernels.layers is None:
         pytest.skip("no native layers for this dtype here")
     got = answers(engine)
-    assert engine.kernels.layers.take_seconds()["linears"] > 0
+    seconds = engine.kernels.layers.take_seconds()
+    has_experts = engine.shape.experts is not None
+    assert seconds["linears"] > 0 and (seconds["experts"] > 0) == has_experts
+    if has_experts:  # with the choices, which narrow steps do not have
+        routed = answers(engine, return_routing=True)
+        assert [one[0] for one in routed] == [one[0] for one in got]
     monkeypatch.setattr(NativeLayers, "run", lambda *arguments, **_: None)
     assert answers(engine_of(model)) == got
+    if has_experts:
+        assert answers(engine_of(model), return_routing=True) == routed
 
 
 @pytest.mark.one_in(2)
@@ -102,15 +143,21 @@ def test_one_call_has_the_bits_of_many_with_adapters(monkeypatch, kind, dtype):
 
 
 @pytest.mark.parametrize("change", ["in place", "data", "pointer", "object"])
-def test_a_weight_or_a_norm_that_changes_is_followed(change):
-    model = model_of("plain", torch.float32)
+@pytest.mark.parametrize("kind", ["plain", "experts, groups"])
+def test_a_weight_or_a_norm_that_changes_is_followed(kind, change):
+    model = model_of(kind, torch.float32)
     engine = engine_of(model)
     if engine.kernels.layers is None:
         pytest.skip("no native kernels here")
     before = answers(engine)
     layer = model.decoder.layers[1]
     with torch.no_grad():
-        for module in (layer.input_layernorm, layer.mlp.linear_fc1):
+        modules = [layer.input_layernorm]
+        if kind == "plain":
+            modules += [layer.mlp.linear_fc1]
+        else:
+            modules += [layer.mlp.router, layer.mlp.experts.local_experts[1].linear_fc1]
+        for module in modules:
             weight = module.weight
             if change == "in place":
                 weight.mul_(1.5)

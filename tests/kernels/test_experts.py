@@ -1,0 +1,101 @@
+"""The native choice of experts: megatron-core's experts and weights, by the same rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+from megatron_infer.kernels.experts import RoutingRules
+from megatron_infer.kernels.native.cpu_native import NativeOps
+from megatron_infer.models.mcore_compat import rounds_router_scores
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+"""Rounding of exp and of the order of sums."""
+SIGMOID = {"score_function": "sigmoid"}
+SOFTMAX = {"score_function": "softmax"}
+RULES: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "softmax": ({"top_k": 3, **SOFTMAX}, 12, False),
+    "pre-softmax, scaled": ({"top_k": 2, "pre_softmax": True, "scaling_factor": 2.5, **SOFTMAX}, 7, False),
+    "sigmoid, bias, groups": (
+        {"top_k": 4, "num_groups": 3, "group_topk": 2, "scaling_factor": 1.7, **SIGMOID},
+        18,
+        True,
+    ),
+    "softmax, groups": ({"top_k": 2, "pre_softmax": True, "num_groups": 4, "group_topk": 2, **SOFTMAX}, 16, False),
+    "softmax of logits, groups": ({"top_k": 4, "num_groups": 8, "group_topk": 4, **SOFTMAX}, 128, False),
+    "sigmoid, one": ({"top_k": 1, **SIGMOID}, 5, False),
+    "sigmoid, all": ({"top_k": 4, **SIGMOID}, 4, True),
+}
+
+
+def rules_of(name: str) -> tuple[RoutingRules, int, torch.Tensor | None]:
+    rules, num_experts, has_bias = RULES[name]
+    bias = torch.linspace(-0.3, 0.3, num_experts) if has_bias else None
+    return RoutingRules(**rules, rounds_scores=rounds_router_scores()), num_experts, bias
+
+
+def torchs_choice(logits: torch.Tensor, bias: torch.Tensor | None, rules: RoutingRules) -> Any:
+    return topk_routing_with_score_function(
+        logits,
+        rules.top_k,
+        use_pre_softmax=rules.pre_softmax,
+        num_groups=rules.num_groups,
+        group_topk=rules.group_topk or None,
+        scaling_factor=rules.scaling_factor or None,
+        score_function=rules.score_function,
+        expert_bias=bias,
+    )
+
+
+def no_formula(logits: torch.Tensor) -> Any:
+    raise AssertionError("the kernel did not run")
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts_and_weights_are_those_of_the_router(native_library, name, dtype):
+    rules, num_experts, bias = rules_of(name)
+    ops, generator = NativeOps(native_library, torch.float32), torch.Generator().manual_seed(num_experts)
+    # no rounding of scores makes two of them equal
+    order = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(4096 // num_experts + 5)])
+    logits = ((order - num_experts / 2) / 4).to(dtype)
+    got, chosen = ops.route(logits, bias, rules, no_formula)
+    want, torchs = torchs_choice(logits, bias, rules)
+    assert torch.equal(chosen, torchs) and got.dtype is dtype
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=0)
+
+
+def test_of_equal_scores_the_lower_id_is_chosen_and_no_number_is_the_largest(native_library):
+    rules = RoutingRules(top_k=2, score_function="softmax", num_groups=2, group_topk=1)
+    nan, inf = float("nan"), float("inf")
+    rows = [[1, 1, 1, 1, 1, 1], [0, 2, 2, 2, 2, 0], [0, 0, 0, 0, nan, 0], [-inf] * 6]
+    _, chosen = NativeOps(native_library, torch.float32).route(torch.tensor(rows), None, rules, no_formula)
+    assert chosen.nonzero()[:, 1].view(4, 2).tolist() == [[0, 1], [1, 2], [3, 4], [0, 1]]
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, bias, groups"])
+def test_a_token_has_the_same_choice_alone_and_in_company(native_library, name):
+    rules, num_experts, bias = rules_of(name)
+    ops = NativeOps(native_library, torch.float32)
+    logits = torch.randn(700, num_experts, generator=torch.Generator().manual_seed(0))
+    whole = ops.route(logits, bias, rules, no_formula)
+    alone = ops.route(logits[33:34], bias, rules, no_formula)
+    assert all(torch.equal(one[33:34], other) for one, other in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        (RoutingRules(top_k=2, score_function="sqrtsoftplus"), torch.float32),
+        (RoutingRules(top_k=4, score_function="softmax", num_groups=4, group_topk=1), torch.float32),
+        (RoutingRules(top_k=2, score_function="softmax"), torch.float64),
+    ],
+    ids=["score function", "too few experts", "float64"],
+)
+def test_what_no_kernel_follows_is_left_to_torch(native_library, rules, dtype):
+    want = (torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.bool))
+    got = NativeOps(native_library, torch.float32).route(torch.zeros(3, 8, dtype=dtype), None, rules, lambda _: want)
+    assert got is want
