@@ -237,8 +237,10 @@ def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
 def keep_special_marks(
     tokenizer: Tokenizer | None, asked: GenerationRequest, marks: tuple[str, ...], field: str
 ) -> None:
-    """Keep special tokens in the text where a mark is one. Raises ApiError 400 if skip_special_tokens drops them."""
-    if all(_special_id(tokenizer, mark) is None for mark in marks):
+    """Keep special tokens in the text where a mark has one. Raises ApiError 400 if skip_special_tokens drops them."""
+    if tokenizer is None or tokenizer.special_ids.isdisjoint(
+        id for mark in marks for id in tokenizer.encode(mark, add_special=False)
+    ):
         return
     if asked.sampling.get("skip_special_tokens"):
         text = f"skip_special_tokens: the marks of {field} are special tokens of this model; leave it out"

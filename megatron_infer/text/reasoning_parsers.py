@@ -16,6 +16,8 @@ class ReasoningFormat:
     """Marks before reasoning, at the beginning of the output; the prompt may end with one instead."""
     ends: tuple[str, ...]
     """Marks behind reasoning; if the prompt ends with one, the output has no reasoning."""
+    answers: tuple[str, ...] = ()
+    """Marks before an answer without reasoning, at the beginning of the output; they belong to neither."""
     is_implied: bool = False
     """The output begins with reasoning even without a mark, unless the prompt ends with an end mark."""
 
@@ -38,6 +40,15 @@ register(
         name="granite",
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),
+    )
+)
+_FINAL = "<|channel|>final<|message|>"
+register(
+    ReasoningFormat(
+        name="gpt_oss",
+        starts=("<|channel|>analysis<|message|>",),
+        ends=(f"<|end|><|start|>assistant{_FINAL}",),
+        answers=(_FINAL,),
     )
 )
 
@@ -93,11 +104,11 @@ class ReasoningParser:
         return [delta] if delta.reasoning or delta.content else []
 
     def _start(self) -> None:
-        text = self._held.lstrip()
-        mark = next((mark for mark in self._format.starts if text.startswith(mark)), None)
+        text, marks = self._held.lstrip(), self._format.starts + self._format.answers
+        mark = next((mark for mark in marks if text.startswith(mark)), None)
         if mark is not None:
-            self._state, self._held = "reasoning", text[len(mark) :]
-        elif not any(one.startswith(text) for one in self._format.starts):
+            self._state, self._held = "reasoning" if mark in self._format.starts else "answer", text[len(mark) :]
+        elif not any(one.startswith(text) for one in marks):
             self._state = "reasoning" if self._is_inside else "answer"
 
     def _reasoning(self) -> ReasoningDelta:

@@ -104,6 +104,26 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     "glm4_moe": ("Glm4MoeConfig", GLM4_MOE | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_bias": ("Glm4MoeConfig", GLM4_MOE | {"attention_bias": True, "first_k_dense_replace": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "gpt_oss_limit": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "swiglu_limit": 0.5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),
     "granite_moe": ("GraniteMoeConfig", FACTORS | {"num_local_experts": 5, "intermediate_size": 24}),

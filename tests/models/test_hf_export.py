@@ -9,6 +9,7 @@ import stat
 
 import pytest
 import torch
+from hf_models import logits_of
 from plain_forward import full_logits
 from safetensors.torch import load_file
 from test_checkpoint import built, byte_level
@@ -78,6 +79,31 @@ def test_command_writes_what_transformers_and_the_engine_read(llama, tmp_path, c
     with torch.no_grad():
         logits = theirs(torch.tensor([IDS])).logits[0]
     assert torch.allclose(full_logits(build_model(opened), IDS).reshape(logits.shape), logits, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers"),
+        *("glm4_moe_bias", "gpt_oss", "gpt_oss_limit"),
+    ],
+)
+@pytest.mark.parametrize("through_checkpoint", [False, True])
+def test_experts_become_the_tensors_and_the_config_that_they_were_made_of(case, through_checkpoint, tmp_path):
+    import transformers
+
+    source, model = built(case, tmp_path / "hf")
+    if through_checkpoint:
+        save_checkpoint(model, tmp_path / "checkpoint", description=source.config())
+        source = open_source(tmp_path / "checkpoint")
+    write_hugging_face(source, tmp_path / "out")
+    assert same_tensors(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "hf"))
+    assert open_source(tmp_path / "out").config() == open_source(tmp_path / "hf").config()
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one, attn_implementation="eager").eval()
+        for one in ("hf", "out")
+    )
+    assert torch.equal(*(logits_of(each, IDS) for each in (before, after)))
 
 
 def test_dtype_may_be_another(llama, tmp_path):

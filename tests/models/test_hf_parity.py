@@ -21,6 +21,7 @@ from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.families import FAMILIES
 from megatron_infer.models.loading.hf_export import tensors_of
 from megatron_infer.models.loading.hf_weights import source_shapes
+from megatron_infer.models.loading.mxfp4 import dequantised
 from megatron_infer.models.loading.sources import open_source
 
 IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -34,7 +35,7 @@ ONE_WAY = (
     "granite_biases",
     "granite_experts",
 )
-"""Loading multiplies factors into their weights, or all experts are in one tensor."""
+"""Loading multiplies factors into their weights."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -84,6 +85,42 @@ def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_with
     save_file(tensors | {"model.layers.30.eh_proj.weight": torch.ones(48, 96)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"unexpected \(1\): model.layers.30.eh_proj.weight"):
         build_model(open_source(tmp_path))
+
+
+def test_experts_in_mxfp4_are_what_transformers_reads_of_them(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = random_model("gpt_oss", hidden_size=64, intermediate_size=96)
+    generator = torch.Generator().manual_seed(0)
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outer, inner // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 126, (experts, outer, inner // 32), generator=generator).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parameters[name].data = convert_moe_packed_tensors(blocks, scales).float()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    built = build_model(open_source(tmp_path))
+    expected = logits_of(model, IDS)
+    assert (full_logits(built, IDS) - expected).abs().max() < 1e-4 * expected.abs().max()
+    first = built.decoder.layers[0].mlp.experts.local_experts[2].linear_fc1.weight
+    wanted = parameters["model.layers.0.mlp.experts.gate_up_proj"][2].t()
+    assert torch.equal(first, torch.cat((wanted[::2], wanted[1::2]))), "not the bits' own values"
+    streamed = dict(open_source(tmp_path).tensors())
+    assert torch.equal(
+        streamed["model.layers.0.mlp.experts.down_proj"].float(), parameters["model.layers.0.mlp.experts.down_proj"]
+    )
+
+
+def test_every_byte_and_scale_of_mxfp4_means_what_transformers_says():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(256, 1, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 16, 1)
+    assert torch.equal(dequantised(blocks, scales), convert_moe_packed_tensors(blocks, scales))
 
 
 def test_correction_biases_choose_the_experts(tmp_path):

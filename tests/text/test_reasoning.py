@@ -36,6 +36,20 @@ CASES = [
     ("qwen3", "<|assistant|>\n", "<think>a\n<\n", "a\n<", ""),
     ("granite", "", "Here is my thought process: a. Here's my response: b", " a. ", " b"),
     ("granite", "", "Here is my answer", "", "Here is my answer"),
+    (
+        *("gpt_oss", "<|start|>assistant"),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes<|end|>",
+        *("Hm.", "Yes<|end|>"),
+    ),
+    ("gpt_oss", "<|start|>assistant", "<|channel|>final<|message|>Yes", "", "Yes"),
+    (
+        "gpt_oss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>as",
+        "Hm.<|end|><|start|>as",
+        "",
+    ),
+    ("gpt_oss", "<|start|>assistant", "<|channel|>commentary", "", "<|channel|>commentary"),
     ("granite", "", "", "", ""),
 ]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.kernels.activations import squared_relu
+from megatron_infer.kernels.activations import quick_gelu, squared_relu
 from megatron_infer.models.loading.head_padding import divisible
 from megatron_infer.models.loading.hf_names import Shard
 from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
@@ -37,6 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "relu2": squared_relu,
 }

@@ -137,6 +137,8 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     qkv = ["self_attention.linear_qkv"]
     if has_head_norms:
         qkv += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    if layers.get("softmax_type") == "learnable":
+        qkv.append("self_attention.core_attention.softmax_offset")
     shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if layers.get("moe_shared_expert_gate"):
         shared.append("mlp.shared_experts.gate_weight")
@@ -163,7 +165,7 @@ def _biased(description: ModelDescription) -> set[str]:
     layers, hybrid = description.transformer, description.hybrid
     found = {"input_layernorm"} if layers.get("normalization", "LayerNorm") == "LayerNorm" else set()
     if layers.get("add_bias_linear"):
-        found |= {"qkv", "proj", "fc1", "fc2"}
+        found |= {"qkv", "proj", "fc1", "fc2", "router", "experts"}
     elif layers.get("add_qkv_bias") or "qkv" in description.linear_biases:
         found.add("qkv")
     if hybrid is not None and hybrid.projection_bias:

@@ -47,6 +47,8 @@ class Rope:
     """The part of a head that rotates in a config that does not say."""
     partial: bool = False
     """Whether less than a whole head may rotate."""
+    scaling: Values = field(default_factory=dict)
+    """rope_scaling of a config that gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class Window:
     """A key that has to be true for any layer to slide."""
     first_layer: tuple[str, int] | None = None
     """(key, its default) of the first layer that slides. With None all layers slide, or those that do not rotate."""
+    every: int = 1
+    """With 2 every other layer slides, from the first one on."""
+    writes_all: bool = False
+    """Whether transformers' models of this family read sliding_window; all of their layers slide then."""
+    writes_types: bool = False
+    """Whether they also read layer_types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,11 @@ class Family:
     """How many layers of megatron-core one layer of the source is."""
     transposed: bool = False
     """Whether linears are stored as [in, out]."""
+    stacked_experts: Literal["rows", "columns", "alternating columns"] = "rows"
+    """How a tensor of all experts lies. `rows` are [E, out, in], under the name with .weight. `columns` are [E, in,
+    out], under the name itself, gate before up or both in turn; biases are under the name with _bias."""
+    reads_mxfp4: bool = False
+    """Whether linears may be stored in MXFP4 (`mxfp4`)."""
     marks: tuple[str, ...] = ()
     """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
     ignored_tensors: tuple[str, ...] = ()
@@ -105,6 +118,8 @@ class Family:
     """The architecture in its GGUF files, whose tensors are named as Llama's."""
     is_written: bool = False
     """Whether `config_of` tries to describe a model as one of this family."""
+    written: Mapping[str, Derived] = field(default_factory=dict)
+    """Key -> its value from a description's fields, where a key's value is kept in none of them."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The key that asks for biases, or ALWAYS -> the linears that have them."""
     rope: Rope | None = None
@@ -173,7 +188,9 @@ _GATED_EXPERTS = {
 }
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "proj")}
 _MLP_BIAS = {"mlp_bias": ("fc1", "fc2")}
-_QWEN_WINDOW = Window(default=4096, switch="use_sliding_window", first_layer=("max_window_layers", 28))
+_QWEN_WINDOW = Window(
+    default=4096, switch="use_sliding_window", first_layer=("max_window_layers", 28), writes_types=True
+)
 
 _LLAMA = Family(
     model_type="llama",
@@ -300,6 +317,14 @@ _NORMALISED_ALONE = (
     "normalises the weights if and only if there are several",
 )
 _ONE_GROUP: Required = {"n_group": ((1,), "groups of experts are chosen by other sums in megatron-core")}
+_NORMALISED: dict[str, Derived] = {"norm_topk_prob": lambda v: not v.get("moe_router_pre_softmax")}
+_DENSE_LAYERS: dict[str, Derived] = {
+    "decoder_sparse_step": lambda v: 1,
+    "mlp_only_layers": lambda v: [layer for layer, sparse in enumerate(v["moe_layer_freq"]) if not sparse],
+}
+_FIRST_DENSE: dict[str, Derived] = {
+    "first_k_dense_replace": lambda v: v["moe_layer_freq"].index(1) if 1 in v["moe_layer_freq"] else v["num_layers"]
+}
 _ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
 
 _QWEN_MOE = (
@@ -342,10 +367,10 @@ _QWEN2_MOE = replace(
     },
     marks=("mlp.shared_expert_gate.",),
     gguf="",
-    is_written=False,
+    written=_NORMALISED | _DENSE_LAYERS,
     renamed_keys={"num_local_experts": "num_experts"},
     required={"qkv_bias": ((None, True), "queries, keys and values have biases in this family's checkpoints")},
-    window=Window(default=4096, switch="use_sliding_window"),
+    window=Window(default=4096, switch="use_sliding_window", writes_types=True),
     ignored_keys=(*_ROUTER_LOSSES, "max_window_layers"),
     refusals=(
         _ONE_EXPERT,
@@ -364,8 +389,8 @@ _QWEN3_MOE = replace(
     tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
     marks=("mlp.experts.",),
     gguf="",
-    is_written=False,
-    window=Window(default=4096, switch="use_sliding_window"),
+    written=_NORMALISED | _DENSE_LAYERS,
+    window=Window(default=4096, switch="use_sliding_window", writes_all=True),
     ignored_keys=(*_ROUTER_LOSSES, "max_window_layers"),
     renamed_keys={"num_local_experts": "num_experts"},
     required_of_experts=_NO_BIAS_WITH_EXPERTS,
@@ -392,8 +417,9 @@ _MIXTRAL = Family(
         "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
     },
     marks=("block_sparse_moe.experts.",),
+    is_written=True,
     rope=Rope(base=1e6),
-    window=Window(),
+    window=Window(writes_all=True),
     ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise"),
     refusals=(_ONE_EXPERT,),
 )
@@ -425,11 +451,65 @@ _GLM4_MOE = Family(
     },
     marks=("mlp.gate.e_score_correction_bias",),
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
+    is_written=True,
+    written=_FIRST_DENSE
+    | {
+        "norm_topk_prob": lambda v: v["moe_router_topk"] > 1,
+        "n_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"],
+    },
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
     ignored_keys=(*_ROUTER_LOSSES, "topk_group", "num_nextn_predict_layers", "num_mtp_layers"),
     required_of_experts=_ONE_GROUP,
     refusals=(_NORMALISED_ALONE,),
+)
+_GPT_OSS = Family(
+    model_type="gpt_oss",
+    fields={"_normalised": True}
+    | _DECODER
+    | EXPERTS
+    | _SOFTMAX_ROUTER
+    | {
+        "num_query_groups": _kv_heads(8),
+        "kv_channels": Key("head_dim", 64, "optional"),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 131072),
+        "activation": "quick_gelu",
+        "activation_func_clamp_value": Key("swiglu_limit", 7.0, "positive"),
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "num_moe_experts": Key("num_local_experts", 128),
+        "moe_router_topk": Key("num_experts_per_tok", 4),
+        "moe_ffn_hidden_size": Key("intermediate_size"),
+    },
+    tensors=_OUTER
+    | _ATTENTION
+    | {
+        "input_layernorm": "input_layernorm",
+        "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.router": "mlp.router",
+        "mlp.experts.linear_fc1": "mlp.experts.gate_up_proj",
+        "mlp.experts.linear_fc2": "mlp.experts.down_proj",
+    },
+    stacked_experts="alternating columns",
+    reads_mxfp4=True,
+    marks=("self_attn.sinks",),
+    is_written=True,
+    biases={ALWAYS: ("qkv", "proj", "router", "experts")},
+    rope=Rope(
+        base=150000.0,
+        scaling={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    ),
+    window=Window(default=128, every=2, writes_types=True),
+    ignored_keys=(*_ROUTER_LOSSES, "experts_per_token", "initial_context_length"),
+    renamed_keys={"num_experts": "num_local_experts"},
+    required={
+        "attention_bias": ((None, True), "all linears have biases in this family's checkpoints"),
+        "hidden_act": (("silu", "swish"), "the modelling file computes a sigmoid of the gate"),
+        "swiglu_alpha": ((None, 1.702), "megatron-core's quick GELU has 1.702"),
+    },
+    refusals=(_ONE_EXPERT,),
 )
 _GRANITE_FACTORS = {
     "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
@@ -745,6 +825,7 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": _SMOLLM3,
     "MixtralForCausalLM": _MIXTRAL,
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "GptOssForCausalLM": _GPT_OSS,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "GraniteForCausalLM": _GRANITE,

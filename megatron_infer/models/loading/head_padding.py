@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
     from megatron_infer.models.loading.hf_names import Span, TensorReader
 
-_PADDED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight")
+_PADDED = (
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.linear_proj.weight",
+    "self_attention.core_attention.softmax_offset",
+)
 """megatron-core's parameters that consist of parts of groups, one group behind the other."""
 
 

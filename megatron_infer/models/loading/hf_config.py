@@ -19,13 +19,14 @@ from megatron_infer.models.loading.families import (
     Rope,
     Window,
 )
-from megatron_infer.models.loading.hf_keys import ACTIVATIONS, Keys, check_rest
+from megatron_infer.models.loading.hf_keys import ACTIVATIONS, Keys, check_mxfp4, check_rest
 from megatron_infer.models.loading.model_description import (
     HybridDescription,
     ModelDescription,
     RopeScaling,
     WeightScales,
 )
+from megatron_infer.models.stage_layers import expert_layers
 from megatron_infer.text.end_ids import end_ids_of
 
 _SYMBOLS = {
@@ -104,6 +105,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def _parts(family: Family, keys: Keys) -> dict[str, Any]:
     """The fields of ModelDescription that decide what the model computes."""
     keys.rename(family.renamed_keys)
+    if family.reads_mxfp4:
+        check_mxfp4(keys)
     for key, (allowed, why) in family.required.items():
         keys.require(key, *allowed, why=why)
     values = _values(family, keys)
@@ -239,6 +242,8 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         raise ModelError("config.json: rope_scaling / rope_parameters must be an object")
     parameters = {**old, **new}
+    if not {"rope_type", "type"} & parameters.keys():
+        parameters = {**rule.scaling, **parameters}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError("config.json: rope_parameters differ per layer type, which is not supported")
     base, percent = keys.get("rope_theta", rule.base), keys.get("partial_rotary_factor") or rule.percent
@@ -304,7 +309,7 @@ def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]
     window = keys.get("sliding_window", rule.default)
     if rule.switch and not keys.get(rule.switch, False):
         window = None
-    slides = [True] * num_layers
+    slides = [layer % rule.every == 0 for layer in range(num_layers)]
     if rule.first_layer is not None:
         first = keys.get(*rule.first_layer)
         slides = [layer >= first for layer in range(num_layers)]
@@ -399,8 +404,12 @@ def _read_biases(keys: Keys, family: Family, values: dict[str, Any]) -> None:
 
 def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescription]:
     """(config.json, the description that reading it gives). Raises ModelError where none says all that it says."""
-    own = description.architecture
-    written = [name for name, family in FAMILIES.items() if family.is_written]
+    own, has_experts = description.architecture, bool(description.transformer.get("num_moe_experts"))
+    written = [
+        name
+        for name, family in FAMILIES.items()
+        if family.is_written and ("num_moe_experts" in family.fields) == has_experts
+    ]
     reasons = []
     for architecture in sorted(written, key=lambda name: name != own):
         family = FAMILIES[architecture]
@@ -426,18 +435,40 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
     layers = description.transformer
     values = {name: getattr(description, name) for name in _OWN_FIELDS} | dict(layers)
     values["num_query_groups"] = layers.get("num_query_groups") or layers["num_attention_heads"]
-    config = {source.name: values[name] for name, source in family.fields.items() if isinstance(source, Key)}
+    if layers.get("num_moe_experts"):
+        values["moe_layer_freq"] = expert_layers(layers["num_layers"], layers.get("moe_layer_freq", 1))
+    config = {
+        source.name: values[name]
+        for name, source in family.fields.items()
+        if isinstance(source, Key) and values.get(name) is not None
+    }
+    config |= {key: value(values) for key, value in family.written.items()}
     if family.rope is not None:
         config["rope_theta"] = description.rotary_base
+        if family.rope.partial:
+            config["partial_rotary_factor"] = description.rotary_percent
         scaling = description.rope_scaling
         if scaling is not None and scaling.kind in _ROPE_TYPES:
             factors = {key: getattr(scaling, name) for name, key in _ROPE_TYPES[scaling.kind].items()}
             config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
-    if family.window is not None and family.window.switch:
-        config[family.window.switch] = False
+    if family.window is not None:
+        config |= _written_window(family.window, layers)
     for key, linears in family.biases.items():
         if key != ALWAYS:
             config[key] = _has_bias(description, linears[-1])
+    return config
+
+
+def _written_window(rule: Window, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of sliding windows; those of layers without any where transformers could not be told of them."""
+    slides = layers.get("window_attn_skip_freq")
+    if "window_size" not in layers or not (rule.writes_types or (rule.writes_all and slides is None)):
+        return {rule.switch: False} if rule.switch else {"sliding_window": None}
+    config = {rule.switch: True} if rule.switch else {}
+    config |= {"sliding_window": layers["window_size"][0] + 1}
+    if rule.writes_types:
+        types = {True: "sliding_attention", False: "full_attention"}
+        config["layer_types"] = [types[bool(one)] for one in slides or [1] * layers["num_layers"]]
     return config
 
 

@@ -114,25 +114,33 @@ class _Numbered:
     def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         shape, start = self._shapes[name], self.starts[name]
         dtype = torch.int32 if self.total < 1 << 31 else torch.int64
-        numbers = torch.arange(start, start + torch.Size(shape).numel(), dtype=dtype).reshape(shape)
-        if columns is not None:
-            numbers = numbers[:, columns[0] : columns[1]]
-        return numbers if rows is None else numbers[rows[0] : rows[1]]
+        first, stop = (0, shape[0]) if rows is None else rows
+        line = torch.Size(shape[1:]).numel()
+        numbers = torch.arange(start + first * line, start + stop * line, dtype=dtype).reshape(-1, *shape[1:])
+        return numbers if columns is None else numbers[:, columns[0] : columns[1]]
 
 
 def tensors_of(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of all that a whole model holds, by the row of the description's family.
 
     Raises ModelError for a value that has no place in the family's tensors. Loading must not have multiplied factors
-    (`WeightScales`) into the weights, and each expert has tensors of its own.
+    (`WeightScales`) into the weights.
     """
     recipes, _ = recipes_of(model, description)
+    unfinished: dict[str, tuple[Tensor, int]] = {}
     for name, one in tracked(list(targets(model)), unit="tensor", what="writing weights"):
-        yield from _taken_apart(name, one, recipes[name])
+        yield from _taken_apart(name, one, recipes[name], unfinished)
+    assert not unfinished, f"{', '.join(unfinished)}: not every element has a place"
 
 
-def _taken_apart(name: str, parameter: Tensor, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of what a parameter is made of. Raises ModelError for what has no place there."""
+def _taken_apart(
+    name: str, parameter: Tensor, recipe: Recipe, unfinished: dict[str, tuple[Tensor, int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of each tensor that this parameter completes.
+
+    unfinished: tensors of all experts, flat, and the number of their elements that no parameter has given yet.
+    Raises ModelError for a value that has no place.
+    """
     value = parameter.detach()
     if recipe.make is None:
         if bool(value.any()):
@@ -141,12 +149,19 @@ def _taken_apart(name: str, parameter: Tensor, recipe: Recipe) -> Iterator[tuple
     reader = _Numbered(recipe.sources)
     numbers = recipe.make(reader, WHOLE)
     value = value[: numbers.shape[0]]  # behind a vocabulary's end there is padding
-    assert numbers.shape == value.shape and numbers.numel() == reader.total, f"{name}: not every element has a place"
-    flat = torch.empty(reader.total, dtype=value.dtype)
-    flat[numbers.flatten()] = value.flatten()
+    assert numbers.shape == value.shape, f"{name}: not every element has a place"
+    numbers, value = numbers.flatten(), value.flatten()
     for source, shape in recipe.sources.items():
-        start = reader.starts[source]
-        yield source, flat[start : start + torch.Size(shape).numel()].reshape(shape).clone()
+        start, size = reader.starts[source], torch.Size(shape).numel()
+        flat, left = unfinished.pop(source, None) or (torch.empty(size, dtype=value.dtype), size)
+        here = slice(None) if len(recipe.sources) == 1 else (numbers >= start) & (numbers < start + size)
+        places = numbers[here] - start
+        flat[places] = value[here]
+        left -= len(places)
+        if left:
+            unfinished[source] = flat, left
+        else:
+            yield source, flat.reshape(shape)
 
 
 def _write_tensors(

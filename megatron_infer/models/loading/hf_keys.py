@@ -113,6 +113,14 @@ class Keys:
         return kind(value)
 
 
+def check_mxfp4(keys: Keys) -> None:
+    """Raise ModelError for weights that are quantised in another way than MXFP4."""
+    how = keys.get("quantization_config")
+    method = how.get("quant_method") if isinstance(how, Mapping) else how
+    if how is not None and method != "mxfp4":
+        raise ModelError(f"config.json: quantization_config with quant_method={method!r} is not supported (mxfp4 is)")
+
+
 def check_rest(keys: Keys, architecture: str) -> None:
     """Raise ModelError for keys that change the arithmetic and were not read; warn of unknown ones."""
     refused = [

@@ -136,6 +136,8 @@ class Recipes:
         names = (named,) if isinstance(named, str) else named
         prefix = "" if layer is None else f"{self.family.layers}.{layer // self.family.blocks_per_layer}."
         suffix = f".{kind}" if kind else ""  # a bare parameter has its whole name in the row
+        if module.startswith("mlp.experts.") and self.family.stacked_experts != "rows":
+            suffix = "" if kind == "weight" else f"_{kind}"
         return tuple(f"{prefix}{name}{suffix}" for name in names)
 
     def _blocks(self, sources: tuple[str, ...], layout: Layout) -> list[tuple[str, int, int]]:
@@ -156,10 +158,13 @@ class Recipes:
         if transposed:
             shapes = {name: shape[::-1] for name, shape in shapes.items()}
         experts = range(0) if local is None else self._at_local(local)
+        stacked = self.family.stacked_experts
+        alternates = stacked == "alternating columns" and layout.gated
 
         def make(reader: TensorReader, shard: Shard) -> Tensor:
             if local is not None:
-                reader = _ExpertReader(reader, experts[self._place.rank])
+                expert = experts[self._place.rank]
+                reader = _ExpertReader(reader, expert, transposed=stacked != "rows", alternates=alternates)
                 shard = self._place.shard
 
             def read(name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
@@ -178,8 +183,9 @@ class Recipes:
             return self._interleave(parts, shard) if layout.cut == "groups" else torch.cat(parts)
 
         if local is not None:
+            turn = slice(None, None, 1 if stacked == "rows" else -1)
             shapes = {
-                name.format(expert=expert): shape if "{expert}" in name else (self._sizes["experts"], *shape)
+                name.format(expert=expert): shape if "{expert}" in name else (self._sizes["experts"], *shape[turn])
                 for expert in experts
                 for name, shape in shapes.items()
             }
@@ -214,9 +220,11 @@ class Recipes:
 class _ExpertReader:
     """The tensors of one expert, by names with {expert}, or in tensors of all experts."""
 
-    def __init__(self, reader: TensorReader, expert: int) -> None:
+    def __init__(self, reader: TensorReader, expert: int, *, transposed: bool, alternates: bool) -> None:
+        """transposed, alternates: tensors of all experts are [in, out], with gate and up in turn."""
         self._reader = reader
         self._expert = expert
+        self._transposed, self._alternates = transposed, alternates
         self._stacked: dict[str, Tensor] = {}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -226,9 +234,12 @@ class _ExpertReader:
         if "{expert}" in name:
             return self._reader.read(name.format(expert=self._expert), rows, columns)
         if name not in self._stacked:
-            self._stacked[name] = self._reader.read(name, rows=(self._expert, self._expert + 1)).squeeze(0)
-        every = slice(None)
-        return self._stacked[name][slice(*rows) if rows else every, slice(*columns) if columns else every]
+            one = self._reader.read(name, rows=(self._expert, self._expert + 1)).squeeze(0)
+            one = one.t() if self._transposed else one
+            self._stacked[name] = torch.cat((one[::2], one[1::2])) if self._alternates else one
+        one = self._stacked[name]
+        one = one[rows[0] : rows[1]] if rows else one
+        return one[:, columns[0] : columns[1]] if columns else one
 
 
 def head_from_embedding(description: ModelDescription) -> bool:

@@ -83,8 +83,8 @@ class ModelDescription:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     linear_biases: tuple[str, ...] = ()
-    """Which of qkv, proj, fc1, fc2 have a bias in the source. megatron-core gives biases to all or to qkv alone; those
-    that the source does not have are zeros."""
+    """Which of qkv, proj, fc1, fc2, router, experts have a bias in the source. megatron-core gives biases to all or to
+    qkv alone; those that the source does not have are zeros."""
     hybrid: HybridDescription | None = None
     scales: WeightScales | None = None
     """None: weights are loaded unscaled."""

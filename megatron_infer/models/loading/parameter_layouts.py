@@ -64,15 +64,16 @@ LAYOUTS = {
     "self_attention.linear_qkv": Layout(
         rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
     ),
+    "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*"),
     "self_attention.linear_proj": Layout(
         rows=("hidden",), columns=("queries",), cut="columns", layers="*", bias="proj", scale="residual"
     ),
     "mlp.linear_fc1": _FC1,
     "mlp.linear_fc2": _FC2,
-    "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="none"),
+    "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="router"),
     "mlp.router.expert_bias": Layout(rows=("experts",), cut="nothing", layers="E"),
-    "mlp.experts.linear_fc1": replace(_FC1, rows=("expert_ffn",), layers="E", bias="none"),
-    "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="none"),
+    "mlp.experts.linear_fc1": replace(_FC1, rows=("expert_ffn",), layers="E", bias="experts"),
+    "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="experts"),
     "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.gate_weight": Layout(rows=("one",), columns=("hidden",), cut="nothing", layers="E"),
@@ -100,6 +101,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "positions": description.max_sequence_length,
         "hidden": layers["hidden_size"],
         "head_dim": layers["kv_channels"],
+        "heads": heads,
         "queries": heads * layers["kv_channels"],
         "keys": (layers.get("num_query_groups") or heads) * layers["kv_channels"],
         "ffn": layers["ffn_hidden_size"],

@@ -17,6 +17,7 @@ from megatron_infer.models.loading.gguf import GGUFWeights
 from megatron_infer.models.loading.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, load_weights
 from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.loading.mxfp4 import Mxfp4Reader
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ class HFDirectory:
         self.path = Path(path)
         self.name = name or str(path)
         self._description = description_of_directory(self.path, name=self.name)
-        self._reader: SafetensorsReader | None = None
+        self._reader: TensorReader | None = None
 
     def config(self) -> ModelDescription:
         return self._description
@@ -68,10 +69,12 @@ class HFDirectory:
         with damage_named(self.name):
             return Tokenizer.from_directory(self.path, name=self.name)
 
-    def _open(self) -> SafetensorsReader:
+    def _open(self) -> TensorReader:
         if self._reader is None:
+            family = family_of(self._description)
             with damage_named(self.name):
-                self._reader = SafetensorsReader(self.path, base=family_of(self._description).base)
+                reader = SafetensorsReader(self.path, base=family.base)
+            self._reader = Mxfp4Reader(reader) if family.reads_mxfp4 else reader
         return self._reader
 
 
