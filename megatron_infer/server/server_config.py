@@ -49,7 +49,7 @@ class ServerConfig:
     tool_call_parser: str = option("auto", choices=lambda: ("auto", *FORMATS), is_common=True)
     """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
     reasoning_parser: str | None = option(None, choices=lambda: tuple(REASONING), is_common=True)
-    """Format of the model's reasoning: deepseek_r1, qwen3, granite. None: reasoning stays in the content."""
+    """Format of the model's reasoning: deepseek_r1, qwen3, granite, gpt_oss. None: reasoning stays in the content."""
     control: bool = option(False, is_common=True)
     """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
     weights_root: str | None = option(None, is_common=True)
