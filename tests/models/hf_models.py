@@ -38,6 +38,12 @@ GLM4_MOE = {
     "head_dim": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LATENT = {
+    "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -123,6 +129,25 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limit": 0.5,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT | {"rope_parameters": LATENT_YARN}),
+    "deepseek_v3_one_group": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "v_head_dim": 32},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        LATENT
+        | {"q_lora_rank": None, "rope_parameters": LATENT_YARN | {"mscale_all_dim": 0.7}, "norm_topk_prob": False},
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2Config",
+        LATENT | {"topk_method": "group_limited_greedy", "topk_group": 4, "norm_topk_prob": False},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
+        | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),

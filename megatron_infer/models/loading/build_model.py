@@ -181,10 +181,13 @@ def transformer_config(
     **overrides: Any,
 ) -> TransformerConfig:
     """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions."""
-    from megatron_infer.models.mcore_compat import TransformerConfig
+    from megatron_infer.models.mcore_compat import config_class
 
     kwargs = dict(description.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
+    if kwargs.get("multi_latent_attention"):
+        kwargs |= latent_rope(description)
+    make = config_class(kwargs)
     if "window_size" in kwargs:
         kwargs["window_size"] = tuple(kwargs["window_size"])
     on_cpu = torch.device(device).type == "cpu"
@@ -201,9 +204,40 @@ def transformer_config(
         **UNFUSED,
         "attention_softmax_in_fp32": True,
     }
-    if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
+    if "cuda_graph_scope" not in overrides and getattr(make, "cuda_graph_scope", None) == "full":
         kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
-    return TransformerConfig(**(kwargs | overrides))
+    return make(**(kwargs | overrides))
+
+
+def latent_rope(description: ModelDescription) -> dict[str, Any]:
+    """The fields of MLATransformerConfig for the rotation of latent attention. Raises ModelError where there are none.
+
+    megatron-core makes the factor of angles and that of the softmax of mscale and mscale_all_dim, as `transformers`.
+    """
+    scaling, fields = description.rope_scaling, {"rotary_base": description.rotary_base}
+    if scaling is None:
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    rounds = scaling.kind == "yarn" and scaling.truncate
+    plain = scaling.mscale_all_dim or scaling.mscale == 1.0
+    ratio = _yarn_weight(scaling, scaling.mscale) / _yarn_weight(scaling, scaling.mscale_all_dim)
+    if not rounds or not plain or not math.isclose(ratio, scaling.attention_factor, rel_tol=1e-6):
+        raise ModelError(
+            f"{description.name}: latent attention has no rope, or yarn of whole frequencies with mscale and "
+            f"mscale_all_dim or neither, got {scaling}"
+        )
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+    }
+
+
+def _yarn_weight(scaling: RopeScaling, weight: float) -> float:
+    return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
 
 
 def rotary_frequencies(description: ModelDescription) -> Tensor:
@@ -301,8 +335,12 @@ def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: boo
         )
     spec = gpt_spec(config, pp_rank=group_rank(stages), stock=stock)
     arguments["mtp_block_spec"] = mtp_spec(config, spec) if arguments["post_process"] else None
-    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
-    if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):
+    is_latent = config.multi_latent_attention
+    rotary = {} if is_latent else _rope_arguments(description)
+    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **rotary)
+    if is_latent and description.latent_norm_epsilon is not None:
+        _set_latent_norms(model, description.latent_norm_epsilon)
+    if description.position_embedding == "rope" and not is_latent and not _native_rope(description.rope_scaling):
         _set_frequencies(model, description)
     return model
 
@@ -328,6 +366,12 @@ def _hybrid(description: ModelDescription, config: TransformerConfig, **argument
     if description.position_embedding == "rope" and (scaled or not _native_rope(description.rope_scaling)):
         _set_frequencies(model, description)
     return model
+
+
+def _set_latent_norms(model: GPTModel, epsilon: float) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(("self_attention.q_layernorm", "self_attention.kv_layernorm")) and hasattr(module, "eps"):
+            module.eps = epsilon
 
 
 def _set_frequencies(model: GPTModel | MambaModel, description: ModelDescription) -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_infer.config.model_shape import (
+    DTYPE_BYTES,
+    ExpertShape,
+    LatentShape,
+    ModelShape,
+    StateShape,
+    heads_per_rank,
+)
 from megatron_infer.config.step_work import LayerParameters, StepCounter
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.loading.head_padding import divisible
@@ -36,6 +46,12 @@ def shape_of(
         )
     # Without attention layers: one head of width 1, as for a live model; no key is ever stored.
     per_rank = (heads // tensor_parallel_size, heads_per_rank(kv_heads, tensor_parallel_size), layers["kv_channels"])
+    latent = None
+    if layers.get("multi_latent_attention") and attends:
+        latent = LatentShape(
+            rank=layers["kv_lora_rank"], num_heads=heads, key_dim=layers["kv_channels"], value_dim=layers["v_head_dim"]
+        )
+        per_rank = (heads // tensor_parallel_size, 1, latent.rank + layers["qk_pos_emb_head_dim"])
     query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
         num_layers=end - begin,
@@ -43,6 +59,7 @@ def shape_of(
         num_query_heads=query,
         num_kv_heads=kv,
         head_dim=width,
+        latent=latent,
         hidden_size=layers["hidden_size"],
         vocab_size=description.vocab_size,
         padded_vocab_size=padded,
@@ -134,9 +151,7 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
         layouts = [(LAYOUTS[one], one in biased or LAYOUTS[one].bias in biased) for one in modules]
         return sum(layout.num_elements(sizes, is_gated=is_gated, has_bias=has_bias) for layout, has_bias in layouts)
 
-    qkv = ["self_attention.linear_qkv"]
-    if has_head_norms:
-        qkv += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    qkv = [f"self_attention.{name}" for name in _inputs_of_attention(layers)]
     if layers.get("softmax_type") == "learnable":
         qkv.append("self_attention.core_attention.softmax_offset")
     shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
@@ -157,6 +172,16 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
         num_experts=sizes["experts"],
         has_head_norms=has_head_norms,
     )
+
+
+def _inputs_of_attention(layers: Mapping[str, Any]) -> list[str]:
+    """The modules of an attention layer before its attention."""
+    if not layers.get("multi_latent_attention"):
+        return ["linear_qkv", *(["q_layernorm", "k_layernorm"] if layers.get("qk_layernorm") else [])]
+    whole = layers.get("q_lora_rank") is None
+    queries = ["linear_q_proj"] if whole else ["linear_q_down_proj", "linear_q_up_proj"]
+    norms = ["kv_layernorm", *([] if whole else ["q_layernorm"])] if layers.get("qk_layernorm") else []
+    return [*queries, "linear_kv_down_proj", "linear_kv_up_proj", *norms]
 
 
 def _biased(description: ModelDescription) -> set[str]:

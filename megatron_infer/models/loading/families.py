@@ -49,6 +49,8 @@ class Rope:
     """Whether less than a whole head may rotate."""
     scaling: Values = field(default_factory=dict)
     """rope_scaling of a config that gives none."""
+    mscales: bool = False
+    """Whether the description keeps yarn's mscale and mscale_all_dim, of which other families make attention_factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +513,154 @@ _GPT_OSS = Family(
     },
     refusals=(_ONE_EXPERT,),
 )
+# ---------------------------------------------------------------------- latent attention
+
+_LATENT = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    # The modelling files norm latents with the default of their norm's class.
+    "latent_norm_epsilon": 1e-6,
+    "q_lora_rank": Key("q_lora_rank", 1536, "any"),
+    "kv_lora_rank": Key("kv_lora_rank", 512),
+    "qk_head_dim": Key("qk_nope_head_dim", 128),
+    "qk_pos_emb_head_dim": Key("qk_rope_head_dim", 64),
+    "v_head_dim": Key("v_head_dim", 128),
+    "kv_channels": lambda v: v["qk_head_dim"] + v["qk_pos_emb_head_dim"],
+    "num_query_groups": _same("num_attention_heads"),
+    "_num_kv_heads": Key("num_key_value_heads", None, "any"),
+    "_num_shared": Key("n_shared_experts", 1),
+    "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
+    "_num_dense": Key("first_k_dense_replace", 0, "any"),
+    "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
+    "num_moe_experts": Key("n_routed_experts", 64),
+    "moe_router_topk": Key("num_experts_per_tok", 8),
+    "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
+    "_num_groups": Key("n_group", 1, "any"),
+    "_group_topk": Key("topk_group", 1, "any"),
+    "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
+    "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
+}
+_LATENT_TENSORS = {name: named for name, named in _LLAMA_TENSORS.items() if "linear_qkv" not in name} | {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+_LATENT_EXPERTS = _GATED_EXPERTS | {
+    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+}
+_LATENT_IGNORED = (*_ROUTER_LOSSES, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
+_LATENT_REQUIRED: Required = {
+    "attention_bias": ((None, False), "megatron-core gives the projections of latents no biases"),
+    "rope_interleave": ((None, True), "megatron-core pairs neighbouring dims"),
+    "moe_layer_freq": ((None, 1), "the modelling file has experts in every layer behind the dense ones"),
+}
+_LATENT_KV_HEADS = (
+    lambda v: v["_num_kv_heads"] not in (None, v["num_attention_heads"]),
+    "num_key_value_heads={_num_kv_heads} is not supported: each of {num_attention_heads} heads has its own",
+)
+
+
+def _sums_of_groups(num_summed: int) -> tuple[Callable[[Values], bool], str]:
+    """The refusal of groups of experts that the modelling file chooses by the sum of so many scores of each."""
+    return (
+        lambda v: (
+            v["_has_experts"]
+            and bool(v["moe_router_num_groups"])
+            and v["moe_router_topk"] // v["moe_router_group_topk"] != num_summed
+        ),
+        "n_group={_num_groups}, topk_group={_group_topk} with num_experts_per_tok={moe_router_topk} is not supported: "
+        f"the modelling file chooses groups by their largest {num_summed}, megatron-core by num_experts_per_tok // "
+        "topk_group",
+    )
+
+
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    fields=_DECODER
+    | EXPERTS
+    | _SIGMOID_ROUTER
+    | _LATENT
+    | {
+        "num_moe_experts": Key("n_routed_experts", 256),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
+        "_num_dense": Key("first_k_dense_replace", 3, "any"),
+        "_num_groups": Key("n_group", 8, "any"),
+        "_group_topk": Key("topk_group", 4, "any"),
+        "max_sequence_length": Key("max_position_embeddings", 4096),
+    },
+    tensors=_LATENT_TENSORS | _LATENT_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
+    rope=Rope(mscales=True),
+    ignored_keys=(*_LATENT_IGNORED, "num_nextn_predict_layers", "num_mtp_layers"),
+    required=_LATENT_REQUIRED
+    | {
+        "scoring_func": ((None, "sigmoid"), "the modelling file has sigmoid scores"),
+        "topk_method": ((None, "noaux_tc"), "the modelling file chooses with a correction bias"),
+    },
+    refusals=(_NORMALISED_ALONE, _LATENT_KV_HEADS, _sums_of_groups(2)),
+)
+_GLM4_MOE_LITE = replace(
+    _DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    fields=_DEEPSEEK_V3.fields
+    | {
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "q_lora_rank": Key("q_lora_rank", 768, "any"),
+        "qk_head_dim": Key("qk_nope_head_dim", 192),
+        "v_head_dim": Key("v_head_dim", 256),
+        "num_moe_experts": Key("n_routed_experts", 64),
+        "moe_router_topk": Key("num_experts_per_tok", 4),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.8, "real"),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
+        "max_sequence_length": Key("max_position_embeddings", 202752),
+        "_num_dense": Key("first_k_dense_replace", 1, "any"),
+        "_num_groups": Key("n_group", 1, "any"),
+        "_group_topk": Key("topk_group", 1, "any"),
+        "_types": Key("mlp_layer_types", None, "any"),
+        "moe_layer_freq": lambda v: [
+            int(kind == "sparse") for kind in v["_types"] or ["dense", *["sparse"] * (v["num_layers"] - 1)]
+        ],
+    },
+    refusals=(
+        *_DEEPSEEK_V3.refusals,
+        (
+            lambda v: v["_num_dense"] != 1,
+            "first_k_dense_replace={_num_dense}: the modelling file reads mlp_layer_types",
+        ),
+    ),
+)
+_DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    fields=_DECODER
+    | EXPERTS
+    | _LATENT
+    | {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
+        "_num_shared": Key("n_shared_experts", 2),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1407),
+        "_method": Key("topk_method", "greedy", "any"),
+        "moe_router_num_groups": lambda v: v["_num_groups"] if v["_method"] == "group_limited_greedy" else None,
+        "moe_router_group_topk": lambda v: v["_group_topk"] if v["_method"] == "group_limited_greedy" else None,
+    },
+    tensors=_LATENT_TENSORS | _LATENT_EXPERTS,
+    rope=Rope(mscales=True),
+    ignored_keys=(*_LATENT_IGNORED, "mlp_bias"),  # the modelling file gives MLPs no biases
+    required=_LATENT_REQUIRED
+    | {
+        "scoring_func": ((None, "softmax"), "the modelling file has softmax scores"),
+        "topk_method": ((None, "greedy", "group_limited_greedy"), "the modelling file knows no other"),
+        "norm_topk_prob": ((None, False), "the modelling file does not read it, so that weights are not normalised"),
+    },
+    refusals=(_LATENT_KV_HEADS, _sums_of_groups(1)),
+)
 _GRANITE_FACTORS = {
     "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
     "scales.embedding": Key("embedding_multiplier", 1.0, "real", null=1.0),
@@ -826,6 +976,9 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": _MIXTRAL,
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "GptOssForCausalLM": _GPT_OSS,
+    "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "GraniteForCausalLM": _GRANITE,
@@ -854,7 +1007,10 @@ REFUSED = {
 }
 """Architecture -> why it is refused."""
 
-MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {"zamba2": "Zamba2ForCausalLM"}
+MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {
+    "zamba2": "Zamba2ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+}
 """model_type of a config.json that names no architecture -> the architecture."""
 
 

@@ -44,7 +44,8 @@ def divisible(description: ModelDescription, ranks: int) -> ModelDescription:
     padded."""
     groups = description.transformer.get("num_query_groups") or description.transformer["num_attention_heads"]
     is_fused = isinstance(family_of(description).tensors.get("self_attention.linear_qkv"), str)
-    if description.hybrid is not None or is_fused or groups % ranks == 0 or groups < ranks:
+    is_latent = bool(description.transformer.get("multi_latent_attention"))
+    if description.hybrid is not None or is_fused or is_latent or groups % ranks == 0 or groups < ranks:
         return description
     return pad_groups(description, -(-groups // ranks) * ranks)
 

@@ -58,6 +58,7 @@ _ROPE_TYPES: dict[str, dict[str, str]] = {
     },
 }
 """rope_type -> field of RopeScaling -> its key."""
+_YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
@@ -153,8 +154,9 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
     if rotates and scaling is not None and scaling.attention_factor != 1.0:
         if any(values.get("no_rope_freq", ())):
             raise ModelError("config.json: yarn with an attention factor needs layers that all rotate")
-        scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
-        values["softmax_scale"] = scale * scaling.attention_factor**2
+        if not values.get("multi_latent_attention"):  # which has a factor of its own (`build_model.latent_rope`)
+            scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
+            values["softmax_scale"] = scale * scaling.attention_factor**2
     values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
     return values
 
@@ -251,6 +253,7 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     percent = parameters.pop("partial_rotary_factor", None) or percent
     if percent != 1.0 and not rule.partial:
         raise ModelError(f"config.json: partial_rotary_factor={percent} is not supported for this architecture")
+    weights = {key: float(parameters[key]) for key in _YARN_WEIGHTS if parameters.get(key)}
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if kind not in _ROPE_TYPES:
@@ -276,7 +279,9 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     scaling = None
     if used:
         scaling = RopeScaling(
-            kind=kind, **{name: kinds.get(name, float)(parameters[key]) for name, key in used.items()}
+            kind=kind,
+            **{name: kinds.get(name, float)(parameters[key]) for name, key in used.items()},
+            **(weights if rule.mscales else {}),
         )
     return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
 

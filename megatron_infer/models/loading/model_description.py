@@ -28,6 +28,9 @@ class RopeScaling:
     beta_slow is divided by the factor."""
     truncate: bool = True
     """Whether yarn rounds the two bounds to whole frequencies."""
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    """yarn's, of latent attention. `attention_factor` is made of both."""
     attention_factor: float = 1.0
     """yarn multiplies rotated queries and keys by it each; softmax_scale has its square."""
 
@@ -88,6 +91,8 @@ class ModelDescription:
     hybrid: HybridDescription | None = None
     scales: WeightScales | None = None
     """None: weights are loaded unscaled."""
+    latent_norm_epsilon: float | None = None
+    """Of the norms of latents; None: that of the others."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
@@ -100,6 +105,8 @@ class ModelDescription:
         """Why megatron-core's stock classes cannot build it; None: they can."""
         if self.hybrid is not None:
             return "a hybrid's stock classes need Transformer Engine and mamba-ssm; it is built of the paged spec"
+        if self.transformer.get("multi_latent_attention"):
+            return "megatron-core's local spec has no core attention for latents; it is built of the paged spec"
         if self.transformer.get("layernorm_zero_centered_gamma"):
             return "stock norms have no zero-centred weights without Transformer Engine; it is built of the paged spec"
         return None

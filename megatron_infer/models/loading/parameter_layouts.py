@@ -59,15 +59,21 @@ LAYOUTS = {
     "norm": replace(_NORM, layers="M"),
     "input_layernorm": replace(_NORM, layers="*"),
     "pre_mlp_layernorm": replace(_NORM, layers="-E"),
-    "self_attention.q_layernorm": Layout(rows=("head_dim",), cut="nothing", layers="*"),
+    "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="nothing", layers="*"),
     "self_attention.k_layernorm": Layout(rows=("head_dim",), cut="nothing", layers="*"),
     "self_attention.linear_qkv": Layout(
         rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
     ),
     "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*"),
     "self_attention.linear_proj": Layout(
-        rows=("hidden",), columns=("queries",), cut="columns", layers="*", bias="proj", scale="residual"
+        rows=("hidden",), columns=("mixed",), cut="columns", layers="*", bias="proj", scale="residual"
     ),
+    "self_attention.linear_q_proj": Layout(rows=("queries",), columns=("hidden",), layers="*"),
+    "self_attention.linear_q_down_proj": Layout(rows=("q_rank",), columns=("hidden",), layers="*"),
+    "self_attention.linear_q_up_proj": Layout(rows=("queries",), columns=("q_rank",), layers="*"),
+    "self_attention.linear_kv_down_proj": Layout(rows=("kv_down",), columns=("hidden",), layers="*"),
+    "self_attention.kv_layernorm": Layout(rows=("kv_rank",), cut="nothing", layers="*"),
+    "self_attention.linear_kv_up_proj": Layout(rows=("kv_up",), columns=("kv_rank",), layers="*"),
     "mlp.linear_fc1": _FC1,
     "mlp.linear_fc2": _FC2,
     "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="router"),
@@ -95,6 +101,8 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
     """Sizes of a whole model by the names that layouts have for them."""
     layers, hybrid = description.transformer, description.hybrid
     heads, mamba_heads = layers["num_attention_heads"], layers.get("mamba_num_heads") or 0
+    q_rank, kv_rank = layers.get("q_lora_rank") or 0, layers.get("kv_lora_rank") or 0
+    is_latent = bool(layers.get("multi_latent_attention"))
     return {
         "one": 1,
         "vocabulary": description.vocab_size,
@@ -102,7 +110,13 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "hidden": layers["hidden_size"],
         "head_dim": layers["kv_channels"],
         "heads": heads,
+        "q_norm": q_rank if is_latent else layers["kv_channels"],
         "queries": heads * layers["kv_channels"],
+        "mixed": heads * layers["v_head_dim" if is_latent else "kv_channels"],
+        "q_rank": q_rank,
+        "kv_rank": kv_rank,
+        "kv_down": kv_rank + layers["qk_pos_emb_head_dim"] if is_latent else 0,
+        "kv_up": heads * (layers["qk_head_dim"] + layers["v_head_dim"]) if is_latent else 0,
         "keys": (layers.get("num_query_groups") or heads) * layers["kv_channels"],
         "ffn": layers["ffn_hidden_size"],
         "experts": layers.get("num_moe_experts") or 0,
