@@ -134,9 +134,13 @@ class Ops(Protocol):
         """[T, N, L], contiguous -> [T, N * V]: each head's x times the transpose of its weight, as of `into_latent`."""
         ...
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        """zero_centered: the factor is weight + 1, which is not rounded to the weight's dtype."""
+        ...
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(norm(x + residual) in x's dtype, x + residual in residual's dtype); may write the sum into residual_TD.
 
         residual_TD is in x's dtype or fp32.
@@ -147,6 +151,10 @@ class Ops(Protocol):
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         """silu(x[:, :F]) * x[:, F:] -> [T, F]."""
+        ...
+
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of fp32 x, e.g. logits; may overwrite x."""
         ...
 
     def gated_rms_norm(

@@ -76,14 +76,18 @@ class ExactOps(NativeOps):
         out = kernels.run(kernel, flat, source, added, rows)
         return out.view(*x_TX.shape[:-1], rows)
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         if x_TD.dtype is self._dtype:
-            return super().rms_norm(x_TD.contiguous(), _same(weight, self._dtype), eps)
-        return self._of(x_TD.dtype).rms_norm(x_TD, weight, eps)
+            weight = _same(weight, self._dtype)
+            return super().rms_norm(x_TD.contiguous(), weight, eps, zero_centered=zero_centered)
+        return self._of(x_TD.dtype).rms_norm(x_TD, weight, eps, zero_centered=zero_centered)
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         assert residual_TD.is_contiguous() and residual_TD.dtype in (torch.float32, self._dtype)
-        return super().add_rms_norm(_same(x_TD, self._dtype), residual_TD, _same(weight, self._dtype), eps)
+        x_TD, weight = _same(x_TD, self._dtype), _same(weight, self._dtype)
+        return super().add_rms_norm(x_TD, residual_TD, weight, eps, zero_centered=zero_centered)
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x_TD.contiguous(), weight.shape, weight, bias, eps)  # by rows, each by one thread

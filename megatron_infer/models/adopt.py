@@ -29,6 +29,8 @@ from megatron_infer.models.adoption_checks import (
     check_config,
     check_model,
     final_norm_of,
+    scale_of,
+    softcap_of,
     unwrap,
 )
 from megatron_infer.models.attached_lora import ATTACHED
@@ -94,6 +96,10 @@ class ModelReading:
     """The model had been adopted before: another engine or a session may read its weights."""
     heads: MTPHead | None = None
     """None: not read, as nothing drafts with them."""
+    embedding_scale: float | None
+    """Multiplies embeddings; None: nothing does."""
+    logit_softcap: float | None
+    """c of logits c * tanh(logit / c); None: they are not capped."""
 
     @property
     def specs(self) -> list[AttendSpec]:
@@ -172,7 +178,16 @@ def _read(
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
     fp8 = bind_fp8(live.config, layers)
-    return ModelReading(shape=shape, layers=layers, norm=norm, fp8=fp8, tp=tp, was_adopted=was_adopted)
+    return ModelReading(
+        shape=shape,
+        layers=layers,
+        norm=norm,
+        fp8=fp8,
+        tp=tp,
+        was_adopted=was_adopted,
+        embedding_scale=scale_of(live.embedding) if hasattr(live, "embedding") else None,
+        logit_softcap=softcap_of(live.output_layer) if live.post_process else None,
+    )
 
 
 def _check_one_rotation(layers: Sequence[LayerAdoption]) -> None:
@@ -389,17 +404,23 @@ class AdoptedModel:
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """fp32 [S, V]: this rank's part of the padded vocabulary, all of it on one rank."""
         hidden_SD, weight = hidden_SD if self._tp is None else self._tp.spread(hidden_SD), self._output_weight()
-        return ops.fp32_linear(hidden_SD, weight, self._output_bias(), len(weight))
+        return self._capped(ops, ops.fp32_linear(hidden_SD, weight, self._output_bias(), len(weight)))
 
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
         """Those of the lowest `count` tokens; None where the vocabulary is split over ranks."""
         if self._tp is not None:
             return None
-        return ops.fp32_linear(hidden_SD, self._output_weight(), self._output_bias(), count)
+        return self._capped(ops, ops.fp32_linear(hidden_SD, self._output_weight(), self._output_bias(), count))
+
+    def _capped(self, ops: Ops, logits_SV: Tensor) -> Tensor:
+        cap = self._reading.logit_softcap
+        return logits_SV if cap is None else ops.softcap(logits_SV, cap)
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
         """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None: it takes all of them."""
         if self._tp is not None or ops.argmax_linear is None or self._output_bias() is not None:
+            return None
+        if self._reading.logit_softcap is not None:  # capping rounds close logits to one, of which the lowest id counts
             return None
         return ops.argmax_linear(hidden_SD, self._output_weight(), count)
 
@@ -511,7 +532,8 @@ class AdoptedModel:
             x_TD = self._tp.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)
-        return x_TD
+        scale = self._reading.embedding_scale
+        return x_TD if scale is None else x_TD * scale
 
 
 def _own(layers: Sequence[FusedLayer | None]) -> list[int]:

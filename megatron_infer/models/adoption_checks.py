@@ -9,6 +9,8 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.bridge_modules import TWO_ROPES, embedding_scale, is_capped_output, is_of
+from megatron_infer.models.extended_modules import CappedOutput, ScaledEmbedding, TwoRopes
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.rotary import ROTARY_CLASSES
@@ -18,7 +20,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "experimental_attention_variant": "this attention is not softmax over keys and values",
     "linear_attention_freq": "linear attention keeps a recurrent state, not keys and values",
     "attention_output_gate": "gated attention is not supported",
-    "attn_logit_softcapping": "soft-capped attention logits are not supported",
     "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
     "fp4": "quantised linears are not supported",
     "quant_recipe": "linears with recipes of their own are not supported",
@@ -114,18 +115,13 @@ def check_model(model: Any) -> None:
         )
     if model.pre_process or hasattr(model, "mtp"):
         check_untouched(model.embedding, "embedding")
-        if type(model.embedding) is not mcore.LanguageModelEmbedding:
-            raise AdoptionError(
-                "embedding",
-                f"class {qualified(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward "
-                "adds is not computed by the paged path (Gemma's multiplies by sqrt(hidden_size))",
-            )
+        scale_of(model.embedding)
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
         if model.embedding.num_tokentypes > 0:
             raise AdoptionError("embedding", "token-type embeddings are not supported")
     if model.post_process:
         check_untouched(model.output_layer, "output_layer")
-        _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
+        softcap_of(model.output_layer)
     kind = model.position_embedding_type
     if kind not in (*ROTARY_CLASSES, "learned_absolute", "none"):
         raise AdoptionError(
@@ -133,10 +129,36 @@ def check_model(model: Any) -> None:
         )
     if kind in ROTARY_CLASSES and not model.config.multi_latent_attention:  # whose layers have one each
         check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
-        _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind])
+        if not is_of(model.rotary_pos_emb, TWO_ROPES):
+            _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind], TwoRopes)
     name, final_norm = final_norm_of(model)
     if final_norm is not None:
         check_untouched(final_norm, name)
+
+
+def scale_of(embedding: Any) -> float | None:
+    """What a model's embeddings are multiplied with; None: nothing. Raises AdoptionError for an unknown class."""
+    if type(embedding) is mcore.LanguageModelEmbedding:
+        return None
+    if type(embedding) is ScaledEmbedding:
+        return embedding.scale()
+    if (scale := embedding_scale(embedding, mcore.LanguageModelEmbedding)) is not None:
+        return scale
+    raise AdoptionError(
+        "embedding",
+        f"class {qualified(embedding)} is not megatron-core's LanguageModelEmbedding: what its forward "
+        "adds is not computed by the paged path",
+    )
+
+
+def softcap_of(output_layer: Any) -> float | None:
+    """c of logits c * tanh(logit / c); None: they are not capped. Raises AdoptionError for an unknown class."""
+    if type(output_layer) is CappedOutput:
+        return output_layer.softcap
+    if is_capped_output(output_layer, mcore.ColumnParallelLinear):
+        return output_layer.config.final_logit_softcapping or None
+    _check_class(output_layer, "output_layer", mcore.ColumnParallelLinear)
+    return None
 
 
 def check_untouched(module: torch.nn.Module, name: str) -> None:

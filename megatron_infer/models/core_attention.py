@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.mcore_compat import (
     AttnMaskType,
     MegatronModule,
@@ -23,7 +24,8 @@ class TorchCoreAttention(MegatronModule):
     """Spec slot `core_attention` through torch's SDPA: dense [s, b, n, h] or packed (thd) [t, n, h] queries.
 
     Stock `DotProductAttention` takes its score buffer and its dropout generator from CUDA and cannot run on a CPU.
-    Supports both of megatron-core's kinds of softmax sinks. Raises NotImplementedError for attention biases.
+    Supports both of megatron-core's kinds of softmax sinks, and `Extensions.attention_softcap`. Raises
+    NotImplementedError for attention biases.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TorchCoreAttention(MegatronModule):
         windowed = is_layer_window_attention(
             config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
         )
+        self.softcap = extensions_of(config).attention_softcap
         self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         # Without it a sharded state dict would take the group from parallel_state.
         self.tp_group = pg_collection.tp if pg_collection is not None else None
@@ -114,10 +117,10 @@ class TorchCoreAttention(MegatronModule):
             mask = _window_mask(num_queries, num_keys, self.window, query.device)
         elif attention_mask is not None:
             mask = ~attention_mask
-        if self.softmax_offset is not None:
+        if self.softmax_offset is not None or self.softcap is not None:
             if mask is None and mask_type == AttnMaskType.causal:
                 mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-            return self._attend_with_sinks(query, key, value, mask).permute(2, 0, 1, 3)
+            return self._attend_explicitly(query, key, value, mask).permute(2, 0, 1, 3)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -130,14 +133,17 @@ class TorchCoreAttention(MegatronModule):
         )
         return mixed.permute(2, 0, 1, 3)
 
-    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, n, s, h] queries, several heads per kv head -> [b, n, s, h]; softmax and its sink in fp32."""
-        assert self.softmax_offset is not None
+    def _attend_explicitly(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[b, n, s, h] queries, several heads per kv head -> [b, n, s, h]; capped scores, softmax and sink in fp32."""
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         scores = (query @ key.transpose(-1, -2)).float() * self.softmax_scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
+        if self.softmax_offset is None:
+            return F.dropout(scores.softmax(-1).to(value.dtype), self.dropout, self.training) @ value
         sinks = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(value.dtype)
         return F.dropout(weights, self.dropout, self.training) @ value
@@ -175,6 +181,8 @@ class TorchNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.rms and self.zero_centered_gamma:  # 1 + weight is not rounded to the weight's dtype
+            return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(x.dtype)
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
         if self.rms:
             return F.rms_norm(x, self.shape, weight, self.eps)

@@ -105,18 +105,23 @@ class DifferentiableOps:
         assert rows == len(weight), "gradients are those of all rows"
         return _Linear.apply(lambda *given: self.exact.fp32_linear(*given, rows), x_SX, weight, bias)
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         return _Exact.apply(
-            lambda x, w: self.exact.rms_norm(x, w, eps), lambda x, w: _rms_norm(x, w, eps, x.dtype), x_TD, weight
+            lambda x, w: self.exact.rms_norm(x, w, eps, zero_centered=zero_centered),
+            lambda x, w: _rms_norm(x, w, eps, x.dtype, zero_centered),
+            x_TD,
+            weight,
         )
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         def formula(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
             total = residual + x
-            return _rms_norm(total, w, eps, x.dtype), total
+            return _rms_norm(total, w, eps, x.dtype, zero_centered), total
 
         return _Exact.apply(
-            lambda x, residual, w: self.exact.add_rms_norm(x, residual.clone(), w, eps),
+            lambda x, residual, w: self.exact.add_rms_norm(x, residual.clone(), w, eps, zero_centered=zero_centered),
             formula,
             x_TD,
             residual_TD,
@@ -139,6 +144,9 @@ class DifferentiableOps:
 
         return _Exact.apply(self.exact.silu_mul, formula, x_T2F)
 
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        return _Exact.apply(lambda x: self.exact.softcap(x.clone(), cap), lambda x: cap * torch.tanh(x / cap), x_SV)
+
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
     ) -> Tensor:
@@ -159,9 +167,9 @@ class DifferentiableOps:
         return self.exact.rowwise(function, x_TX)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    wide, factor = x.float(), weight.float() + 1 if zero_centered else weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).to(dtype)
 
 
 class TrainingStep:

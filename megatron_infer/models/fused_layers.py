@@ -26,7 +26,9 @@ from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
 from megatron_infer.kernels.lora import AdapterPairs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.attached_lora import LinearLoRA, lora_of
+from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, WHOLE_HEAD_ATTENTION, WHOLE_HEAD_NORM, is_of
 from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm
 from megatron_infer.models.fp8 import Fp8Product
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
 from megatron_infer.models.te_apex import (
@@ -100,7 +102,7 @@ class LayerOps(LayerOp):
 class FusedNorm(LayerOp):
     """A norm module as one call on its live weight, which also adds the residual."""
 
-    __slots__ = ("eps", "is_plain_rms", "kind", "parameters", "zero_centered")
+    __slots__ = ("eps", "kind", "parameters", "zero_centered")
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         kinds = {torch.nn.RMSNorm: RMS, torch.nn.LayerNorm: LAYER, L2Norm: L2}
@@ -119,8 +121,6 @@ class FusedNorm(LayerOp):
                 "FusedLayerNorm, L2Norm and specs.gpt_spec's",
             )
         self.zero_centered: bool = getattr(module, "zero_centered_gamma", False)
-        self.is_plain_rms = self.kind == RMS and not self.zero_centered
-        """`ops.add_rms_norm` computes it from the weight as it is."""
         self.parameters: Parameters = module._parameters if foreign is None else foreign[1]
         if self.kind != L2 and self.parameters["weight"] is None:
             raise AdoptionError(name, "a norm without a weight (elementwise_affine=False)")
@@ -132,24 +132,25 @@ class FusedNorm(LayerOp):
         ops = step.ops
         if residual_TD is None:
             return self.norm(ops, x_TD), x_TD.float()
-        if self.is_plain_rms:
-            return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
+        if self.kind == RMS:
+            weight = self.parameters["weight"]
+            return ops.add_rms_norm(x_TD, residual_TD, weight, self.eps, zero_centered=self.zero_centered)
         if ops.norms is not None:
             return self._norm_at_once(ops.norms, x_TD, residual_TD), residual_TD
         total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
         return self.norm(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def norm(self, ops: Ops, x_TD: Tensor) -> Tensor:
-        if ops.norms is not None and (self.zero_centered or self.kind == L2):
+        if ops.norms is not None and (self.kind == L2 or (self.kind == LAYER and self.zero_centered)):
             return self._norm_at_once(ops.norms, x_TD)
         if self.kind == L2:
             return ops.rms_norm(x_TD, x_TD.new_ones(x_TD.shape[-1]), self.eps)
         weight = self.parameters["weight"]
         assert weight is not None
+        if self.kind == RMS:
+            return ops.rms_norm(x_TD, weight, self.eps, zero_centered=self.zero_centered)
         if self.zero_centered:
             weight = weight + 1
-        if self.kind == RMS:
-            return ops.rms_norm(x_TD, weight, self.eps)
         return ops.layer_norm(x_TD, weight, self.parameters["bias"], self.eps)
 
     def norm_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
@@ -169,13 +170,74 @@ class FusedNorm(LayerOp):
         return norms.norm(x, weight, bias, self.eps, **form, residual=residual)
 
 
+class NormAfter(LayerOp):
+    """The norm of a body's output, before the residual is added."""
+
+    __slots__ = ("norm",)
+
+    def __init__(self, norm: FusedNorm) -> None:
+        self.norm = norm
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.norm.norm(step.ops, x_TD), residual_TD
+
+
+class AddResidual(LayerOp):
+    """What stands in the place of the norm before a body that has none: (x + residual, x + residual)."""
+
+    __slots__ = ()
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if residual_TD is None:
+            return x_TD, x_TD.float()
+        total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
+        return total_TD.to(x_TD.dtype), total_TD
+
+
+class WholeHeadsNorm:
+    """An RMS norm of queries or keys over all heads together, also those of other tensor-parallel ranks."""
+
+    __slots__ = ("eps", "global_dim", "parameters", "reducer")
+
+    def __init__(self, module: Any, name: str, *, tp: Reducer | None, global_dim: int) -> None:
+        """global_dim: width of all ranks' heads."""
+        self.parameters: Parameters = module._parameters
+        self.eps: float = module.eps
+        self.global_dim, self.reducer = global_dim, tp
+        ranks = 1 if tp is None else tp.size
+        weight = self.parameters["weight"]
+        if weight is None or len(weight) * ranks != global_dim:
+            shape = None if weight is None else list(weight.shape)
+            raise AdoptionError(
+                name, f"a norm over heads of {global_dim} dims on {ranks} ranks with a weight of {shape}"
+            )
+
+    def norm_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
+        """The norm of a strided [T, ..., H] view over all axes but the first -> contiguous."""
+        weight = self.parameters["weight"]
+        assert weight is not None
+        flat_TX = x_THs.reshape(len(x_THs), -1).contiguous()
+        if self.reducer is None:
+            return ops.rms_norm(flat_TX, weight, self.eps).view(x_THs.shape)
+        wide_TX = flat_TX.float()
+        squares_T1 = self.reducer.all_reduce(ops.rowwise(_sum_of_squares, wide_TX))
+        # Each rank norms heads of its own by the sum: its gradient is that of all ranks.
+        mean_T1 = self.reducer.spread(squares_T1) / self.global_dim
+        return (wide_TX * torch.rsqrt(mean_T1 + self.eps) * weight).to(flat_TX.dtype).view(x_THs.shape)
+
+
+def _sum_of_squares(x_TX: Tensor) -> Tensor:
+    return x_TX.square().sum(-1, keepdim=True)
+
+
 class FusedLinear(LayerOp):
     """A column- or row-parallel linear on this rank's part of the weight.
 
-    Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
+    Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias. After both
+    comes the norm of the output, where the module has one.
     """
 
-    __slots__ = ("attached", "foreign", "lora", "name", "parameters", "product", "reduce", "spread")
+    __slots__ = ("after", "attached", "foreign", "lora", "name", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -192,6 +254,9 @@ class FusedLinear(LayerOp):
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
         """What multiplies in FP8; None: `ops.linear` does, by the weight."""
+        self.after: FusedNorm | None = None
+        if type(module) is NormedRowParallelLinear or is_of(module, NORMED_ROW_LINEAR):
+            self.after = FusedNorm(module.post_layernorm, f"{name}.post_layernorm")
         self.attached: LinearLoRA | None = lora_of(module)
         """The pair that trains on the live module; None: there is none."""
         self.name = name
@@ -200,7 +265,7 @@ class FusedLinear(LayerOp):
         self.foreign: tuple[Any, str, str] | None = None
         """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""
         role, whole = linear_role(module), ""
-        if type(module) is RowParallelLinear:
+        if type(module) in (RowParallelLinear, NormedRowParallelLinear):
             self.reduce = tp
             whole = "" if module.input_is_parallel else "takes its whole input (input_is_parallel=False)"
         elif type(module) is ColumnParallelLinear:
@@ -212,8 +277,8 @@ class FusedLinear(LayerOp):
             raise AdoptionError(
                 name,
                 f"linear class {qualified(module)} is not known here; known are "
-                "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec) and those of Transformer "
-                "Engine",
+                "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec), those of Transformer "
+                "Engine and Megatron-Bridge's TERowParallelLinearLayerNorm",
             )
         if whole and tp is not None:
             raise AdoptionError(name, f"{whole}: between the linears of a layer each rank keeps its own part")
@@ -249,7 +314,9 @@ class FusedLinear(LayerOp):
         return ops.linear(x_TX, self.weight(), bias)
 
     def flat(self) -> tuple[LayerOp, ...]:
-        return (self,) if self.reduce is None else (self, AllReduce(self.reduce, self.parameters))
+        reduced = () if self.reduce is None else (AllReduce(self.reduce, self.parameters),)
+        normed = () if self.after is None else (NormAfter(self.after),)
+        return (self, *reduced, *normed)
 
     def weight(self) -> Tensor:
         weight = self.parameters["weight"]
@@ -331,8 +398,8 @@ class SplitHeads(LayerOp):
         self,
         spec: AttendSpec,
         *,
-        q_norm: FusedNorm | None,
-        k_norm: FusedNorm | None,
+        q_norm: FusedNorm | WholeHeadsNorm | None,
+        k_norm: FusedNorm | WholeHeadsNorm | None,
         num_kv_heads: int,
         gathered: Reducer | None,
     ) -> None:
@@ -396,8 +463,8 @@ class FusedAttention(LayerOps):
         gathered = tp if tp is not None and num_kv_heads < tp.size else None
         heads = SplitHeads(
             spec,
-            q_norm=norm_unless_none(attention.q_layernorm, f"{name}.q_layernorm"),
-            k_norm=norm_unless_none(attention.k_layernorm, f"{name}.k_layernorm"),
+            q_norm=_head_norm(attention, "q_layernorm", name, tp=tp, num_heads=attention.config.num_attention_heads),
+            k_norm=_head_norm(attention, "k_layernorm", name, tp=tp, num_heads=num_kv_heads),
             num_kv_heads=num_kv_heads,
             gathered=gathered,
         )
@@ -410,18 +477,39 @@ class FusedAttention(LayerOps):
 
 def norm_unless_none(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
     """A norm within attention, None where there is none."""
+    return None if module is None or type(module) is IdentityOp else FusedNorm(module, name)
+
+
+def _head_norm(
+    attention: Any, slot: str, name: str, *, tp: Reducer | None, num_heads: int
+) -> FusedNorm | WholeHeadsNorm | None:
+    """The norm over each query or key head, or over all of them; None where there is none. num_heads: of all ranks."""
+    module, name = getattr(attention, slot), f"{name}.{slot}"
     if module is None or type(module) is IdentityOp:
         return None
-    return FusedNorm(module, name)
+    width = num_heads * attention.hidden_size_per_attention_head
+    if type(module) in (QueryNorm, KeyNorm) or is_of(module, WHOLE_HEAD_NORM):
+        return WholeHeadsNorm(module, name, tp=tp, global_dim=width)
+    norm = FusedNorm(module, name)
+    if not is_of(attention, WHOLE_HEAD_ATTENTION):
+        return norm
+    if tp is not None:
+        raise AdoptionError(name, f"is as wide as all heads ({width}): its class runs on one tensor-parallel rank only")
+    if norm.kind != RMS or norm.zero_centered:
+        raise AdoptionError(name, "a norm over all heads that is not an RMS norm with weights around 1")
+    return WholeHeadsNorm(module, name, tp=None, global_dim=width)
 
 
 class FusedLayer(LayerOps):
-    """A pre-norm decoder layer: (product, residual) of the layer before -> those of this one."""
+    """A decoder layer with norms before its bodies, after them or both.
+
+    (product, residual) of the layer before -> those of this one.
+    """
 
     __slots__ = ("blocks",)
 
-    def __init__(self, *blocks: tuple[FusedNorm, LayerOp]) -> None:
-        """blocks: a norm and the body behind it. A transformer layer has attention and an MLP or experts, a layer of a
-        hybrid decoder has one body: attention, an MLP, experts or a mixer."""
-        self.blocks: Sequence[tuple[FusedNorm, LayerOp]] = blocks
+    def __init__(self, *blocks: tuple[FusedNorm | AddResidual, LayerOp]) -> None:
+        """blocks: a norm, or what stands in its place, and the body after it. A transformer layer has attention and an
+        MLP or experts, a layer of a hybrid decoder has one body: attention, an MLP, experts or a mixer."""
+        self.blocks: Sequence[tuple[FusedNorm | AddResidual, LayerOp]] = blocks
         super().__init__(*(operation for norm, body in blocks for operation in (norm, *body.flat())))

@@ -12,8 +12,18 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import check_called_by_none, check_untouched
+from megatron_infer.models.bridge_modules import (
+    ATTENTIONS,
+    CAPPED_CORES,
+    PATTERNED_CORE,
+    TWO_ROPE_ATTENTION,
+    is_local,
+    is_of,
+)
 from megatron_infer.models.core_attention import TorchCoreAttention
+from megatron_infer.models.extended_modules import TwoRopeAttention, has_window
 from megatron_infer.models.fused_layers import (
+    AddResidual,
     FusedAttention,
     FusedLayer,
     FusedLinear,
@@ -26,8 +36,8 @@ from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts
-from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention
-from megatron_infer.models.rotary import rotary_dim
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_attention_class
+from megatron_infer.models.rotary import ropes_of, rotary_dim
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -60,7 +70,9 @@ class LayerAdoption:
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""
         if self.attention is not None:
-            _bind(self.layer.self_attention, self.attention, PAGED_ATTENTION)
+            found = type(self.layer.self_attention)
+            paged = {} if issubclass(found, PagedAttention) else {found: paged_attention_class(found)}
+            _bind(self.layer.self_attention, self.attention, paged)
         if self.mixer is not None:
             mixer = type(self.layer.mixer)
             _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
@@ -147,8 +159,11 @@ def _bind(module: Any, operations: LayerOps, classes: dict[type, type]) -> None:
     module.fused = operations
 
 
-def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]) -> FusedNorm | None:
-    """The norm before a part of a layer; None where the layer has no such part: neither norm nor addition.
+def _norm_before(
+    layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]
+) -> FusedNorm | AddResidual | None:
+    """The norm before a part of a layer, or what stands in its place where the part has none; None where the layer has
+    no such part: neither norm nor addition.
 
     first: the part's first linear and its name; Transformer Engine's linear may have the norm inside.
     """
@@ -158,7 +173,7 @@ def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first
             raise AdoptionError(f"{name}.{add}", f"{adds!r} is not megatron-core's bias-dropout-add")
         linear, where = first
         if not has_norm_inside(linear):
-            return FusedNorm(before, f"{name}.{norm}")
+            return AddResidual() if type(before) is mcore.IdentityOp else FusedNorm(before, f"{name}.{norm}")
         if type(before) is not mcore.IdentityOp:
             raise AdoptionError(
                 f"{name}.{norm}", f"{qualified(before)} before {part}.{where}, which norms its input too"
@@ -183,7 +198,7 @@ def _attention(
 
 def _check_attention(attention: Any, where: str) -> None:
     """Raise AdoptionError unless the module is known to compute causal softmax attention."""
-    stock = type(attention) in PAGED_ATTENTION
+    stock = type(attention) in (*PAGED_ATTENTION, TwoRopeAttention) or is_of(attention, *ATTENTIONS)
     if not stock and not isinstance(attention, PagedAttention):
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
@@ -191,7 +206,7 @@ def _check_attention(attention: Any, where: str) -> None:
     if latent is not isinstance(attention, mcore.MLASelfAttention):
         raise AdoptionError(where, f"multi_latent_attention={latent}, but it is of class {qualified(attention)}")
     core = attention.core_attention
-    if stock and not _is_known_core(core):
+    if stock and not isinstance(attention, PagedAttention) and not _is_known_core(core):
         raise AdoptionError(
             f"{where}.core_attention",
             f"class {qualified(core)} is not known, so neither is what it computes; "
@@ -215,24 +230,58 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         )
     num_kv_heads = attention.num_query_groups_per_partition
     head_dim = attention.hidden_size_per_attention_head
-    rotary = getattr(model, "rotary_pos_emb", None)
-    rotates = rotary is not None and not (config.no_rope_freq and config.no_rope_freq[number - 1])
+    scale, window, softcap = _softmax_of(core, config, number, where)
     return AttendSpec(
         num_kv_heads=num_kv_heads,
         # not num_attention_heads_per_partition: where ranks share a kv head it counts the whole group's queries
         group_size=config.num_attention_heads // size // num_kv_heads,
         head_dim=head_dim,
-        # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
-        scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
-        window=_window(config, number, where),
-        rotary_dim=rotary_dim(rotary) if rotates else 0,
-        rotary_interleaved=rotates and rotary.rotary_interleaved,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        **_rotation_of(attention, getattr(model, "rotary_pos_emb", None), where),
         sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )
 
 
 def _is_known_core(core: Any) -> bool:
-    return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core)
+    is_bridge = is_of(core, PATTERNED_CORE, *CAPPED_CORES)
+    return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core) or is_bridge
+
+
+def _softmax_of(core: Any, config: Any, number: int, where: str) -> tuple[float, int | None, float | None]:
+    """(scale, window, softcap) of a layer's core attention."""
+    if is_of(core, *CAPPED_CORES):
+        if config.apply_query_key_layer_scaling:
+            raise AdoptionError(where, "apply_query_key_layer_scaling caps another score than the one of the softmax")
+        window = None if core.window_size is None else _keys_of(core.window_size, where)
+        return 1.0 / core.norm_factor, window, config.attn_logit_softcapping or None
+    is_own = isinstance(core, TorchCoreAttention)
+    if not is_own and (cap := getattr(config, "attn_logit_softcapping", None)):
+        known = "known to cap scores are Megatron-Bridge's Gemma 2 and specs.gpt_spec's"
+        raise AdoptionError(f"{where}.core_attention", f"attn_logit_softcapping={cap} with {qualified(core)}; {known}")
+    # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
+    scale = 1.0 / math.sqrt(config.kv_channels) if config.softmax_scale is None else config.softmax_scale
+    softcap = core.softcap if is_own else None
+    return scale, _window(core.config if is_of(core, PATTERNED_CORE) else config, number, where), softcap
+
+
+def _rotation_of(attention: Any, rotary: Any, where: str) -> dict[str, Any]:
+    """The fields of AttendSpec that say which columns of the model's angles rotate this layer's heads, and how."""
+    config, number = attention.config, attention.layer_number
+    if rotary is None or (config.no_rope_freq and config.no_rope_freq[number - 1]):
+        return {}
+    ropes = ropes_of(rotary)
+    widths, at = [rotary_dim(rope) for rope in ropes], 0
+    if len(ropes) > 1:
+        if is_of(attention, TWO_ROPE_ATTENTION):
+            local = is_local(config, number)
+        elif isinstance(attention, TwoRopeAttention):
+            local = has_window(config, number)
+        else:
+            raise AdoptionError(where, "the model has two ropes, and it is not known which one this attention takes")
+        widths, at = (widths[:1], 0) if local else (widths[1:], widths[0])
+    return {"rotary_dim": widths[0], "rotary_at": at, "rotary_interleaved": rotary.rotary_interleaved}
 
 
 def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | None:
@@ -253,9 +302,14 @@ def _window(config: Any, layer_number: int, where: str) -> int | None:
     """Keys visible to a query of this layer, itself included."""
     if not mcore.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
-    left, right = config.window_size
+    return _keys_of(config.window_size, where)
+
+
+def _keys_of(window_size: tuple[int, int], where: str) -> int:
+    """Keys visible to a query in a window of megatron-core, itself included."""
+    left, right = window_size
     if left < 0 or right != 0:
-        raise AdoptionError(where, f"window_size={config.window_size}: only (n >= 0, 0) is causal and bounded")
+        raise AdoptionError(where, f"window_size={window_size}: only (n >= 0, 0) is causal and bounded")
     return int(left) + 1
 
 

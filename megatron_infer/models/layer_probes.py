@@ -19,7 +19,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.adoption_checks import final_norm_of
-from megatron_infer.models.fused_layers import FusedNorm, LayerOp
+from megatron_infer.models.fused_layers import AddResidual, FusedNorm, LayerOp
 from megatron_infer.models.mcore_compat import IdentityOp, MoELayer
 from megatron_infer.models.moe import chosen_ids
 
@@ -74,15 +74,16 @@ def _layer_probes(number: int, layer: Any, num_moe: int) -> Iterator[ModuleProbe
         before, module = getattr(layer, norm_name), getattr(layer, name)
         probe = partial(ModuleProbe, layer=number)
         # Where the norm is inside the linear behind it (Transformer Engine), the trainer never runs it by itself.
-        inside = type(before) is IdentityOp
-        if not inside:
+        inside = norm if type(before) is IdentityOp and isinstance(norm, FusedNorm) else None
+        if type(before) is not IdentityOp:
+            assert not isinstance(norm, AddResidual)
             yield probe(name=f"decoder.layers.{number}.{norm_name}", kind=NORM, module=before, run=_run_norm(norm))
         is_moe = type(module) is MoELayer
         yield probe(
             name=f"decoder.layers.{number}.{name}",
             kind=MOE if is_moe else _KINDS[name],
             module=module,
-            run=_run_body(body, norm if inside else None),
+            run=_run_body(body, inside),
             moe=num_moe if is_moe else None,
         )
 

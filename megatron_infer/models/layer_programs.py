@@ -10,6 +10,7 @@ a norm that is not RMS) the operations run one by one, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from megatron_infer.kernels.native.native_layers import (
     SiluMulOp,
 )
 from megatron_infer.models.fused_layers import (
+    RMS,
     Attend,
     FusedActivation,
     FusedLinear,
     FusedNorm,
     LayerOp,
     LayerOps,
+    NormAfter,
     SplitHeads,
 )
 from megatron_infer.models.moe import FusedExperts
@@ -92,8 +95,15 @@ def _with_heads(operations: Iterable[LayerOp]) -> Iterator[tuple[LayerOp, ...]]:
             heads = None
 
 
-def _norm(norm: FusedNorm) -> ProgramOp | None:
-    return NormOp(weight=(norm.parameters, "weight"), eps=norm.eps) if norm.is_plain_rms else None
+def _norm(norm: FusedNorm) -> NormOp | None:
+    if norm.kind != RMS:
+        return None
+    return NormOp(weight=(norm.parameters, "weight"), eps=norm.eps, zero_centered=norm.zero_centered)
+
+
+def _norm_after(after: NormAfter) -> ProgramOp | None:
+    op = _norm(after.norm)
+    return None if op is None else replace(op, alone=True)
 
 
 def _linear(linear: FusedLinear) -> ProgramOp | None:
@@ -147,6 +157,7 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
 
 _PROGRAM_OPS: dict[type, Callable[..., ProgramOp | None]] = {
     FusedNorm: _norm,
+    NormAfter: _norm_after,
     FusedLinear: _linear,
     FusedActivation: _activation,
     Attend: _attend,

@@ -73,10 +73,17 @@ def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def ropes_of(rotary: RotaryEmbedding) -> tuple[RotaryEmbedding, ...]:
+    """The ropes in the order of their columns: that of layers with a window, where the model has one for them, and
+    its own."""
+    local = getattr(rotary, "rope_local", None)
+    return (rotary,) if local is None else (local, rotary)
+
+
 def rotary_table(
     rotary: RotaryEmbedding, num_positions: int, device: torch.device, *, factor: float = 1.0
 ) -> RotaryTable:
-    """cos and sin of positions 0 .. num_positions - 1, fp32, times `factor`.
+    """cos and sin of positions 0 .. num_positions - 1, fp32, times `factor`, of all its ropes side by side.
 
     Cast to the activations' dtype they have the bits of the training path.
     """
@@ -85,7 +92,7 @@ def rotary_table(
     cos, sin = [], []
     size = TABLE_POSITIONS if rotary.inv_freq.is_cpu else max(1, num_positions)
     for begin in range(0, num_positions, size):
-        part = angles(rotary, size, begin)
+        part = torch.cat([angles(rope, size, begin) for rope in ropes_of(rotary)], dim=-1)
         cos.append(part.cos())
         sin.append(part.sin())
     cos_PR, sin_PR = torch.cat(cos)[:num_positions] * factor, torch.cat(sin)[:num_positions] * factor

@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
+from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm, TwoRopeAttention
+from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
@@ -133,7 +135,8 @@ def gpt_spec(
 
         first = layer_offset(config, pp_rank)
         layers = layers[first : first + count]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=submodules_of(dense).input_layernorm)
+    norm = submodules_of(dense).input_layernorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm if norm is IdentityOp else norm)
 
 
 def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> Any:
@@ -147,7 +150,7 @@ def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> An
     )
 
     last = block.layer_specs[-1]
-    norm = submodules_of(last).input_layernorm
+    norm = block.layer_norm
     backend = SimpleNamespace(column_parallel_linear=lambda: ColumnParallelLinear, layer_norm=lambda *_, **__: norm)
     layer = get_mtp_layer_spec_for_backend(last, backend)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
@@ -169,15 +172,28 @@ def layer_spec(
         submodules_of(layer.mlp).router = DeviceAgnosticRouter  # stock where CUDA is available
     if stock and config.multi_latent_attention:
         raise ConfigError("megatron-core's local spec has no core attention for latents; use specs.gpt_spec as it is")
+    extensions = extensions_of(config)
     if stock:
+        if extensions != Extensions():
+            raise ConfigError("stock=True, but megatron-core has no modules for the config's extensions")
         return spec
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if extensions.norms == "after" else TorchNorm
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
+    if config.multi_latent_attention and extensions != Extensions():
+        raise ConfigError("latent attention with the extensions of a config is not supported")
     if config.multi_latent_attention:
         layer.self_attention.module = TorchLatentAttention
         norm = TorchNorm if qk_layernorm else IdentityOp
         attention.q_layernorm, attention.kv_layernorm = (IdentityOp if config.q_lora_rank is None else norm), norm
     elif qk_layernorm and not config.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if qk_layernorm and extensions.whole_head_norms:
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if extensions.norms != "before":
+        if num_experts is not None:
+            raise ConfigError(f"norms {extensions.norms} experts are not supported")
+        attention.linear_proj = submodules_of(layer.mlp).linear_fc2 = NormedRowParallelLinear
+    if extensions.local_rotary_base is not None:
+        layer.self_attention.module = TwoRopeAttention
     return with_inference(spec)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.te_tensors import TE_PACKAGE
+from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, is_of
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
@@ -52,8 +53,10 @@ def _is(module: Any, where: tuple[str, str]) -> bool:
 
 
 def linear_role(module: Any) -> str | None:
-    """COLUMN, ROW or WHOLE (each rank has all of it) for megatron-core's linears on Transformer Engine; None for other
-    modules."""
+    """COLUMN, ROW or WHOLE (each rank has all of it) of megatron-core's linears on Transformer Engine and Bridge's with
+    a norm; None for other modules."""
+    if is_of(module, NORMED_ROW_LINEAR):
+        return ROW
     return _LINEARS.get(type(module).__qualname__) if type(module).__module__ == TE_MODULES else None
 
 

@@ -85,7 +85,7 @@ moe_latent_size moe_enable_routing_replay
 mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads is_hybrid_model
 """
 
-ONLY_IN_LATER_VERSIONS = {"use_mup", "attn_logit_softcapping"}
+ONLY_IN_LATER_VERSIONS = {"use_mup"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -96,6 +96,8 @@ def test_norms_and_gates_treat_each_row_alone(ops, width):
     residual = torch.linspace(-1, 1, width).expand(ROWS, width).float()
     close(check_rows(lambda part: ops.add_rms_norm(part, residual[: len(part)].clone(), weight, 1e-5)[0], x),
           reference.add_rms_norm(x, residual.clone(), weight, 1e-5)[0])  # fmt: skip
+    close(check_rows(lambda part: ops.rms_norm(part, weight, 1e-5, zero_centered=True), x),
+          reference.rms_norm(x, weight, 1e-5, zero_centered=True))  # fmt: skip
     gated = lambda part: ops.gated_rms_norm(part, part.flip(-1).contiguous(), weight, 1e-5, group_size=width // 2)  # noqa: E731
     close(check_rows(gated, x), reference.gated_rms_norm(x, x.flip(-1), weight, 1e-5, group_size=width // 2))
 

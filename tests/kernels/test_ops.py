@@ -21,15 +21,16 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norms_match_reference(make_ops, dtype, shape):
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_match_reference(make_ops, dtype, shape, zero_centered):
     ops, tolerance = make_ops(dtype), DTYPES[dtype]
     x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
     weight, bias = randn(shape[1], dtype=dtype, seed=2), randn(shape[1], dtype=dtype, seed=3)
-    torch.testing.assert_close(
-        ops.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), rtol=tolerance, atol=tolerance
-    )
-    want, want_sum = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    got, got_sum = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    form = {"zero_centered": zero_centered}
+    got, want = ops.rms_norm(x, weight, 1e-5, **form), REFERENCE.rms_norm(x, weight, 1e-5, **form)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    want, want_sum = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-5, **form)
+    got, got_sum = ops.add_rms_norm(x, residual.clone(), weight, 1e-5, **form)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(got_sum, want_sum, rtol=tolerance, atol=tolerance)
     for optional in (bias, None):
@@ -39,6 +40,26 @@ def test_norms_match_reference(make_ops, dtype, shape):
             rtol=tolerance,
             atol=tolerance if shape[1] > 1 else 0.1,  # one entry: its own mean, nothing but rounding is left
         )
+
+
+def test_a_zero_centred_weight_is_not_rounded_with_its_one(make_ops):
+    """1.0029 is 1 in bfloat16."""
+    x = torch.linspace(0.5, 1.5, 64, dtype=torch.bfloat16)[None]
+    weight = torch.full((64,), 0.0029, dtype=torch.bfloat16)
+    got = make_ops(torch.bfloat16).rms_norm(x, weight, 1e-6, zero_centered=True)
+    assert torch.equal(got, REFERENCE.rms_norm(x, weight, 1e-6, zero_centered=True))
+    assert not torch.equal(got, REFERENCE.rms_norm(x, torch.ones_like(weight), 1e-6))
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 131), (7, 40000)])
+def test_softcap_matches_reference_and_treats_each_entry_alone(make_ops, shape):
+    x = 50 * randn(*shape, dtype=torch.float32)
+    x[0, :3] = torch.tensor([1e-6, float("inf"), -2000.0])
+    ops = make_ops(torch.float32)
+    got = ops.softcap(x.clone(), 30.0)
+    torch.testing.assert_close(got, REFERENCE.softcap(x, 30.0), rtol=1e-6, atol=1e-12)
+    if isinstance(ops, NativeOps):
+        assert torch.equal(ops.softcap(x[:, 1:].contiguous(), 30.0), got[:, 1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -37,6 +37,13 @@ GLM4_MOE = {
     "moe_intermediate_size": 24,
     "head_dim": 16,
 }
+GEMMA2 = {
+    "head_dim": 16,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {
     "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -108,6 +115,55 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_probabilities": ("Qwen3MoeConfig", QWEN_MOE | {"head_dim": 16}),
     "qwen3_moe_dense_layers": ("Qwen3MoeConfig", QWEN_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe_every_second": ("Qwen3MoeConfig", QWEN_MOE | {"num_experts_per_tok": 1, "decoder_sparse_step": 2}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", GEMMA2),
+    "gemma2_no_caps": (
+        "Gemma2Config",
+        GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
+    ),
+    "gemma3_linear_rope": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2_bias": ("Olmo2Config", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 7, "num_hidden_layers": 5}),
+    "olmo3_yarn": (
+        "Olmo3Config",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": YARN | {"attention_factor": 1.0},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 7, "num_hidden_layers": 5}),
+    "exaone4_no_window": (
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe_normalised": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24},
+    ),
     "glm4_moe": ("Glm4MoeConfig", GLM4_MOE | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_bias": ("Glm4MoeConfig", GLM4_MOE | {"attention_bias": True, "first_k_dense_replace": 2}),
     "gpt_oss": (

@@ -80,7 +80,9 @@ def test_names_without_the_body_prefix_load(tmp_path):
     ("case", "change", "message"),
     [
         ("llama", {"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported: .*LlamaForCausalLM"),
-        ("llama", {"architectures": ["GemmaForCausalLM"]}, "sqrt"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "linear attention"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "sigmoid scores"),
         ("llama", {"architectures": None, "model_type": "bar"}, "bar"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no 'original_max_position_embeddings'"),

@@ -38,13 +38,16 @@ class PlainOps:
     def fp32_linear(self, x, weight, bias, rows):
         return F.linear(x.float(), weight[:rows].float(), None if bias is None else bias[:rows].float())
 
-    def rms_norm(self, x, weight, eps):
+    def rms_norm(self, x, weight, eps, *, zero_centered=False):
         assert x.is_contiguous() and x.ndim == 2
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
 
-    def add_rms_norm(self, x, residual, weight, eps):
+    def add_rms_norm(self, x, residual, weight, eps, *, zero_centered=False):
         residual.add_(x)
-        return self.rms_norm(residual.to(x.dtype), weight, eps), residual
+        return self.rms_norm(residual.to(x.dtype), weight, eps, zero_centered=zero_centered), residual
+
+    def softcap(self, x, cap):
+        return cap * torch.tanh(x / cap)
 
     def layer_norm(self, x, weight, bias, eps):
         return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -167,6 +170,8 @@ class Step:
             if spec.window is not None:
                 mask &= key > query - spec.window
             scores = torch.einsum("qkgh,pkh->kgqp", q[first:end], keys) * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
             scores = scores.masked_fill(~mask, float("-inf"))
             if spec.sinks_N is not None:
                 sinks = spec.sinks_N.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
@@ -177,7 +182,8 @@ class Step:
 
     def _rotate(self, x, spec):
         lead = (len(x),) + (1,) * (x.ndim - 2) + (spec.rotary_dim,)
-        cos, sin = self.cache.cos[self.positions_T].view(lead), self.cache.sin[self.positions_T].view(lead)
+        columns = slice(spec.rotary_at, spec.rotary_at + spec.rotary_dim)
+        cos, sin = (part[self.positions_T, columns].view(lead) for part in (self.cache.cos, self.cache.sin))
         turn, rest = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
         if spec.rotary_interleaved:
             other = torch.stack((-turn[..., 1::2], turn[..., 0::2]), -1).flatten(-2)

@@ -180,10 +180,11 @@ class NativeOps(TorchOps):
         super().__init__(packed)
         suffix = SUFFIXES[dtype]
         self._dtype = dtype
-        norm_arguments = [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int]
+        norm_arguments = [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int, ctypes.c_int]
         self._rms_norm = bind(library, f"mi_rms_norm_{suffix}", norm_arguments)
         self._rms_norm_wide = bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
+        self._softcap = bind(library, "mi_softcap", [_P, _I, ctypes.c_float, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
         latent_arguments = [_P, _P, _I, _P, *[_I] * 5, ctypes.c_int]
@@ -236,9 +237,9 @@ class NativeOps(TorchOps):
         dtype = self._dtype
         return a.dtype is dtype and b.dtype is dtype and a.is_contiguous() and b.is_contiguous()
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         if not self._ours(x_TD, weight):
-            return super().rms_norm(x_TD, weight, eps)
+            return super().rms_norm(x_TD, weight, eps, zero_centered=zero_centered)
         out = torch.empty_like(x_TD)
         dim = x_TD.shape[-1]
         self._rms_norm(
@@ -249,18 +250,21 @@ class NativeOps(TorchOps):
             x_TD.numel() // dim,
             dim,
             eps,
+            zero_centered,
             torch.get_num_threads(),
         )
         return out
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         wide = residual_TD.dtype is torch.float32
         if (
             not self._ours(x_TD, weight)
             or not residual_TD.is_contiguous()
             or not (wide or residual_TD.dtype is self._dtype)
         ):
-            return super().add_rms_norm(x_TD, residual_TD, weight, eps)
+            return super().add_rms_norm(x_TD, residual_TD, weight, eps, zero_centered=zero_centered)
         out = torch.empty_like(x_TD)
         dim = x_TD.shape[-1]
         (self._rms_norm_wide if wide else self._rms_norm)(
@@ -271,6 +275,7 @@ class NativeOps(TorchOps):
             x_TD.numel() // dim,
             dim,
             eps,
+            zero_centered,
             torch.get_num_threads(),
         )
         return out, residual_TD
@@ -329,6 +334,12 @@ class NativeOps(TorchOps):
             latent,
             torch.get_num_threads(),
         )
+
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        if x_SV.dtype is not torch.float32 or not x_SV.is_contiguous():
+            return super().softcap(x_SV, cap)
+        self._softcap(x_SV.data_ptr(), x_SV.numel(), cap, torch.get_num_threads())
+        return x_SV
 
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int

@@ -9,30 +9,33 @@ constexpr int64_t kSerialElements = 32768;
 
 static int threads_for(int64_t elements, int threads) { return elements < kSerialElements ? 1 : threads; }
 
-// out = norm(x + residual) * weight; residual (may be null) becomes the rounded sum.
+// out = norm(x + residual) * weight, or * (weight + 1) of a zero-centred one; residual (may be null) becomes the rounded sum.
 template <class T, class R>
-static void normalize(const R* in, const T* weight, T* out, int64_t dim, float eps) {
+static void normalize(const R* in, const T* weight, T* out, int64_t dim, float eps, float center) {
     vf squares = {};
     for (int64_t i = 0; i < dim; i += W) {
         vf v = load_any(in, i, dim);
         squares += v * v;
     }
     float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)dim + eps);
-    for (int64_t i = 0; i < dim; i += W) store_any(out, load_any(in, i, dim) * scale * load_any(weight, i, dim), i, dim);
+    for (int64_t i = 0; i < dim; i += W) 
+        store_any(out, load_any(in, i, dim) * scale * (load_any(weight, i, dim) + center), i, dim);
 }
 
 template <class T, class R>
-static void rms_norm(const T* x, R* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps, int threads) {
+static void rms_norm(const T* x, R* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps,
+                     bool zero_centered, int threads) {
+    const float center = zero_centered ? 1.0f : 0.0f;
     parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T* in = x + row * dim;
             if (!residual) {
-                normalize(in, weight, out + row * dim, dim, eps);
+                normalize(in, weight, out + row * dim, dim, eps, center);
                 continue;
             }
             R* total = residual + row * dim;
             for (int64_t i = 0; i < dim; i += W) store_any(total, load_any(in, i, dim) + load_any(total, i, dim), i, dim);
-            normalize(total, weight, out + row * dim, dim, eps);
+            normalize(total, weight, out + row * dim, dim, eps, center);
         }
     });
 }
@@ -102,12 +105,12 @@ extern "C" {
 
 #define MI_ELEMENTWISE(SUFFIX, T)                                                                                    \
     void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim, \
-                              float eps, int threads) {                                                              \
-        rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, dim, eps, threads);                     \
+                              float eps, int zero_centered, int threads) {                                           \
+        rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, dim, eps, zero_centered, threads);      \
     }                                                                                                                \
     void mi_rms_norm_wide_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows,       \
-                                   int64_t dim, float eps, int threads) {                                            \
-        rms_norm((const T*)x, (float*)residual, (const T*)weight, (T*)out, rows, dim, eps, threads);                 \
+                                   int64_t dim, float eps, int zero_centered, int threads) {                         \
+        rms_norm((const T*)x, (float*)residual, (const T*)weight, (T*)out, rows, dim, eps, zero_centered, threads);  \
     }                                                                                                                \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
         silu_mul((const T*)x, (T*)out, rows, dim, threads);                                                          \
@@ -119,6 +122,14 @@ extern "C" {
     }
 MI_ELEMENTWISE(f32, float)
 MI_ELEMENTWISE(bf16, bf16)
+
+// cap tanh(x / cap), in place.
+void mi_softcap(float* x, int64_t n, float cap, int threads) {
+    const float inner = 1.0f / cap;
+    parallel_ranges(threads_for(n, threads), n, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += W) store_any(x, tanh_of(load_any(x, i, end) * inner) * cap, i, end);
+    });
+}
 
 uint64_t mi_checksum(const void* data, int64_t bytes, int threads) {
     return checksum(data, bytes, threads, [](int64_t, int64_t) {});

@@ -17,9 +17,9 @@ extern "C" {
 #define MI_LAYER_OPS(SUFFIX)                                                                                               \
     void mi_attend_##SUFFIX(mi::Context* context, const mi::Step* step, const mi::Spec* spec, const mi::Call* call);       \
     void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim,     \
-                              float eps, int threads);                                                                     \
+                              float eps, int zero_centered, int threads);                                                  \
     void mi_rms_norm_wide_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows,             \
-                                   int64_t dim, float eps, int threads);                                                   \
+                                   int64_t dim, float eps, int zero_centered, int threads);                                \
     mi::Linear mi_panel_linear_##SUFFIX, mi_int8_linear_##SUFFIX, mi_int4_linear_##SUFFIX;                                 \
     int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
                                    uint64_t* needs, int64_t tokens, int64_t inner, int64_t rows, int threads);             \

@@ -17,7 +17,8 @@ struct LayerOp {  // mirrored in native_layers.py
     int64_t inner, outer;               // entries of a token before and after the operation
     const Spec* spec;                   // of attention, as are the rest
     int64_t layer, at_q, at_k, at_v, cell;  // columns of the first query, key and value, and from one kv head to the next
-    double eps;
+    double eps;                         // of a norm, as are the next two
+    int64_t zero_centered, alone;       // alone: it norms x without the residual, which it leaves as it is
     const LoraWeights* lora;            // of a linear: the pairs of adapters, or null
     const ExpertsOp* experts;           // of a mixture of experts
 };
@@ -83,12 +84,13 @@ static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, con
     const int threads = (int)call.threads;
     switch (op.kind) {
         case kNorm:
-            if (!starts_residual) {
-                K::add_norm(x, call.residual, op.weight, out, tokens, op.inner, (float)op.eps, threads);
+            if (!starts_residual && !op.alone) {
+                K::add_norm(x, call.residual, op.weight, out, tokens, op.inner, (float)op.eps, (int)op.zero_centered, threads);
                 return;
             }
-            for (int64_t i = 0, n = tokens * op.inner; i < n; i += W) store_any((float*)call.residual, load_any(x, i, n), i, n);
-            K::norm(x, nullptr, op.weight, out, tokens, op.inner, (float)op.eps, threads);
+            for (int64_t i = 0, n = starts_residual ? tokens * op.inner : 0; i < n; i += W)
+                store_any((float*)call.residual, load_any(x, i, n), i, n);
+            K::norm(x, nullptr, op.weight, out, tokens, op.inner, (float)op.eps, (int)op.zero_centered, threads);
             return;
         case kLinear:
             call.linear(x, op.inner, op.weight, op.bias, out, tokens, op.inner, op.outer, threads);

@@ -58,6 +58,10 @@ class NormOp:
 
     weight: Source
     eps: float
+    zero_centered: bool = False
+    """The factor is weight + 1."""
+    alone: bool = False
+    """(x, residual) -> (RMS norm of x, residual)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,7 @@ class LayerProgram:
         self.ops = tuple(ops)
         self.nested = tuple(one for op in ops if isinstance(op, ExpertsOp) for one in (op.router, *op.shared))
         """The operations that operations consist of."""
-        self.is_first_norm = isinstance(self.ops[0], NormOp)
+        self.is_first_norm = isinstance(self.ops[0], NormOp) and not self.ops[0].alone
         attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
         self.narrows_at = attends[-1] + 1 if ends_model and attends else None
         """The operation from which on nothing but the tokens whose output is wanted need be computed; None: none."""
@@ -146,6 +150,7 @@ class _LayerOp(ctypes.Structure):
         ("spec", _P),
         *((name, _I) for name in ("layer", "at_q", "at_k", "at_v", "cell")),
         ("eps", ctypes.c_double),
+        *((name, _I) for name in ("zero_centered", "alone")),
         ("lora", _P),
         ("experts", _P),
     ]
@@ -369,8 +374,9 @@ class NativeLayers:
         for struct, op in zip(structs, ops, strict=True):
             struct.inner = width
             match op:
-                case NormOp(weight=(parameters, name), eps=eps):
-                    struct.kind, struct.weight, struct.eps = _NORM, parameters[name].data_ptr(), eps
+                case NormOp(weight=(parameters, name)):
+                    struct.kind, struct.weight = _NORM, parameters[name].data_ptr()
+                    struct.eps, struct.zero_centered, struct.alone = op.eps, op.zero_centered, op.alone
                 case LinearOp(weight=(parameters, name), bias=bias):
                     copy, added = next(copies), None if bias is None else bias[0][bias[1]]
                     struct.kind, struct.weight = _LINEAR, copy.data_ptr()

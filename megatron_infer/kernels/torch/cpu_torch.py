@@ -54,14 +54,17 @@ class TorchOps:
             return fp32_linear(x_SX, weight, bias, rows)
         return packed_linear(x_SX.float(), packed, None if bias is None else bias.float())[:, :rows]
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         x = x_TD.float()
         scale = torch.rsqrt_(x.square().mean(-1, keepdim=True).add_(eps))
-        return (x * scale).mul_(weight).to(x_TD.dtype)
+        factor = weight.float() + 1 if zero_centered else weight
+        return (x * scale).mul_(factor).to(x_TD.dtype)
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         total = residual_TD.add_(x_TD)
-        return self.rms_norm(total, weight, eps).to(x_TD.dtype), total
+        return self.rms_norm(total, weight, eps, zero_centered=zero_centered).to(x_TD.dtype), total
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x_TD, weight.shape, weight, bias, eps)
@@ -69,6 +72,9 @@ class TorchOps:
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         gate, up = x_T2F.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        return x_SV.div_(cap).tanh_().mul_(cap)
 
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int

@@ -39,14 +39,16 @@ class ReferenceOps:
         out_SV = x_SX.double() @ weight[:rows].double().t()
         return (out_SV if bias is None else out_SV + bias[:rows]).float()
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         x = x_TD.double()
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return (x * scale * weight.double()).to(x_TD.dtype)
+        return (x * scale * (weight.double() + zero_centered)).to(x_TD.dtype)
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
         total = (x_TD.double() + residual_TD.double()).to(residual_TD.dtype)
-        return self.rms_norm(total, weight, eps).to(x_TD.dtype), total
+        return self.rms_norm(total, weight, eps, zero_centered=zero_centered).to(x_TD.dtype), total
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x = x_TD.double()
@@ -57,6 +59,9 @@ class ReferenceOps:
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         gate, up = x_T2F.double().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x_T2F.dtype)
+
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        return (cap * torch.tanh(x_SV.double() / cap)).float()
 
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int

@@ -136,11 +136,13 @@ class TritonOps:
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
 
-    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.norms.norm(x_TD, weight.contiguous(), None, eps, centered=False, zero_centered=False)
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        return self.norms.norm(x_TD, weight.contiguous(), None, eps, centered=False, zero_centered=zero_centered)
 
-    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual_TD, kind = residual_TD.contiguous(), {"centered": False, "zero_centered": False}
+    def add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        residual_TD, kind = residual_TD.contiguous(), {"centered": False, "zero_centered": zero_centered}
         return self.norms.norm(x_TD, weight.contiguous(), None, eps, residual=residual_TD, **kind), residual_TD
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -149,6 +151,9 @@ class TritonOps:
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         return self._activations.run(SWIGLU, x_T2F)
+
+    def softcap(self, x_SV: Tensor, cap: float) -> Tensor:
+        return x_SV.div_(cap).tanh_().mul_(cap)
 
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.kernels.activations import quick_gelu, squared_relu
+from megatron_infer.kernels.activations import quick_gelu, squared_relu, tanh_gelu
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.loading.head_padding import divisible
 from megatron_infer.models.loading.hf_names import Shard
 from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
@@ -35,8 +36,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_new": tanh_gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
     "quick_gelu": quick_gelu,
     "relu": F.relu,
     "relu2": squared_relu,
@@ -181,6 +182,7 @@ def transformer_config(
     **overrides: Any,
 ) -> TransformerConfig:
     """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions."""
+    from megatron_infer.models.extended_modules import ExtendedConfig
     from megatron_infer.models.mcore_compat import config_class
 
     kwargs = dict(description.transformer)
@@ -206,6 +208,8 @@ def transformer_config(
     }
     if "cuda_graph_scope" not in overrides and getattr(make, "cuda_graph_scope", None) == "full":
         kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
+    if description.extensions != Extensions():
+        return ExtendedConfig(extensions=description.extensions, **(kwargs | overrides))
     return make(**(kwargs | overrides))
 
 
@@ -323,6 +327,7 @@ def _construct(
 
 
 def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: bool, **arguments: Any) -> GPTModel:
+    from megatron_infer.models.extended_modules import extend
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec, mtp_spec
 
@@ -342,7 +347,7 @@ def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: boo
         _set_latent_norms(model, description.latent_norm_epsilon)
     if description.position_embedding == "rope" and not is_latent and not _native_rope(description.rope_scaling):
         _set_frequencies(model, description)
-    return model
+    return extend(model)
 
 
 def _hybrid(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> MambaModel:

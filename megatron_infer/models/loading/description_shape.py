@@ -154,14 +154,18 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     qkv = [f"self_attention.{name}" for name in _inputs_of_attention(layers)]
     if layers.get("softmax_type") == "learnable":
         qkv.append("self_attention.core_attention.softmax_offset")
+    proj, mlp = ["self_attention.linear_proj"], ["mlp.linear_fc1", "mlp.linear_fc2"]
+    if description.extensions.norms == "both":  # of one norm it makes no difference where it is
+        proj.append("self_attention.linear_proj.post_layernorm")
+        mlp.append("mlp.linear_fc2.post_layernorm")
     shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if layers.get("moe_shared_expert_gate"):
         shared.append("mlp.shared_experts.gate_weight")
     return LayerParameters(
         norm=count("input_layernorm"),
         qkv=count(*qkv),
-        proj=count("self_attention.linear_proj"),
-        mlp=count("mlp.linear_fc1", "mlp.linear_fc2"),
+        proj=count(*proj),
+        mlp=count(*mlp),
         router=count("mlp.router"),
         expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
         shared_experts=count(*shared),

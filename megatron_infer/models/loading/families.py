@@ -51,6 +51,12 @@ class Rope:
     """rope_scaling of a config that gives none."""
     mscales: bool = False
     """Whether the description keeps yarn's mscale and mscale_all_dim, of which other families make attention_factor."""
+    dim_key: str = ""
+    """The key of the number of dims of a head that rotate, in older configs."""
+    local_key: str = ""
+    """Set where layers with a window have a rope of their own: the key of its base in older configs."""
+    local_base: float | None = None
+    """Its base in a config that gives none; None: that of the other rope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +69,14 @@ class Window:
     """A key that has to be true for any layer to slide."""
     first_layer: tuple[str, int] | None = None
     """(key, its default) of the first layer that slides. With None all layers slide, or those that do not rotate."""
-    every: int = 1
-    """With 2 every other layer slides, from the first one on."""
     writes_all: bool = False
     """Whether transformers' models of this family read sliding_window; all of their layers slide then."""
     writes_types: bool = False
     """Whether they also read layer_types."""
+    pattern: tuple[str, int] | None = None
+    """(key or "", its default) of n: every n-th layer does not slide."""
+    rotates: bool = False
+    """Whether in a model with windows the layers without one do not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,8 @@ class Family:
     model_type: str
     fields: Mapping[str, Key | Derived | Any]
     """Field -> its key, a function of all that was read, or its value. A field belongs to ModelDescription, to its
-    `hybrid` or `scales` (with that prefix) or else to TransformerConfig. A leading _ keeps a value inside this row."""
+    `hybrid`, `scales` or `extensions` (with that prefix) or else to TransformerConfig. A leading _ keeps a value inside
+    this row."""
     tensors: Mapping[str, str | tuple[str, ...]]
     """megatron-core's module or bare parameter -> its Hugging Face names, below `layers` for those of a layer. Several
     names are a tensor for each block of rows that megatron-core stacks (q, k and v; gate and up). One name is a tensor
@@ -284,6 +293,140 @@ _GPT2 = Family(
     biases={ALWAYS: ("qkv", "proj", "fc1", "fc2")},
 )
 
+# ---------------------------------------------------------------------- norms after attention and MLP
+
+_NORMS_AFTER = {
+    "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
+}
+
+
+def _cap(name: str) -> Derived:
+    """A softcap that may be null."""
+    return lambda values: None if values[name] is None else float(values[name])
+
+
+_GEMMA_DECODER = _DECODER | {
+    "kv_channels": Key("head_dim", 256, "optional"),
+    "max_sequence_length": Key("max_position_embeddings", 8192),
+    "tied_embeddings": Key("tie_word_embeddings", True, "flag"),
+    "layernorm_zero_centered_gamma": True,
+    "extensions.embedding_scale": lambda v: v["hidden_size"] ** 0.5,
+}
+_GEMMA = Family(
+    model_type="gemma",
+    fields=_GEMMA_DECODER
+    | {
+        "num_query_groups": _kv_heads(16),
+        "_activation": Key("hidden_act", "gelu_pytorch_tanh", "activation"),
+        # the name that the first configs give to the approximation
+        "activation": lambda v: "gelu_pytorch_tanh" if v["_activation"] == "gelu" else v["_activation"],
+    },
+    tensors=_LLAMA_TENSORS,
+    biases=_ATTENTION_BIAS,
+    rope=Rope(),
+    ignored_keys=("hidden_activation",),  # the modelling file reads hidden_act
+)
+_GEMMA2 = Family(
+    model_type="gemma2",
+    fields=_GEMMA_DECODER
+    | {
+        "num_query_groups": _kv_heads(4),
+        "activation": Key("hidden_activation", "gelu_pytorch_tanh", "activation"),
+        "_query_scalar": Key("query_pre_attn_scalar", 256, "positive"),
+        "softmax_scale": lambda v: v["_query_scalar"] ** -0.5,
+        "_attention_cap": Key("attn_logit_softcapping", 50.0, "any"),
+        "_logit_cap": Key("final_logit_softcapping", 30.0, "any"),
+        "extensions.norms": "both",
+        "extensions.attention_softcap": _cap("_attention_cap"),
+        "extensions.logit_softcap": _cap("_logit_cap"),
+    },
+    tensors=_LLAMA_TENSORS | _NORMS_AFTER | {"pre_mlp_layernorm": "pre_feedforward_layernorm"},
+    biases=_ATTENTION_BIAS,
+    rope=Rope(),
+    window=Window(default=4096, pattern=("", 2)),
+    ignored_keys=("hidden_act", "cache_implementation"),
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    fields={
+        name: source
+        for name, source in _GEMMA2.fields.items()
+        if not name.endswith(("attention_cap", "attention_softcap"))
+    }
+    | {
+        "max_sequence_length": Key("max_position_embeddings", 131072),
+        "_logit_cap": Key("final_logit_softcapping", None, "any"),
+        "qk_layernorm": True,
+    },
+    marks=("pre_feedforward_layernorm.",),
+    rope=Rope(base=1e6, local_key="rope_local_base_freq", local_base=1e4),
+    window=Window(default=4096, pattern=("sliding_window_pattern", 6)),
+    ignored_keys=(*_GEMMA2.ignored_keys, "_sliding_window_pattern", "sliding_window_pattern"),
+)
+_OLMO2 = Family(
+    model_type="olmo2",
+    fields=_DECODER
+    | {
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "qk_layernorm": True,
+        "extensions.norms": "after",
+        "extensions.whole_head_norms": True,
+    },
+    tensors={
+        name: named
+        for name, named in _LLAMA_TENSORS.items()
+        if not name.endswith(("input_layernorm", "pre_mlp_layernorm"))
+    }
+    | _NORMS_AFTER,
+    marks=("post_feedforward_layernorm.",),
+    biases=_ATTENTION_BIAS,
+    rope=Rope(),
+)
+_OLMO3 = replace(
+    _OLMO2,
+    model_type="olmo3",
+    marks=(),
+    rope=Rope(local_key="rope_local_base_freq"),
+    window=Window(default=4096, pattern=("", 4)),
+)
+_EXAONE4 = replace(
+    _OLMO2,
+    model_type="exaone4",
+    fields=_DECODER
+    | {
+        "num_query_groups": _kv_heads(32),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "qk_layernorm": True,
+        "extensions.norms": "after",
+    },
+    marks=(),
+    biases={},
+    window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True),
+    ignored_keys=("sliding_window_pattern",),
+)
+_GLM4 = Family(
+    model_type="glm4",
+    fields=_DECODER
+    | {
+        "num_query_groups": _kv_heads(2),
+        "kv_channels": Key("head_dim", 128, "optional"),
+        "layernorm_epsilon": Key("rms_norm_eps", 1.5625e-7, "positive"),
+        "rotary_interleaved": True,
+        "extensions.norms": "both",
+    },
+    tensors=_LLAMA_TENSORS
+    | {
+        "mlp.linear_fc1": "mlp.gate_up_proj",
+        "self_attention.linear_proj.post_layernorm": "post_self_attn_layernorm",
+        "mlp.linear_fc2.post_layernorm": "post_mlp_layernorm",
+    },
+    marks=("post_self_attn_layernorm.",),
+    biases={"attention_bias": ("qkv",)},
+    rope=Rope(percent=0.5, partial=True),
+)
+
 # ---------------------------------------------------------------------- mixtures of experts
 
 EXPERTS: Mapping[str, Any] = {
@@ -425,6 +568,28 @@ _MIXTRAL = Family(
     ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise"),
     refusals=(_ONE_EXPERT,),
 )
+_OLMOE = Family(
+    model_type="olmoe",
+    fields=_DECODER
+    | EXPERTS
+    | _SOFTMAX_ROUTER
+    | {
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 4096),
+        "num_moe_experts": Key("num_experts", 64),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": Key("intermediate_size"),
+        "_normalised": Key("norm_topk_prob", False, "flag"),
+        "qk_layernorm": True,
+        "extensions.whole_head_norms": True,
+    },
+    tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
+    rope=Rope(),
+    ignored_keys=_ROUTER_LOSSES,
+    renamed_keys={"num_local_experts": "num_experts"},
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
+    refusals=(_ONE_EXPERT,),
+)
 
 _GLM4_MOE = Family(
     model_type="glm4_moe",
@@ -503,7 +668,7 @@ _GPT_OSS = Family(
         base=150000.0,
         scaling={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
     ),
-    window=Window(default=128, every=2, writes_types=True),
+    window=Window(default=128, pattern=("", 2), writes_types=True),
     ignored_keys=(*_ROUTER_LOSSES, "experts_per_token", "initial_context_length"),
     renamed_keys={"num_experts": "num_local_experts"},
     required={
@@ -660,6 +825,48 @@ _DEEPSEEK_V2 = Family(
         "norm_topk_prob": ((None, False), "the modelling file does not read it, so that weights are not normalised"),
     },
     refusals=(_LATENT_KV_HEADS, _sums_of_groups(1)),
+)
+
+_MINIMAX_M2 = Family(
+    model_type="minimax_m2",
+    fields=_DECODER
+    | EXPERTS
+    | {
+        "num_query_groups": _kv_heads(8),
+        "kv_channels": Key("head_dim", 128, "optional"),
+        "max_sequence_length": Key("max_position_embeddings", 196608),
+        "num_moe_experts": Key("num_local_experts", 256),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": Key("intermediate_size"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "_attention": Key("attn_type_list", (), "any"),
+        "_normalised": True,
+        "qk_layernorm": True,
+        "extensions.whole_head_norms": True,
+    },
+    tensors={
+        **{name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")},
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias",
+        "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
+    },
+    marks=("block_sparse_moe.e_score_correction_bias",),
+    rope=Rope(base=5e6, partial=True, dim_key="rotary_dim"),
+    ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    required={
+        "scoring_func": ((None, "sigmoid"), "the modelling file's router has sigmoid scores"),
+        "use_routing_bias": ((None, True), "the modelling file's router has a correction bias"),
+        "use_qk_norm": ((None, True), "the modelling file norms queries and keys"),
+        "qk_norm_type": ((None, "per_layer"), "the modelling file norms all heads together"),
+        "shared_intermediate_size": ((None, 0), "the modelling file has no shared experts"),
+    },
+    refusals=(
+        _NORMALISED_ALONE,
+        (lambda v: any(kind != 1 for kind in v["_attention"]), "attn_type_list has layers of linear attention"),
+    ),
 )
 _GRANITE_FACTORS = {
     "softmax_scale": Key("attention_multiplier", 1.0, "real", null=1.0),
@@ -973,6 +1180,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": _SMOLLM3,
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": _OLMO3,
+    "Exaone4ForCausalLM": _EXAONE4,
+    "Glm4ForCausalLM": _GLM4,
+    "MiniMaxM2ForCausalLM": _MINIMAX_M2,
     "MixtralForCausalLM": _MIXTRAL,
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "GptOssForCausalLM": _GPT_OSS,
@@ -981,6 +1196,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "OlmoeForCausalLM": _OLMOE,
     "GraniteForCausalLM": _GRANITE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
@@ -993,10 +1209,6 @@ FAMILIES: dict[str, Family] = {
 """By the architecture that config.json names."""
 
 REFUSED = {
-    "GemmaForCausalLM": "it scales embeddings by sqrt(hidden), which GPTModel does not",
-    "Gemma2ForCausalLM": "it scales embeddings, caps logits and norms after each block, which GPTModel does not",
-    "Gemma3ForCausalLM": "it scales embeddings and norms after each block, which GPTModel does not",
-    "Olmo2ForCausalLM": "it norms after attention and MLP, which GPTModel does not",
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
     "the hidden state, which MambaModel does not do",
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",

@@ -45,7 +45,9 @@ def divisible(description: ModelDescription, ranks: int) -> ModelDescription:
     groups = description.transformer.get("num_query_groups") or description.transformer["num_attention_heads"]
     is_fused = isinstance(family_of(description).tensors.get("self_attention.linear_qkv"), str)
     is_latent = bool(description.transformer.get("multi_latent_attention"))
-    if description.hybrid is not None or is_fused or is_latent or groups % ranks == 0 or groups < ranks:
+    # of whole heads the norm's mean would count the padding
+    is_one = description.hybrid is not None or is_fused or is_latent or description.extensions.whole_head_norms
+    if is_one or groups % ranks == 0 or groups < ranks:
         return description
     return pad_groups(description, -(-groups // ranks) * ranks)
 

@@ -20,12 +20,7 @@ from megatron_infer.models.loading.families import (
     Window,
 )
 from megatron_infer.models.loading.hf_keys import ACTIVATIONS, Keys, check_mxfp4, check_rest
-from megatron_infer.models.loading.model_description import (
-    HybridDescription,
-    ModelDescription,
-    RopeScaling,
-    WeightScales,
-)
+from megatron_infer.models.loading.model_description import KINDS, ModelDescription, RopeScaling
 from megatron_infer.models.stage_layers import expert_layers
 from megatron_infer.text.end_ids import end_ids_of
 
@@ -127,8 +122,7 @@ def _parts(family: Family, keys: Keys) -> dict[str, Any]:
             parts[name] = value
         elif not name.startswith("_"):
             parts["transformer"][name] = value
-    kinds = {"hybrid": HybridDescription, "scales": WeightScales}
-    return parts | {group: kind(**parts[group]) for group, kind in kinds.items() if group in parts}
+    return parts | {group: kind(**parts[group]) for group, kind in KINDS.items() if group in parts}
 
 
 def _values(family: Family, keys: Keys) -> dict[str, Any]:
@@ -152,7 +146,7 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
     scaling = values.get("rope_scaling")
     rotates = values.get("position_embedding", "rope") == "rope"
     if rotates and scaling is not None and scaling.attention_factor != 1.0:
-        if any(values.get("no_rope_freq", ())):
+        if any(values.get("no_rope_freq", ())) or "extensions.local_rotary_base" in values:
             raise ModelError("config.json: yarn with an attention factor needs layers that all rotate")
         if not values.get("multi_latent_attention"):  # which has a factor of its own (`build_model.latent_rope`)
             scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
@@ -244,11 +238,14 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         raise ModelError("config.json: rope_scaling / rope_parameters must be an object")
     parameters = {**old, **new}
+    local, parameters = _local_rope(keys, rule, parameters)
     if not {"rope_type", "type"} & parameters.keys():
         parameters = {**rule.scaling, **parameters}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError("config.json: rope_parameters differ per layer type, which is not supported")
     base, percent = keys.get("rope_theta", rule.base), keys.get("partial_rotary_factor") or rule.percent
+    if rule.dim_key and (dim := keys.get(rule.dim_key)) is not None:
+        percent = dim / keys.number("head_dim", 128)
     base = parameters.pop("rope_theta", None) or base
     percent = parameters.pop("partial_rotary_factor", None) or percent
     if percent != 1.0 and not rule.partial:
@@ -283,7 +280,25 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
             **{name: kinds.get(name, float)(parameters[key]) for name, key in used.items()},
             **(weights if rule.mscales else {}),
         )
-    return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
+    values = {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
+    if local is not None and (local != base or scaling is not None):
+        values["extensions.local_rotary_base"] = local
+    return values
+
+
+def _local_rope(keys: Keys, rule: Rope, parameters: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    """(base of the rope of layers with a window, the parameters of that of the others); None: there is one rope."""
+    if not rule.local_key:
+        return None, parameters
+    base = keys.get(rule.local_key, keys.get("rope_theta", rule.base) if rule.local_base is None else rule.local_base)
+    if "sliding_attention" not in parameters and "full_attention" not in parameters:
+        return float(base), parameters
+    local = dict(parameters.get("sliding_attention") or {})
+    base = local.pop("rope_theta", base)
+    kind = local.pop("rope_type", "default")
+    if kind != "default" or local:
+        raise ModelError(f"config.json: the rope of layers with a window is scaled ({kind}), which is not supported")
+    return float(base), dict(parameters.get("full_attention") or {})
 
 
 def _yarn_attention(parameters: Mapping[str, Any]) -> float:
@@ -314,14 +329,20 @@ def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]
     window = keys.get("sliding_window", rule.default)
     if rule.switch and not keys.get(rule.switch, False):
         window = None
-    slides = [layer % rule.every == 0 for layer in range(num_layers)]
+    slides = [True] * num_layers
     if rule.first_layer is not None:
         first = keys.get(*rule.first_layer)
         slides = [layer >= first for layer in range(num_layers)]
     elif family.no_rope:
         slides = [bool(unrotated) for unrotated in values["no_rope_freq"]]
     types = keys.get("layer_types")
-    if types is not None:
+    if types is None and rule.pattern is not None and window is not None:
+        key, default = rule.pattern
+        every_full = keys.get(key, default) if key else default
+        if not isinstance(every_full, int):
+            raise ModelError(f"config.json: {key}={every_full!r} without layer_types is not supported")
+        slides = [(layer + 1) % every_full != 0 for layer in range(num_layers)]
+    elif types is not None:
         known = {"full_attention": False, "sliding_attention": True}
         unknown = sorted({str(kind) for kind in types if kind not in known})
         if unknown:
@@ -331,10 +352,16 @@ def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]
         slides = [known[kind] for kind in types]
         if window is None and any(slides):
             raise ModelError("config.json: layer_types has sliding_attention but there is no sliding_window")
-    if window is None or not any(slides):
+    if window is None:
         return {}
-    every = {} if all(slides) else {"window_attn_skip_freq": [int(one) for one in slides]}
-    return {"window_size": [window - 1, 0], **every}
+    found: dict[str, Any] = {}
+    if rule.rotates and not all(slides):
+        found["no_rope_freq"] = [int(not one) for one in slides]
+    if not any(slides):
+        return found
+    if not all(slides):
+        found["window_attn_skip_freq"] = [int(one) for one in slides]
+    return found | {"window_size": [window - 1, 0]}
 
 
 def _pattern(keys: Keys, rule: Pattern, values: Mapping[str, Any]) -> str:
@@ -486,7 +513,7 @@ def _has_bias(description: ModelDescription, linear: str) -> bool:
 
 _ARITHMETIC = (
     *("vocab_size", "max_sequence_length", "position_embedding", "rotary_base", "rotary_percent", "rope_scaling"),
-    *("tied_embeddings", "hybrid", "scales"),
+    *("tied_embeddings", "hybrid", "scales", "extensions"),
 )
 """Fields of a description that, next to `transformer`, decide what the model computes. `linear_biases` is not one: the
 writer of tensors finds a bias that has no tensor."""

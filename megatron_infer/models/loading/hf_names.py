@@ -101,6 +101,7 @@ class Recipes:
         self._sizes = sizes_of(description)
         self._model_vocab: int = getattr(model, "vocab_size", description.vocab_size)
         self._kv_heads: int = description.transformer["num_query_groups"]
+        self._has_whole_head_norms = description.extensions.whole_head_norms
         self._place = ExpertPlace.of(model)
 
     def recipe(self, name: str, layer: int | None = None) -> Recipe | None:
@@ -170,7 +171,7 @@ class Recipes:
             def read(name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
                 return reader.read(name, columns, rows).t() if transposed else reader.read(name, rows, columns)
 
-            if layout.cut == "nothing":
+            if layout.cut == "nothing" or (layout.cut == "whole heads" and not self._has_whole_head_norms):
                 return read(sources[0])
             if layout.cut == "columns":
                 return read(sources[0], columns=shard.span(tail[0]))

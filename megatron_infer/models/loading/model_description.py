@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.extensions import Extensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class ModelDescription:
     """None: weights are loaded unscaled."""
     latent_norm_epsilon: float | None = None
     """Of the norms of latents; None: that of the others."""
+    extensions: Extensions = field(default_factory=Extensions)
+    """What TransformerConfig cannot say of the layers, embedding and logits."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
@@ -107,6 +110,8 @@ class ModelDescription:
             return "a hybrid's stock classes need Transformer Engine and mamba-ssm; it is built of the paged spec"
         if self.transformer.get("multi_latent_attention"):
             return "megatron-core's local spec has no core attention for latents; it is built of the paged spec"
+        if self.extensions != Extensions():
+            return "megatron-core has no modules for its norms, scales, caps or ropes; it is built of the paged spec"
         if self.transformer.get("layernorm_zero_centered_gamma"):
             return "stock norms have no zero-centred weights without Transformer Engine; it is built of the paged spec"
         return None
@@ -127,9 +132,13 @@ class ModelDescription:
             rope = dict(data["rope_scaling"])
             data["rope_scaling"] = RopeScaling(**rope | {"factors": tuple(rope.get("factors", ()))})
         try:
-            for key, kind in (("hybrid", HybridDescription), ("scales", WeightScales)):
+            for key, kind in KINDS.items():
                 if data.get(key) is not None:
                     data[key] = kind(**data[key])
             return cls(**data)
         except TypeError as error:
             raise ModelError(f"model description: {error}") from error
+
+
+KINDS: Mapping[str, type] = {"hybrid": HybridDescription, "scales": WeightScales, "extensions": Extensions}
+"""Fields of a ModelDescription that are groups of fields."""

@@ -22,8 +22,9 @@ class Layout:
     """The size (`sizes_of`) of each block of rows that it stacks."""
     columns: tuple[str, ...] = ()
     """The sizes of its other dimensions, which a bias does not have."""
-    cut: Literal["rows", "columns", "groups", "vocabulary", "nothing"] = "rows"
-    """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole."""
+    cut: Literal["rows", "columns", "groups", "vocabulary", "nothing", "whole heads"] = "rows"
+    """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole. With
+    `whole heads` rows, if they are those of all heads (`Extensions.whole_head_norms`)."""
     layers: str = ""
     """Symbols of a hybrid's layers that have it."""
     gated: bool = False
@@ -59,8 +60,8 @@ LAYOUTS = {
     "norm": replace(_NORM, layers="M"),
     "input_layernorm": replace(_NORM, layers="*"),
     "pre_mlp_layernorm": replace(_NORM, layers="-E"),
-    "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="nothing", layers="*"),
-    "self_attention.k_layernorm": Layout(rows=("head_dim",), cut="nothing", layers="*"),
+    "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="whole heads", layers="*"),
+    "self_attention.k_layernorm": Layout(rows=("k_norm",), cut="whole heads", layers="*"),
     "self_attention.linear_qkv": Layout(
         rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
     ),
@@ -68,6 +69,8 @@ LAYOUTS = {
     "self_attention.linear_proj": Layout(
         rows=("hidden",), columns=("mixed",), cut="columns", layers="*", bias="proj", scale="residual"
     ),
+    "self_attention.linear_proj.post_layernorm": replace(_NORM, layers="*"),
+    "mlp.linear_fc2.post_layernorm": replace(_NORM, layers="-"),
     "self_attention.linear_q_proj": Layout(rows=("queries",), columns=("hidden",), layers="*"),
     "self_attention.linear_q_down_proj": Layout(rows=("q_rank",), columns=("hidden",), layers="*"),
     "self_attention.linear_q_up_proj": Layout(rows=("queries",), columns=("q_rank",), layers="*"),
@@ -101,23 +104,25 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
     """Sizes of a whole model by the names that layouts have for them."""
     layers, hybrid = description.transformer, description.hybrid
     heads, mamba_heads = layers["num_attention_heads"], layers.get("mamba_num_heads") or 0
+    queries, keys = (count * layers["kv_channels"] for count in (heads, layers.get("num_query_groups") or heads))
     q_rank, kv_rank = layers.get("q_lora_rank") or 0, layers.get("kv_lora_rank") or 0
     is_latent = bool(layers.get("multi_latent_attention"))
+    q_norm, k_norm = (queries, keys) if description.extensions.whole_head_norms else (layers["kv_channels"],) * 2
     return {
         "one": 1,
         "vocabulary": description.vocab_size,
         "positions": description.max_sequence_length,
         "hidden": layers["hidden_size"],
-        "head_dim": layers["kv_channels"],
         "heads": heads,
-        "q_norm": q_rank if is_latent else layers["kv_channels"],
-        "queries": heads * layers["kv_channels"],
+        "q_norm": q_rank if is_latent else q_norm,
+        "k_norm": k_norm,
+        "queries": queries,
         "mixed": heads * layers["v_head_dim" if is_latent else "kv_channels"],
         "q_rank": q_rank,
         "kv_rank": kv_rank,
         "kv_down": kv_rank + layers["qk_pos_emb_head_dim"] if is_latent else 0,
         "kv_up": heads * (layers["qk_head_dim"] + layers["v_head_dim"]) if is_latent else 0,
-        "keys": (layers.get("num_query_groups") or heads) * layers["kv_channels"],
+        "keys": keys,
         "ffn": layers["ffn_hidden_size"],
         "experts": layers.get("num_moe_experts") or 0,
         "expert_ffn": layers.get("moe_ffn_hidden_size") or 0,

@@ -239,7 +239,7 @@ REFUSED = {
     "fsdp2": (fully_sharded, r"weight: is a DTensor \(FSDP2's fully_shard.*parameter\.full_tensor\(\)"),
     "scaled_embedding": (
         lambda: changed(become("embedding", ScaledEmbedding)),
-        r"embedding: class .*ScaledEmbedding is not .*Gemma's multiplies by sqrt\(hidden_size\)",
+        r"embedding: class .*ScaledEmbedding is not .*LanguageModelEmbedding: what its forward adds is not computed",
     ),
     "their_forward": (lambda: changed(become("", TheirGPT)), "TheirGPT overrides forward"),
     "their_attention": (

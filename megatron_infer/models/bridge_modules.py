@@ -1,0 +1,76 @@
+"""Megatron-Bridge's own classes for model families: known by name, read in place, never imported.
+
+Each is a class of megatron-core or Transformer Engine whose forward does a little more, as the tables say. A user's
+subclass of one is another class, which is not known. Checked against Megatron-Bridge 0.6.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+BRIDGE = "megatron.bridge.models."
+PAGED = f"{__name__.rpartition('.')[0]}.paged_layers"
+"""The module of paged classes."""
+_MIXED_IN = f"{BRIDGE}gemma.modules."
+"""Where `extend_instance` makes classes: of a mixin and the class that the instance had, with the latter's name."""
+GEMMA3_EMBEDDING = f"{BRIDGE}gemma.gemma3_provider.Gemma3LanguageModelEmbedding"
+SCALING_MIXIN = f"{_MIXED_IN}EmbeddingScalingMixin"
+CAPPING_MIXIN = f"{BRIDGE}gemma.gemma2_provider.Gemma2OutputLayer"
+NORMED_ROW_LINEAR = f"{BRIDGE}common.te_layers.TERowParallelLinearLayerNorm"
+"""Transformer Engine's row-parallel linear, and then the norm `post_layernorm`."""
+WHOLE_HEAD_NORM = f"{BRIDGE}minimax_m2.minimax_m2_provider._FullDimRMSNorm"
+"""A norm over all heads of all tensor-parallel ranks."""
+TWO_ROPES = f"{BRIDGE}gemma.gemma3_provider.Gemma3RotaryEmbedding"
+TWO_ROPE_ATTENTION = f"{BRIDGE}gemma.gemma3_provider.Gemma3SelfAttention"
+WHOLE_HEAD_ATTENTION = f"{BRIDGE}olmoe.olmoe_provider.OLMoESelfAttention"
+"""Its norms of queries and keys run over all heads."""
+ATTENTIONS = (TWO_ROPE_ATTENTION, WHOLE_HEAD_ATTENTION)
+PATTERNED_CORE = f"{BRIDGE}gemma.gemma3_provider.Gemma3TEDotProductAttention"
+"""Transformer Engine's attention with a window of its own."""
+CAPPED_CORES = tuple(
+    f"{BRIDGE}gemma.gemma2_provider.{name}" for name in ("Gemma2FlexDotProductAttention", "Gemma2DotProductAttention")
+)
+"""Attention with capped scores, in layers of odd numbers with a window."""
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_of(module: Any, *names: str) -> bool:
+    """Whether its class is one of these, or the paged one that adoption makes of one."""
+    own = next(kind for kind in type(module).__mro__ if kind.__module__ != PAGED)
+    return name_of(own) in names
+
+
+def _mixed_in(module: Any, mixin: str, base: type) -> bool:
+    """Whether its class is what `extend_instance` makes of `mixin` and megatron-core's `base`."""
+    kind = type(module)
+    return (
+        name_of(kind) == _MIXED_IN + base.__name__
+        and [name_of(one) for one in kind.__bases__] == [mixin, name_of(base)]
+        and "forward" not in vars(kind)
+    )
+
+
+def embedding_scale(embedding: Any, base: type) -> float | None:
+    """What Bridge's class multiplies embeddings with; None: it is not Bridge's. base: megatron-core's class."""
+    scale = math.sqrt(embedding.config.hidden_size)
+    if is_of(embedding, GEMMA3_EMBEDDING):
+        return scale
+    if _mixed_in(embedding, SCALING_MIXIN, base):
+        return torch.tensor(scale, dtype=embedding.word_embeddings.weight.dtype).item()
+    return None
+
+
+def is_capped_output(layer: Any, base: type) -> bool:
+    """Whether it is Bridge's output layer with capped logits. base: megatron-core's class."""
+    return _mixed_in(layer, CAPPING_MIXIN, base)
+
+
+def is_local(config: Any, layer_number: int) -> bool:
+    """Whether this layer, from 1 on, of Bridge's Gemma 3 has the window and the local rope."""
+    return bool(layer_number % sum(config.interleaved_attn_pattern))
