@@ -120,9 +120,13 @@ def test_joined_tallies_are_the_tally_of_all_tokens():
             tally.add_processed(raw, diff)
             tally.others["num_stale_tokens"] += 1
             tally.num_samples += 1
-    joined, figures = (one.figures(seconds=0.0, weight_version=3) for one in (parts[0].joined(parts[1]), whole))
-    for name in joined.__dataclass_fields__:
-        assert getattr(joined, name) == pytest.approx(getattr(figures, name)), name
+    figures = whole.figures(seconds=0.0, weight_version=3)
+    for one, other in (parts, reversed(parts)):
+        joined = one.joined(other).figures(seconds=0.0, weight_version=3)
+        for name in joined.__dataclass_fields__:
+            assert getattr(joined, name) == pytest.approx(getattr(figures, name)), name
+    excess = [max(abs(raw) - abs(diff), 0.0) for diff, raw in numbers]
+    assert figures.sampler_excess_mean == pytest.approx(sum(excess) / len(numbers))
 
 
 def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():

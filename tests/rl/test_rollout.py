@@ -178,6 +178,7 @@ def test_a_paused_call_leaves_groups_that_the_next_one_delivers(roll, engine, bu
     if budget.groups is not None:
         assert len(first) >= 2
     rest = roll.generate([[9, 9]], SamplingParams(max_tokens=1))
+    assert roll.stats.num_tokens == sum(group.num_tokens for group in rest) - alive
     assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [pending.id for pending in left]
     together = {group.index: group for group in [*first, *rest[:-1]]}
     for index, output in enumerate(expected):

@@ -285,6 +285,9 @@ def test_nan_and_infinity_are_refused_with_check_finite(engine, new):
     bad = state | {NORM: torch.full((64,), float("inf"))}
     with pytest.raises(WeightUpdateError, match=rf"{NORM} got 64 values of 64 that are NaN or infinite"):
         apply(engine, bad, check_finite=True, undo=True)
+    too_large = state | {NORM: torch.full((64,), 1e300, dtype=torch.float64)}
+    with pytest.raises(WeightUpdateError, match=r"64 values of 64 that are NaN or infinite in torch.float32"):
+        apply(engine, too_large, check_finite=True, undo=True)
     apply(engine, bad)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from server_case import TEMPLATE, Background, post, serving, tokenizer, wait_for
 
-from megatron_infer.server import call_limits, engine_client, http_protocol
+from megatron_infer.server import call_limits, engine_client, http_protocol, traffic_log
 from megatron_infer.server.http_server import listen
 from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.testing.echo import EchoEngine
@@ -228,6 +229,20 @@ def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was
         assert path.stat().st_mode & 0o777 == 0o600
         assert post(case, COMPLETION, prompt=[1], max_tokens=1).status_code == 200
         wait_for(lambda: path.read_text().count("\n") == 1)
+
+
+@pytest.mark.security
+def test_recording_holds_no_more_of_a_body_than_a_call_may_have():
+    async def receive():
+        return {"type": "http.request", "body": b"a" * 8, "more_body": True}
+
+    async def read():
+        call = traffic_log._RecordedCall(receive, None, 20)
+        for _ in range(100):
+            await call.receive()
+        return call.parts
+
+    assert asyncio.run(read()) == [b"a" * 8] * 2
 
 
 # ---------------------------------------------------------------------- before the key is looked at
@@ -452,6 +467,8 @@ def test_cors_is_off_by_default_and_open_to_the_origins_given(case):
         headers = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         assert shared.http.post("/pause?mode=keep", headers=headers).status_code == 200
         assert shared.http.post("/resume", headers=headers).status_code == 200
+        several = [*headers.items(), ("Origin", "https://evil.example")]
+        assert shared.http.post("/pause?mode=keep", headers=several).status_code == 403
 
 
 # ---------------------------------------------------------------------- beside others

@@ -48,6 +48,7 @@ OPENAI = [
     (COMPLETION, {"prompt": [1.5]}, "Expected"),
     (COMPLETION, {"prompt": [True]}, "Expected"),
     (COMPLETION, {"prompt": [5000]}, "token id 5000 is outside the vocabulary (0 to 999)"),
+    (COMPLETION, {"prompt": [1000]}, "token id 1000 is outside the vocabulary (0 to 999)"),
     (COMPLETION, {"prompt": [2**40]}, "<= 2147483647"),
     (COMPLETION, {"prompt": ["a"] * 9}, "holds 9 prompts, the limit is 8 (max_prompts)"),
     (COMPLETION, {"prompt": [1] * 3000}, "This model's maximum context length is 2,048 tokens"),
