@@ -8,6 +8,7 @@ from pipeline_case import CLOSE, contexts_of, free_pages, generate_by_hand, make
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import (
+    AdoptionError,
     CapacityError,
     ConfigError,
     DuplicateRequest,
@@ -148,6 +149,18 @@ def test_changed_weights_are_noticed_before_a_prompt_by_hand():
     finally:
         weight.data.copy_(kept)
     assert torch.allclose(logits[1], 2 * logits[0], atol=1e-5) and engine.weight_version == 1
+
+
+def test_a_module_that_changed_is_noticed_before_a_prompt_by_hand():
+    engine = make_engine()
+    model = McorePipelineModel.wrap(engine)
+    (context,) = contexts_of([([5, 6, 7], GREEDY)])
+    hook = engine.model.decoder.layers[0].mlp.linear_fc1.register_forward_hook(lambda *args: None)
+    try:
+        with pytest.raises(AdoptionError, match="has a forward hook"):
+            model.prepare_initial_token_inputs([context])
+    finally:
+        hook.remove()
 
 
 def test_a_step_by_hand_has_the_limit_of_the_engines_steps():

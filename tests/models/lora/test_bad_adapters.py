@@ -116,6 +116,10 @@ TENSORS = {
         r"layers\.7\.self_attn\.q_proj is no linear",
     ),
     "two adapters": (lambda t: t | {f"{Q}.lora_A.one.weight": torch.ones(2, 64)}, "there twice|several adapters"),
+    "one tensor under two names": (
+        lambda t: t | {f"{Q.removeprefix('base_model.model.')}.lora_A.weight": torch.ones(2, 64)},
+        "there twice, under two names",
+    ),
     "both kinds of names": (
         lambda t: t | {"decoder.layers.0.self_attention.linear_qkv.lora_A.weight": torch.ones(2, 64)},
         "under both kinds of names",
