@@ -1,4 +1,4 @@
-"""Options for the recurrent states of a model with Mamba layers: `MambaInferenceStateConfig`."""
+"""Options for the recurrent states of a model with Mamba layers or delta nets: `MambaInferenceStateConfig`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,40 @@ if TYPE_CHECKING:
 
 LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
 """Symbol of a layer pattern -> what the layer is."""
+DELTA_SYMBOL = "G"
+"""A gated delta net. It stands in no pattern: a GPTModel has it in the place of attention."""
 
 
 @dataclass(frozen=True)
 class MambaInferenceStateConfig:
-    """Shapes and dtypes of the recurrent state of one request in a model with Mamba layers. Raises ConfigError if
-    wrong."""
+    """Shapes and dtypes of the recurrent state of one request in a model with Mamba layers or gated delta
+    nets. Raises ConfigError if wrong."""
 
     layer_type_list: list[str]
-    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts."""
+    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts, "G" gated delta net."""
     mamba_conv_states_shape: tuple[int, ...]
-    """Convolution state per request and Mamba layer: (channels, taps)."""
+    """Convolution state per request and layer: (channels, taps)."""
     mamba_ssm_states_shape: tuple[int, ...]
-    """SSM state per request and Mamba layer: (heads, head dim, state dim)."""
+    """Recurrent state per request and layer: (heads, head dim, state dim)."""
     conv_states_dtype: str | None = None
     """float32, bfloat16 or float16. None: the dtype of the activations."""
     ssm_states_dtype: str | None = None
     """float32, bfloat16 or float16. None: float32, since every token adds a rounding error."""
 
     def __post_init__(self) -> None:
-        unknown = [kind for kind in self.layer_type_list if kind not in LAYER_SYMBOLS]
+        symbols = (*LAYER_SYMBOLS, DELTA_SYMBOL)
+        unknown = [kind for kind in self.layer_type_list if kind not in symbols]
         if unknown:
             place = list(self.layer_type_list).index(unknown[0])
             raise ConfigError(
                 f"mamba_inference_state_config: layer_type_list[{place}] is {unknown[0]!r}; the symbols are "
-                f"{' '.join(LAYER_SYMBOLS)}"
+                f"{' '.join(symbols)}"
             )
-        if "M" not in self.layer_type_list:
-            raise ConfigError("mamba_inference_state_config: layer_type_list has no Mamba layer (M); leave it None")
+        if not {"M", DELTA_SYMBOL} & set(self.layer_type_list):
+            raise ConfigError(
+                "mamba_inference_state_config: layer_type_list has neither a Mamba layer (M) nor a gated delta net "
+                f"({DELTA_SYMBOL}); leave it None"
+            )
         for name, rank in (("mamba_conv_states_shape", 2), ("mamba_ssm_states_shape", 3)):
             shape = tuple(getattr(self, name))
             if len(shape) != rank or not all(type(size) is int and size > 0 for size in shape):
@@ -74,10 +80,10 @@ class MambaInferenceStateConfig:
 
     @classmethod
     def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
-        """The state config of a live megatron-core model, wrapped or not, with stock or adopted mixers; None without
-        Mamba layers.
+        """The state config of a live megatron-core model, wrapped or not, with stock or adopted mixers or delta nets;
+        None without either.
 
-        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers have states of
+        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its layers have states of
         different shapes: all layers of a slot are alike.
         """
         inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
@@ -85,25 +91,38 @@ class MambaInferenceStateConfig:
             inner = inner.module
         decoder: Any = getattr(inner, "decoder", None)
         kinds = list(getattr(decoder, "layer_type_list", None) or ())
+        if not kinds:
+            kinds = [DELTA_SYMBOL if _is_delta(layer) else "*" for layer in getattr(decoder, "layers", None) or ()]
         shapes = [
-            _state_shapes(layer) for kind, layer in zip(kinds, _layers_of(decoder, kinds), strict=True) if kind == "M"
+            _state_shapes(layer)
+            for kind, layer in zip(kinds, _layers_of(decoder, kinds), strict=True)
+            if kind in ("M", DELTA_SYMBOL)
         ]
         if not shapes:
             return None
         if any(shape != shapes[0] for shape in shapes):
             other = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
             raise ConfigError(
-                f"Mamba layer {other} keeps states of {shapes[other]}, Mamba layer 0 of {shapes[0]}: all Mamba layers "
-                "of a model must keep the same"
+                f"recurrent layer {other} keeps states of {shapes[other]}, recurrent layer 0 of {shapes[0]}: all of a "
+                "model must keep the same"
             )
         return cls(kinds, *shapes[0])
 
 
 def _layers_of(decoder: Any, kinds: Sequence[str]) -> Iterable[Any]:
-    """The decoder's layers if any is a Mamba layer; else `kinds`, since the layers are not read."""
-    return decoder.layers if "M" in kinds else kinds
+    """The decoder's layers if any keeps a state; else `kinds`, since the layers are not read."""
+    return decoder.layers if {"M", DELTA_SYMBOL} & set(kinds) else kinds
+
+
+def _is_delta(layer: Any) -> bool:
+    """By the names that megatron-core's GatedDeltaNet and ours have: neither is imported here."""
+    return hasattr(getattr(layer, "self_attention", None), "num_value_heads")
 
 
 def _state_shapes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if _is_delta(layer):
+        net = layer.self_attention
+        (channels,), (heads,) = net.conv1d.weight.shape[:1], net.dt_bias.shape
+        return (channels, net.conv_kernel_dim), (heads, net.value_head_dim, net.key_head_dim)
     conv, ssm = getattr(layer, "mixer", layer).mamba_state_shapes_per_request()
     return tuple(conv), tuple(ssm)

@@ -1,6 +1,6 @@
 """The protocols between a model's layers, the kernels and the runner: what a kernel backend implements.
 
-    AttentionBackend   paged attention (the scan of Mamba layers: ScanBackend in kernels/ssm.py)
+    AttentionBackend   paged attention (layers with recurrent states: ScanBackend in kernels/ssm.py)
     Ops, Norms         linears, norms and activations (all experts at once: ExpertsBackend in kernels/experts.py)
     LoRABackend        products of adapters, added to those of linears (kernels/lora.py)
     StepInputs         a step as a model's layer sees it
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_infer.kernels.experts import ExpertsBackend, RoutingRules
     from megatron_infer.kernels.lora import LoRABackend
     from megatron_infer.kernels.native.native_layers import LayerProgram
-    from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+    from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,10 @@ class Ops(Protocol):
 
         formula(logits) is that of torch, which is used where no kernel follows these rules.
         """
+        ...
+
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        """x * sigmoid(gate) -> [T, M] contiguous. gate may be a strided view (last dim contiguous)."""
         ...
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
@@ -322,8 +326,8 @@ class StepInputs(Protocol):
         """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""
         ...
 
-    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
-        """Mamba layer number `layer` of this rank (see `kernels.ssm.ScanBackend.run`)."""
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
+        """Layer number `layer` of those with recurrent states (see `kernels.ssm.ScanBackend.run`)."""
         ...
 
     def run_program(

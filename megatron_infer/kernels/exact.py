@@ -105,6 +105,10 @@ class ExactOps(NativeOps):
             _same(y_TM, self._dtype), gate_TM.to(self._dtype), weight, eps, group_size=group_size
         )
 
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        gate_TM = gate_TM if gate_TM.stride(-1) == 1 else gate_TM.contiguous()
+        return super().sigmoid_mul(_same(x_TM, self._dtype), gate_TM.to(self._dtype))
+
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         """`function` on parts of one shape, padded with zeros; differentiable if it is.
 

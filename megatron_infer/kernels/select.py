@@ -36,7 +36,7 @@ from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.packages import flash_attn_prompts, flashinfer_rope
-from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
+from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("native", "torch", "reference", *backend_candidates.NAMES)
 ATTENTION = "attention"
-SCAN = "selective scan"
+SCAN, DELTA_RULE = "selective scan", "gated delta rule"
 SAMPLING = "argmax, sampling"
 AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
 ROTATES_IN_TORCH = ("flashinfer", "flash_attn", "torch")
@@ -307,20 +307,25 @@ def _add_rope(
     return BackendChoice("rotation", "flashinfer", {}), flashinfer_rope.FlashInferRope(attention)
 
 
+def _operation_of(specs: Sequence[RecurrentSpec]) -> str:
+    """What a model's recurrent layers compute, which is one kind."""
+    return DELTA_RULE if specs[0].is_delta else SCAN
+
+
 def _choose_scan(
     library: ctypes.CDLL | None,
     device: torch.device,
     dtype: torch.dtype,
-    specs: Sequence[SsmSpec],
+    specs: Sequence[RecurrentSpec],
     states: tuple[torch.dtype, torch.dtype],
     reasons: dict[str, str],
     forced: str | None,
     in_torch: TorchKernels,
 ) -> tuple[BackendChoice, ScanBackend]:
     """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
-    reasons = dict(reasons)
+    reasons, operation = dict(reasons), _operation_of(specs)
     if forced == "reference":
-        return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
+        return BackendChoice(operation, "reference", reasons), ReferenceScan()
 
     def refuses(backend: ScanBackend) -> str | None:
         found = (backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs)
@@ -330,18 +335,18 @@ def _choose_scan(
         backend_candidates.SCAN, device, dtype, forced=forced, refuses=refuses
     )
     reasons |= missing
-    _check_forced(SCAN, forced, missing)
+    _check_forced(operation, forced, missing)
     candidates: list[ScanBackend] = [] if best is None else [best]
     if library is not None:
         candidates.append(NativeScan(library, dtype))
     candidates.append(in_torch.scan())
     chosen = _first_of(candidates, refuses, refused, best=best)
     if forced in refused:
-        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused[forced]}")
+        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {operation} {refused[forced]}")
     reasons |= refused
     if chosen is not None:
-        return BackendChoice(SCAN, chosen.name, reasons), chosen
-    return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
+        return BackendChoice(operation, chosen.name, reasons), chosen
+    return BackendChoice(operation, "reference", reasons), ReferenceScan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +423,7 @@ def choose_exact(
     *,
     specs: Sequence[AttendSpec],
     block_size: int,
-    ssm_specs: Sequence[SsmSpec] = (),
+    ssm_specs: Sequence[RecurrentSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
 ) -> ChosenKernels:
@@ -449,8 +454,8 @@ def choose_exact(
             )
         for ssm in ssm_specs:
             if (refusal := scan.supports(ssm, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1])) is not None:
-                raise ConfigError(f"batch_invariant=True: the exact {SCAN} {refusal}")
-        rows.append(BackendChoice(SCAN, scan.name, reasons))
+                raise ConfigError(f"batch_invariant=True: the exact {_operation_of(ssm_specs)} {refusal}")
+        rows.append(BackendChoice(_operation_of(ssm_specs), scan.name, reasons))
     rows += [
         BackendChoice("norms, activations", ops.name, reasons),
         BackendChoice(SAMPLING, "native", reasons),
@@ -475,7 +480,7 @@ def choose(
     *,
     specs: Sequence[AttendSpec],
     block_size: int,
-    ssm_specs: Sequence[SsmSpec] = (),
+    ssm_specs: Sequence[RecurrentSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
     attention: str = AUTO,

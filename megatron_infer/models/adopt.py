@@ -22,7 +22,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
 from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.kernels.lora import AdapterPairs
-from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -36,7 +36,7 @@ from megatron_infer.models.adoption_checks import (
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
-from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.fused_mixer import RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
@@ -106,8 +106,8 @@ class ModelReading:
         return [layer.attention.attend.spec for layer in self.layers if layer.attention is not None]
 
     @property
-    def mixers(self) -> list[tuple[str, FusedMixer]]:
-        return [(f"{layer.name}.mixer", layer.mixer) for layer in self.layers if layer.mixer is not None]
+    def mixers(self) -> list[RecurrentMixer]:
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
 
     @property
     def cache_order(self) -> list[str]:
@@ -168,7 +168,9 @@ def _read(
         check_called_by_none(live.decoder, "decoder")
     _check_one_rotation(layers)
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
-        raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
+        raise AdoptionError(
+            "decoder.layers", "no layer of the model attends or keeps a state: there is nothing to page"
+        )
     where, final_norm = final_norm_of(live)
     if final_norm is None and live.post_process:
         raise AdoptionError(where, "missing; a decoder without it is not supported")
@@ -231,8 +233,8 @@ class AdoptedModel:
         self.specs = reading.specs
         """One for each of this rank's attention layers, in order."""
         self._mixers = reading.mixers
-        self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
-        """One for each of this rank's Mamba layers, in order."""
+        self.ssm_specs: list[RecurrentSpec] = [mixer.spec for mixer in self._mixers]
+        """One for each of this rank's layers with recurrent states, in order."""
         self.fp8 = reading.fp8
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
         self.layers: list[FusedLayer | None] = list(reading.fused)
@@ -329,7 +331,7 @@ class AdoptedModel:
             "sinks of attention": [
                 [spec.sinks_N is not None for spec in specs] for specs in (self.specs, reading.specs)
             ],
-            "the Mamba layers": (self.ssm_specs, [mixer.spec for _, mixer in reading.mixers]),
+            "the recurrent layers": (self.ssm_specs, [mixer.spec for mixer in reading.mixers]),
             "the order of layers": (self.cache_order, reading.cache_order),
             "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
             "the experts": (self.routing, reading.routing),
@@ -480,12 +482,12 @@ class AdoptedModel:
 
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; needed after every change of the model's parameters."""
-        for _, mixer in self._mixers:
+        for mixer in self._mixers:
             mixer.scan_weights.refresh()
 
     def live_scan_weights(self, layer: int) -> SsmWeights:
         """Weights of this rank's Mamba layer number `layer`, derived from its parameters now, with gradients."""
-        return self._mixers[layer][1].scan_weights.live()
+        return self._mixers[layer].scan_weights.live()
 
     def products_in_fp8(self) -> Fp8Linears:
         """`fp8` of a model that has products in FP8."""
@@ -514,9 +516,9 @@ class AdoptedModel:
 
     def scan_weights_differ(self) -> str | None:
         """The name of the first parameter that changed since the scans' weights were derived; None: none did."""
-        for name, mixer in self._mixers:
+        for mixer in self._mixers:
             if (parameter := mixer.scan_weights.differs()) is not None:
-                return f"{name}.{parameter}"
+                return f"{mixer.name}.{parameter}"
         return None
 
     def _embed(self, step: StepInputs) -> Tensor:

@@ -18,8 +18,6 @@ from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
     "experimental_attention_variant": "this attention is not softmax over keys and values",
-    "linear_attention_freq": "linear attention keeps a recurrent state, not keys and values",
-    "attention_output_gate": "gated attention is not supported",
     "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
     "fp4": "quantised linears are not supported",
     "quant_recipe": "linears with recipes of their own are not supported",
@@ -39,6 +37,8 @@ def check_config(config: Any) -> None:
     """Raise AdoptionError for a setting that has no effect in the paged path."""
     for field, reason in REFUSED_SETTINGS.items():
         value = getattr(config, field, None)
+        if field == "experimental_attention_variant" and value == "gated_delta_net":
+            continue  # layers that are none of megatron-core's are refused by their class
         if not _is_off(field, getattr(value, "value", value)):
             raise AdoptionError("config", f"{field}={value!r}: {reason}")
 

@@ -24,7 +24,7 @@ from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.lora import LoRABackend
 from megatron_infer.kernels.native.native_layers import LayerProgram
 from megatron_infer.kernels.native.native_scan import NativeScan
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix
@@ -163,6 +163,11 @@ class DifferentiableOps:
     ) -> tuple[Tensor, Tensor]:
         return _Exact.apply(lambda logits: self.exact.route(logits, bias_E, rules, formula), formula, logits_TE)
 
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        return _Exact.apply(
+            self.exact.sigmoid_mul, lambda x, g: (x * torch.sigmoid(g.float())).to(x.dtype), x_TM, gate_TM
+        )
+
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return self.exact.rowwise(function, x_TX)
 
@@ -210,7 +215,7 @@ class TrainingStep:
             kernel, lambda q, k, v, sinks: self._attend(q, k, v, sinks, spec), q_TKGH, k_TKH, v_TKH, spec.sinks_N
         )
 
-    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
         """Ignores `weights`, which may date from before the last optimizer step, and reads the parameters."""
         live = self._live_scan_weights(layer)
 
@@ -226,7 +231,7 @@ class TrainingStep:
 
         tensors = (live.conv_CW, live.conv_bias_C, live.decay_H, live.skip_H, live.dt_bias_H)
         return _Exact.apply(
-            kernel, lambda x, dt, *own: self._recur(x, dt, _weights(own), spec), xBC_TC, dt_TH, *tensors
+            kernel, lambda x, dt, *own: self._recur(x, dt, _weights(own), spec), xBC_TC, dt_TX, *tensors
         )
 
     def run_program(self, program: LayerProgram, x_TX: Tensor, residual_TD: Tensor | None) -> None:
@@ -287,13 +292,13 @@ class TrainingStep:
             mixed.append(out.permute(2, 1, 0, 3).flatten(1))
         return torch.cat(mixed)
 
-    def _recur(self, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def _recur(self, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
         """The scan of `ssm` in torch; sequences of one length together."""
         if len(set(self.lengths)) == 1:
             shape = (len(self.lengths), self.lengths[0])
-            y_bLM = _recur(*(x.unflatten(0, shape).transpose(0, 1) for x in (xBC_TC, dt_TH)), weights, spec)
+            y_bLM = _recur(*(x.unflatten(0, shape).transpose(0, 1) for x in (xBC_TC, dt_TX)), weights, spec)
             return y_bLM.transpose(0, 1).flatten(0, 1)
-        sequences = zip(xBC_TC.split(self.lengths), dt_TH.split(self.lengths), strict=True)
+        sequences = zip(xBC_TC.split(self.lengths), dt_TX.split(self.lengths), strict=True)
         return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in sequences])
 
 
@@ -312,12 +317,12 @@ def _explicit(
     return with_sinks.softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
-def _recur(xBC_LbC: Tensor, dt_LbH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+def _recur(xBC_LbC: Tensor, dt_LbX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
     """[L, b, C] -> [L, b, M], every sequence from an empty state."""
-    return mix(xBC_LbC.float(), dt_LbH.float(), weights, spec, chunk=SCAN_CHUNK).to(xBC_LbC.dtype)
+    return mix(xBC_LbC.float(), dt_LbX.float(), weights, spec, chunk=SCAN_CHUNK).to(xBC_LbC.dtype)
 
 
 def _weights(own: Sequence[Tensor | None]) -> SsmWeights:
     conv, bias, decay, skip, dt_bias = own
-    assert conv is not None and decay is not None and skip is not None and dt_bias is not None
+    assert conv is not None and decay is not None and dt_bias is not None
     return SsmWeights(conv_CW=conv, conv_bias_C=bias, decay_H=decay, skip_H=skip, dt_bias_H=dt_bias)

@@ -44,8 +44,8 @@ from megatron_infer.models.te_apex import (
 from megatron_infer.models.tp_collectives import Reducer
 
 Parameters = dict[str, Tensor | None] | LiveParameters
-Heads = tuple[Tensor, Tensor, Tensor]
-"""q [T, K, G, H], k [T, K, H], v [T, K, H]; the last axis is contiguous."""
+Heads = tuple[Tensor, ...]
+"""q [T, K, G, H], k [T, K, H], v [T, K, H], and a gate as q where attention has one; the last axis is contiguous."""
 RMS, LAYER, L2 = "rms", "layer", "l2"
 
 
@@ -392,7 +392,19 @@ class AllGather(LayerOp):
 class SplitHeads(LayerOp):
     """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
 
-    __slots__ = ("at_k", "at_q", "at_v", "k_norm", "q_norm", "shape_kv", "shape_q", "strides_kv", "strides_q")
+    __slots__ = (
+        "at_gate",
+        "at_k",
+        "at_q",
+        "at_v",
+        "k_norm",
+        "num_columns",
+        "q_norm",
+        "shape_kv",
+        "shape_q",
+        "strides_kv",
+        "strides_q",
+    )
 
     def __init__(
         self,
@@ -402,41 +414,49 @@ class SplitHeads(LayerOp):
         k_norm: FusedNorm | WholeHeadsNorm | None,
         num_kv_heads: int,
         gathered: Reducer | None,
+        is_gated: bool = False,
     ) -> None:
         """num_kv_heads: those of all ranks. gathered: ranks that share kv heads and whose columns x holds side by side;
-        this rank takes its own queries of its kv head's group, the key and the value."""
+        this rank takes its own queries of its kv head's group, the key and the value. is_gated: queries have gates."""
         self.q_norm, self.k_norm = q_norm, k_norm
-        # The columns are [K, G + 2, H]: a group's queries, then its key, then its value.
+        # The columns are [K, G + 2, H]: a group's queries, then its key, then its value. Gates follow the queries.
         heads, queries, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
         group, first_group, first_query, num_groups = queries, 0, 0, heads
         if gathered is not None:
             sharers = gathered.size // num_kv_heads
             num_groups, group = num_kv_heads, queries * sharers
             first_group, first_query = gathered.rank // sharers, gathered.rank % sharers * queries
-        cell = (group + 2) * dim
+        before_key = 2 * group if is_gated else group
+        cell = (before_key + 2) * dim
         row, at = num_groups * cell, first_group * cell
+        self.num_columns = row
         self.shape_q, self.strides_q = (heads, queries, dim), (row, cell, dim, 1)
         self.shape_kv, self.strides_kv = (heads, dim), (row, cell, 1)
-        self.at_q, self.at_k, self.at_v = at + first_query * dim, at + group * dim, at + (group + 1) * dim
+        self.at_q = at + first_query * dim
+        self.at_k, self.at_v = at + before_key * dim, at + (before_key + 1) * dim
+        self.at_gate = self.at_q + group * dim if is_gated else None
 
     def run(
         self, step: StepInputs, qkv_TX: Tensor, residual_TD: Tensor | None
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        q, k, v = self._views(qkv_TX)
+        q, k, v, *gate = self._views(qkv_TX)
         if self.q_norm is not None:
             q = self.q_norm.norm_heads(step.ops, q)
         if self.k_norm is not None:
             k = self.k_norm.norm_heads(step.ops, k)
-        return (q, k, v), residual_TD
+        return (q, k, v, *gate), residual_TD
 
     def _views(self, qkv_TX: Tensor) -> Heads:
         # as_strided: three views for three dispatches, half the time of view + narrow + select
         num_tokens, start = qkv_TX.shape[0], qkv_TX.storage_offset()
-        return (
+        heads = (
             qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_q),
             qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_k),
             qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_v),
         )
+        if self.at_gate is None:
+            return heads
+        return (*heads, qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_gate))
 
 
 class Attend(LayerOp):
@@ -452,6 +472,17 @@ class Attend(LayerOp):
         return step.attend(self.layer, q_TKGH, k_TKH, v_TKH, self.spec), residual_TD
 
 
+class GatedAttend(Attend):
+    """`Heads` with a gate -> paged attention * sigmoid(gate)."""
+
+    __slots__ = ()
+
+    def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        *heads, gate_TKGH = qkv
+        out_TM, residual_TD = super().run(step, tuple(heads), residual_TD)
+        return step.ops.sigmoid_mul(out_TM, gate_TKGH.flatten(1)), residual_TD
+
+
 class FusedAttention(LayerOps):
     """Fused projection, norms of heads, paged attention, output projection."""
 
@@ -461,16 +492,21 @@ class FusedAttention(LayerOps):
         num_kv_heads = attention.config.num_query_groups
         # Ranks that share a kv head end their parts of the projection inside a group: each takes the whole of it.
         gathered = tp if tp is not None and num_kv_heads < tp.size else None
+        is_gated = bool(getattr(attention.config, "attention_output_gate", False))
         heads = SplitHeads(
             spec,
             q_norm=_head_norm(attention, "q_layernorm", name, tp=tp, num_heads=attention.config.num_attention_heads),
             k_norm=_head_norm(attention, "k_layernorm", name, tp=tp, num_heads=num_kv_heads),
             num_kv_heads=num_kv_heads,
             gathered=gathered,
+            is_gated=is_gated,
         )
         qkv = FusedLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp, norm_apart=True)
         proj = FusedLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
-        self.attend = Attend(layer, spec)
+        rows, wanted = qkv.weight().shape[0], heads.num_columns // (1 if gathered is None else gathered.size)
+        if rows != wanted:
+            raise AdoptionError(f"{name}.linear_qkv", f"{rows} rows, expected {wanted} of queries, keys and values")
+        self.attend = GatedAttend(layer, spec) if is_gated else Attend(layer, spec)
         gather = () if gathered is None else (AllGather(gathered),)
         super().__init__(*qkv.flat(), *gather, heads, self.attend, *proj.flat())
 

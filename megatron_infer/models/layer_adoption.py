@@ -21,6 +21,7 @@ from megatron_infer.models.bridge_modules import (
     is_of,
 )
 from megatron_infer.models.core_attention import TorchCoreAttention
+from megatron_infer.models.delta_net import PagedDeltaNet, paged_delta_class
 from megatron_infer.models.extended_modules import TwoRopeAttention, has_window
 from megatron_infer.models.fused_layers import (
     AddResidual,
@@ -32,7 +33,7 @@ from megatron_infer.models.fused_layers import (
     LayerOp,
     LayerOps,
 )
-from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.fused_mixer import FusedDeltaNet, FusedMixer, RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts
@@ -51,17 +52,17 @@ class LayerAdoption:
     def __init__(
         self, layer: Any, name: str, *, model: Any, tp: Reducer | None, num_attention: int, num_mamba: int
     ) -> None:
-        """num_attention, num_mamba: layers of either kind before this one."""
+        """num_attention, num_mamba: layers before this one that keep keys and values, and recurrent states."""
         self.layer, self.name = layer, name
         self._model, self._tp = model, tp
         self.attention: FusedAttention | FusedLatentAttention | None = None
-        self.mixer: FusedMixer | None = None
+        self.mixer: RecurrentMixer | None = None
         self.experts: FusedExperts | None = None
         self.fused: FusedLayer | None = None
         """None: a layer class of the user's, around a paged attention or mixer."""
         _check_untouched(layer, name)
         if isinstance(layer, mcore.TransformerLayer):
-            self._read_transformer(num_attention)
+            self._read_transformer(num_attention, num_mamba)
         elif isinstance(layer, mcore.MambaLayer):
             self._read_mamba(num_mamba)
         else:
@@ -73,7 +74,10 @@ class LayerAdoption:
             found = type(self.layer.self_attention)
             paged = {} if issubclass(found, PagedAttention) else {found: paged_attention_class(found)}
             _bind(self.layer.self_attention, self.attention, paged)
-        if self.mixer is not None:
+        if self.mixer is not None and hasattr(self.layer, "self_attention"):
+            net = type(self.layer.self_attention)
+            _bind(self.layer.self_attention, self.mixer, {net: paged_delta_class(net)} if _is_stock_delta(net) else {})
+        elif self.mixer is not None:
             mixer = type(self.layer.mixer)
             _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
         if self.fused is not None:
@@ -98,27 +102,30 @@ class LayerAdoption:
         parts = (self.fused,) if self.fused is not None else (self.attention, self.mixer)
         return [part for part in parts if part is not None]
 
-    def _read_transformer(self, index: int) -> None:
+    def _read_transformer(self, num_attention: int, num_mamba: int) -> None:
         layer, name = self.layer, self.name
-        attends = type(layer.self_attention) is not mcore.IdentityOp
-        if attends:
-            self.attention = _attention(layer, name, self._model, index=index, tp=self._tp)
+        found = type(layer.self_attention)
+        attends = found is not mcore.IdentityOp
+        if _is_stock_delta(found) or isinstance(layer.self_attention, PagedDeltaNet):
+            self.mixer = FusedDeltaNet(layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp)
+        elif attends:
+            self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
-            if attends and isinstance(layer.self_attention, PagedAttention):
+            if attends and isinstance(layer.self_attention, PagedAttention | PagedDeltaNet):
                 return
             raise AdoptionError(
                 name, f"layer class {qualified(layer)} is not megatron-core's TransformerLayer; {BY_SPEC}"
             )
         _check_no_cross_attention(layer, name)
-        qkv = getattr(layer.self_attention, "linear_qkv", None)
-        where = {"part": "self_attention", "norm": "input_layernorm", "add": "self_attn_bda"}
-        input_norm = _norm_before(layer, name, **where, first=(qkv, "linear_qkv"))
-        where = {"part": "mlp", "norm": "pre_mlp_layernorm", "add": "mlp_bda"}
-        mlp_norm = _norm_before(layer, name, **where, first=(getattr(layer.mlp, "linear_fc1", None), "linear_fc1"))
+        first = "linear_qkv" if self.mixer is None else "in_proj"
+        parts = {"part": "self_attention", "norm": "input_layernorm", "add": "self_attn_bda"}
+        input_norm = _norm_before(layer, name, **parts, first=(getattr(layer.self_attention, first, None), first))
+        parts = {"part": "mlp", "norm": "pre_mlp_layernorm", "add": "mlp_bda"}
+        mlp_norm = _norm_before(layer, name, **parts, first=(getattr(layer.mlp, "linear_fc1", None), "linear_fc1"))
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
         if type(mlp) is FusedExperts:
             self.experts = mlp
-        pairs = ((input_norm, self.attention), (mlp_norm, mlp))
+        pairs = ((input_norm, self.attention or self.mixer), (mlp_norm, mlp))
         blocks = [(norm, body) for norm, body in pairs if norm is not None and body is not None]
         if not blocks:
             raise AdoptionError(name, "a layer with neither attention nor MLP")
@@ -148,7 +155,7 @@ def _check_untouched(layer: Any, name: str) -> None:
         check_untouched(layer, name)
         return
     for part in ("self_attention", "mixer"):
-        if isinstance(module := getattr(layer, part, None), PagedAttention | PagedMixer):
+        if isinstance(module := getattr(layer, part, None), PagedAttention | PagedMixer | PagedDeltaNet):
             check_called_by_none(module, f"{name}.{part}", runs_hooks=True)
             for child, inner in module.named_children():
                 check_untouched(inner, f"{name}.{part}.{child}")
@@ -242,6 +249,11 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         **_rotation_of(attention, getattr(model, "rotary_pos_emb", None), where),
         sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )
+
+
+def _is_stock_delta(cls: type) -> bool:
+    """True for megatron-core's own gated delta net."""
+    return mcore.GatedDeltaNet is not None and cls is mcore.GatedDeltaNet
 
 
 def _is_known_core(core: Any) -> bool:

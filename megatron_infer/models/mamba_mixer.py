@@ -142,7 +142,7 @@ class TorchMambaMixer(mcore.MegatronModule):
             raise NotImplementedError("context parallelism: this mixer sees one rank's positions only")
         self.tp_group, self.layer_number, self.pp_layer_offset = pg_collection.tp, layer_number, pp_layer_offset
         self.d_conv, self.d_state, self.headdim = d_conv, config.mamba_state_dim, config.mamba_head_dim
-        num_heads = config.mamba_num_heads or _divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
+        num_heads = config.mamba_num_heads or divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
         self._set_shares(num_heads, config.mamba_num_groups)
         self.rmsnorm, self.chunk_size, self.dt_limit = rmsnorm, chunk_size, dt_limit
         # In megatron-core's order, so that equal seeds give equal weights.
@@ -157,9 +157,18 @@ class TorchMambaMixer(mcore.MegatronModule):
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
         )
-        with _generator(config):
-            self.conv1d = self._convolution(conv_init, conv_bias)
-        with _generator(config):
+        with init_generator(config):
+            states = self.ngroups_local_tp * self.d_state
+            self.conv1d = draw_convolution(
+                config,
+                (self.d_inner_local_tp, states, states),
+                taps=d_conv,
+                ranks=self._ranks_drawn(),
+                rank=self.tp_group.rank(),
+                conv_init=conv_init,
+                has_bias=conv_bias,
+            )
+        with init_generator(config):
             self._init_scan((dt_min, dt_max, dt_init_floor), A_init_range, D_has_hdim)
         if rmsnorm:
             self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups, norm_epsilon)
@@ -248,9 +257,9 @@ class TorchMambaMixer(mcore.MegatronModule):
     def _set_shares(self, num_heads: int, num_groups: int) -> None:
         """This rank's heads and groups."""
         ranks = self.tp_group.size()
-        _divided(num_heads, num_groups, "mamba heads", "mamba_num_groups")
-        self.nheads_local_tp = _divided(num_heads, ranks, "mamba heads", "tensor-parallel ranks")
-        self.ngroups_local_tp = _divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
+        divided(num_heads, num_groups, "mamba heads", "mamba_num_groups")
+        self.nheads_local_tp = divided(num_heads, ranks, "mamba heads", "tensor-parallel ranks")
+        self.ngroups_local_tp = divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
         self.d_inner_local_tp = self.nheads_local_tp * self.headdim
 
     def _project(self, spec: Any, sizes: tuple[int, int], bias: bool, **options: Any) -> Any:
@@ -259,39 +268,12 @@ class TorchMambaMixer(mcore.MegatronModule):
             spec, *sizes, config=self.config, bias=bias, is_expert=False, tp_group=self.tp_group, **options
         )
 
-    def _convolution(self, conv_init: float | None, has_bias: bool) -> torch.nn.Conv1d:
-        """The convolution of this rank's channels; only its parameters are used."""
-        parts = (self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state)
-        ranks = self._ranks_drawn()
-        channels = ranks * sum(parts)
-        conv = torch.nn.Conv1d(
-            channels,
-            channels,
-            self.d_conv,
-            groups=channels,
-            padding=self.d_conv - 1,
-            bias=has_bias,
-            device=_device(self.config),
-            dtype=self.config.params_dtype,
-        )
-        if self.config.perform_initialization and conv_init is not None:
-            torch.nn.init.uniform_(conv.weight, -conv_init, conv_init)
-        elif self.config.perform_initialization:
-            torch.nn.init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
-        if ranks > 1:
-            conv.in_channels = conv.out_channels = conv.groups = sum(parts)
-            for key, whole in list(conv.named_parameters()):
-                whole_parts = whole.detach().split([ranks * part for part in parts])
-                mine = torch.cat([part.chunk(ranks)[self.tp_group.rank()] for part in whole_parts])
-                setattr(conv, key, torch.nn.Parameter(mine))
-        return conv
-
     def _init_scan(
         self, dt_range: tuple[float, float, float], decay_range: tuple[float, float], wide_skip: bool
     ) -> None:
         """dt_bias, A_log and D of this rank's heads, as megatron-core draws them; A_log and D are always fp32."""
         low, high, floor = dt_range
-        ranks, device = self._ranks_drawn(), _device(self.config)
+        ranks, device = self._ranks_drawn(), init_device(self.config)
         heads = self.nheads_local_tp * ranks
         rank = self.tp_group.rank() if ranks > 1 else 0
         drawn = torch.rand(heads, device=device, dtype=self.config.params_dtype)
@@ -308,12 +290,12 @@ class TorchMambaMixer(mcore.MegatronModule):
 
     def _gated_norm(self, norm_groups: int, epsilon: float) -> GatedRMSNorm:
         ranks = self.tp_group.size()
-        local = _divided(norm_groups, ranks, "norm_groups", "tensor-parallel ranks")
+        local = divided(norm_groups, ranks, "norm_groups", "tensor-parallel ranks")
         return GatedRMSNorm(
             self.d_inner_local_tp,
-            group_size=_divided(self.d_inner_local_tp, local, "channels of a rank", "norm groups"),
+            group_size=divided(self.d_inner_local_tp, local, "channels of a rank", "norm groups"),
             dtype=self.config.params_dtype,
-            device=_device(self.config),
+            device=init_device(self.config),
             tp_group=self.tp_group,
             eps=epsilon,
         )
@@ -328,19 +310,57 @@ class SlottedMambaMixer(PagedMixer, TorchMambaMixer):
     """The mixer of `hybrid_spec`: trains as TorchMambaMixer, generates from state slots once adopted."""
 
 
-def _divided(whole: int, parts: int, what: str, by: str) -> int:
+def draw_convolution(
+    config: mcore.TransformerConfig,
+    parts: Sequence[int],
+    *,
+    taps: int,
+    ranks: int,
+    rank: int,
+    conv_init: float | None,
+    has_bias: bool,
+) -> torch.nn.Conv1d:
+    """A convolution of one rank's channels, which lie in `parts`; only its parameters are used.
+
+    ranks: those whose weights are drawn, of which `rank` keeps its own.
+    """
+    channels = ranks * sum(parts)
+    conv = torch.nn.Conv1d(
+        channels,
+        channels,
+        taps,
+        groups=channels,
+        padding=taps - 1,
+        bias=has_bias,
+        device=init_device(config),
+        dtype=config.params_dtype,
+    )
+    if config.perform_initialization and conv_init is not None:
+        torch.nn.init.uniform_(conv.weight, -conv_init, conv_init)
+    elif config.perform_initialization:
+        torch.nn.init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
+    if ranks > 1:
+        conv.in_channels = conv.out_channels = conv.groups = sum(parts)
+        for key, whole in list(conv.named_parameters()):
+            whole_parts = whole.detach().split([ranks * part for part in parts])
+            mine = torch.cat([part.chunk(ranks)[rank] for part in whole_parts])
+            setattr(conv, key, torch.nn.Parameter(mine))
+    return conv
+
+
+def divided(whole: int, parts: int, what: str, by: str) -> int:
     if whole % parts:
         raise ConfigError(f"{whole} {what} cannot be divided by {parts} ({by})")
     return whole // parts
 
 
-def _device(config: mcore.TransformerConfig) -> torch.device:
+def init_device(config: mcore.TransformerConfig) -> torch.device:
     if config.use_cpu_initialization or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
 
 
-def _generator(config: mcore.TransformerConfig) -> Any:
+def init_generator(config: mcore.TransformerConfig) -> Any:
     """A context with the generator of tensor-parallel weights, which differs per rank; the global one on a CPU.
 
     Weights that will be loaded need none: a program that serves a model has seeded no generators.

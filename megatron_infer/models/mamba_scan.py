@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence as differentiable torch calls, for training on any device of torch.
+"""The recurrences of Mamba-2 and of gated delta nets as differentiable torch calls, for training on any device.
 
 Legend: S positions, b sequences, C convolution channels, W taps, H heads, P head dim, M = H*P, G groups, N state dim,
 Q positions of a chunk, K chunks, J heads of a group. The arithmetic is at least fp32, whatever the inputs' dtype.
@@ -6,26 +6,58 @@ Q positions of a chunk, K chunks, J heads of a group. The arithmetic is at least
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
+from megatron_infer.kernels.torch import delta_rule
 
 
-def mix(xBC_SbC: Tensor, dt_SbH: Tensor, weights: SsmWeights, spec: SsmSpec, *, chunk: int) -> Tensor:
-    """Convolution, scan and skip of whole sequences, each from an empty state -> [S, b, M], before gate and norm.
+def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, *, chunk: int) -> Tensor:
+    """Convolution and recurrence of whole sequences, each from an empty state -> [S, b, M], before gate and norm.
 
-    Inputs and weights have one dtype, fp32 at least. chunk: positions of a chunk, at most.
+    Inputs (see `kernels.ssm.ScanBackend.run`) and weights have one dtype, fp32 at least. chunk: positions of a
+    chunk, at most.
     """
-    state = spec.num_groups * spec.state_dim
     mixed = F.silu(causal_conv(xBC_SbC, weights.conv_CW, weights.conv_bias_C))
+    recur = _delta_rule if spec.is_delta else _selective_scan
+    return recur(mixed, dt_SbX, weights, spec, min(chunk, len(mixed)))
+
+
+def _selective_scan(mixed: Tensor, dt_SbH: Tensor, weights: SsmWeights, spec: Any, chunk: int) -> Tensor:
+    assert weights.skip_H is not None
+    state = spec.num_groups * spec.state_dim
     x, b, c = mixed.split((spec.inner_width, state, state), dim=-1)
     x = x.unflatten(-1, (-1, spec.head_dim))
     b, c = (part.unflatten(-1, (spec.num_groups, -1)) for part in (b, c))
     dt = F.softplus(dt_SbH + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
-    y = chunk_scan(x, dt, weights.decay_H, b, c, chunk=min(chunk, len(x)))
+    y = chunk_scan(x, dt, weights.decay_H, b, c, chunk=chunk)
     return (y + x * weights.skip_H.view(spec.num_heads, -1)).flatten(-2)
+
+
+def _delta_rule(mixed: Tensor, ba_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, chunk: int) -> Tensor:
+    width, length = spec.num_groups * spec.state_dim, len(mixed)
+    q, k, v = mixed.split((width, width, spec.inner_width), dim=-1)
+    repeats = spec.num_heads // spec.num_groups
+    q, k = (part.unflatten(-1, (spec.num_groups, -1)).repeat_interleave(repeats, dim=-2) for part in (q, k))
+    b, a = ba_SbX.chunk(2, dim=-1)
+    log = F.softplus(a + weights.dt_bias_H) * weights.decay_H
+
+    def chunked(x: Tensor) -> Tensor:
+        """[S, b, H, ...] -> [K, b, H, Q, ...], padded with zeros: tokens that change no state."""
+        x = F.pad(x, (*[0, 0] * (x.ndim - 1), 0, -length % chunk))
+        return x.unflatten(0, (-1, chunk)).movedim(1, 3)
+
+    values = v.unflatten(-1, (spec.num_heads, -1))
+    terms = delta_rule.chunk_terms(*(chunked(x) for x in (q, k, values, torch.sigmoid(b), log)))
+    state, outs = mixed.new_zeros(mixed.shape[1], spec.num_heads, spec.head_dim, spec.state_dim), []
+    for part in zip(*terms, strict=True):
+        y_bHQP, state = delta_rule.through_chunk(delta_rule.ChunkTerms(*part), state)
+        outs.append(y_bHQP.movedim(2, 0).flatten(-2))
+    return torch.cat(outs)[:length]
 
 
 def causal_conv(x_SbC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:

@@ -113,6 +113,11 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
         from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
     from megatron.core.models.mamba import MambaModel
 
+    try:  # from 0.16 on
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    except ImportError:
+        GatedDeltaNet = GatedDeltaNetSubmodules = None
+
 _NOISY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.hybrid.hybrid_model",

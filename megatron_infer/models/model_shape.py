@@ -87,7 +87,7 @@ def _dtype(layers: Sequence[LayerAdoption], default: torch.dtype) -> torch.dtype
 def _state(
     model: Any, layers: Sequence[LayerAdoption], config: MambaInferenceStateConfig | None, *, default_dtype: str
 ) -> StateShape | None:
-    mixers = [(f"{layer.name}.mixer", layer.mixer.spec) for layer in layers if layer.mixer is not None]
+    mixers = [(layer.mixer.name, layer.mixer.spec) for layer in layers if layer.mixer is not None]
     if not mixers:
         if config is not None and not _is_stage(model):
             raise AdoptionError("", "a state config was given, but no layer of the model keeps a recurrent state")
@@ -96,7 +96,9 @@ def _state(
     conv, ssm = (first.num_channels, first.conv_width), (first.num_heads, first.head_dim, first.state_dim)
     for name, spec in mixers:
         if (spec.num_channels, spec.conv_width, spec.num_heads, spec.head_dim, spec.state_dim) != (*conv, *ssm):
-            raise AdoptionError(name, "state shapes differ between Mamba layers: one slot holds them all")
+            raise AdoptionError(name, "state shapes differ between recurrent layers: one slot holds them all")
+        if spec.is_delta != first.is_delta:
+            raise AdoptionError(name, "Mamba layers and gated delta nets in one model are not supported")
     if config is not None:
         given = (tuple(config.mamba_conv_states_shape), tuple(config.mamba_ssm_states_shape))
         if given != (conv, ssm):

@@ -9,15 +9,19 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
+from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet, paged_delta_class
 from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm, TwoRopeAttention
 from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
+    GatedDeltaNet,
+    GatedDeltaNetSubmodules,
     HybridStackSubmodules,
     IdentityOp,
     ModuleSpec,
+    RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -34,7 +38,7 @@ from megatron_infer.models.paged_layers import (
     PagedTransformerLayer,
     paged_attention_class,
 )
-from megatron_infer.models.stage_layers import expert_layers
+from megatron_infer.models.stage_layers import delta_layers, expert_layers
 
 
 def with_inference(spec: Any) -> Any:
@@ -62,6 +66,13 @@ def _paged_layer(spec: Any, name: str) -> Any:
     if attention is None:
         raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
     found = spec_module(attention)
+    nets = (TorchDeltaNet,) if GatedDeltaNet is None else (TorchDeltaNet, GatedDeltaNet)
+    if isinstance(found, type) and issubclass(found, nets):
+        if not issubclass(found, PagedDeltaNet):
+            attention.module = paged_delta_class(found)
+        if spec.module is TransformerLayer:
+            spec.module = PagedTransformerLayer
+        return spec
     if not (isinstance(found, type) and issubclass(found, tuple(PAGED_ATTENTION))):
         what = getattr(found, "__qualname__", repr(found))
         where = f"{name}.self_attention".lstrip(".")
@@ -121,21 +132,24 @@ def gpt_spec(
         )
     if num_experts is not None and num_experts != config.num_moe_experts:
         raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")
+    count = config.num_layers
+    has_experts = [False] * count if num_experts is None else expert_layers(count, config.moe_layer_freq)
+    is_delta = delta_layers(count, getattr(config, "linear_attention_freq", None))
+    if stock and any(is_delta):
+        raise ConfigError("megatron-core's own gated delta nets need flash-linear-attention; use the paged spec")
     one_layer = partial(layer_spec, config, qk_layernorm=qk_layernorm, stock=stock)
-    dense = one_layer(num_experts=None)
-    layers = [dense] * config.num_layers
-    if num_experts is not None:
-        experts = one_layer(num_experts=num_experts)
-        layers = [
-            experts if has_experts else dense for has_experts in expert_layers(config.num_layers, config.moe_layer_freq)
-        ]
+    made = {
+        (experts, delta): one_layer(num_experts=num_experts if experts else None, is_delta=delta)
+        for experts, delta in {*zip(has_experts, is_delta, strict=True)}
+    }
+    layers = [made[kind] for kind in zip(has_experts, is_delta, strict=True)]
+    norm = submodules_of(layers[0]).input_layernorm
     count = get_num_layers_to_build(config, pp_rank=pp_rank)
     if count != config.num_layers:
         from megatron_infer.models.mcore_compat import layer_offset
 
         first = layer_offset(config, pp_rank)
         layers = layers[first : first + count]
-    norm = submodules_of(dense).input_layernorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm if norm is IdentityOp else norm)
 
 
@@ -157,9 +171,17 @@ def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> An
 
 
 def layer_spec(
-    config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool, stock: bool = False
+    config: TransformerConfig,
+    *,
+    num_experts: int | None,
+    qk_layernorm: bool,
+    stock: bool = False,
+    is_delta: bool = False,
 ) -> ModuleSpec:
-    """One paged decoder layer with torch's SDPA and norms, and an MLP or experts. stock: see `gpt_spec`."""
+    """One paged decoder layer with torch's SDPA and norms, and an MLP or experts. stock: see `gpt_spec`.
+
+    is_delta: with a gated delta net in the place of attention.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         qk_layernorm=qk_layernorm,
@@ -178,6 +200,12 @@ def layer_spec(
             raise ConfigError("stock=True, but megatron-core has no modules for the config's extensions")
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if extensions.norms == "after" else TorchNorm
+    if is_delta:
+        if extensions != Extensions():
+            raise ConfigError("gated delta nets with the extensions of a config are not supported")
+        parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=TorchNorm, out_proj=RowParallelLinear)
+        layer.self_attention = ModuleSpec(module=SlottedDeltaNet, submodules=parts)
+        return with_inference(spec)
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
     if config.multi_latent_attention and extensions != Extensions():

@@ -51,6 +51,15 @@ def stage_span(num_layers: int, num_stages: int, stage: int, asked: Mapping[str,
     return sum(sizes[:stage]), sum(sizes[: stage + 1])
 
 
+def delta_layers(num_layers: int, frequency: int | Sequence[int] | None) -> list[bool]:
+    """Which layers are gated delta nets: all but every n-th, or those with a 1 in a list (`linear_attention_freq`)."""
+    if frequency is None:
+        return [False] * num_layers
+    if isinstance(frequency, int):
+        return [(layer + 1) % frequency != 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
 def expert_layers(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
     """Which layers have experts: every n-th from the first, or those with a 1 in a list (`moe_layer_freq`)."""
     if isinstance(frequency, int):

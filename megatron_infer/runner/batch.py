@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
 from megatron_infer.kernels.native.native_layers import LayerProgram, NativeLayers
-from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend, SsmWeights
 from megatron_infer.kernels.step_gather import StepTables
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.plan_writer import PlanWriter
@@ -123,11 +123,11 @@ class Batch:
             self.restore.wait_for_layer(("blocks", layer))
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
 
-    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
-        assert self.scan is not None and self.states is not None, "a Mamba layer in a model adopted without any"
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
+        assert self.scan is not None and self.states is not None, "a recurrent layer in a model adopted without any"
         if self.restore is not None:
             self.restore.wait_for_layer(("states", layer))
-        return self.scan.run(xBC_TC, dt_TH, self.states.layer(layer), weights, spec)
+        return self.scan.run(xBC_TC, dt_TX, self.states.layer(layer), weights, spec)
 
     def run_program(
         self, program: LayerProgram, x_TX: Tensor, residual_TD: Tensor | None

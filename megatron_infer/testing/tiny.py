@@ -3,6 +3,7 @@
 tiny_gpt()                                                        GQA, RoPE, RMSNorm, SwiGLU, untied
 tiny_hybrid("M*-ME")                                              Mamba-2, attention, MLP, experts; no positions
 tiny_mamba(num_layers=3)                                          Mamba-2 alone
+tiny_delta()                                                      gated delta nets and gated attention
 tiny_gpt(mtp_num_layers=1)                                        and a multi-token prediction layer
 tiny_gpt(position_embedding_type="yarn", **YARN)                  yarn, by attributes that the config gets
 tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig, argument of GPTModel
@@ -87,6 +88,35 @@ def init_single_process() -> None:
         model_parallel_cuda_manual_seed(1234, inference_rng_tracker=True)
     elif not get_cuda_rng_tracker().is_initialized():
         model_parallel_cuda_manual_seed(1234)
+
+
+DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [1, 1, 0],
+    "num_layers": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "layernorm_zero_centered_gamma": True,
+    "rotary_percent": 0.5,
+}
+
+
+def tiny_delta(**overrides: Any) -> Any:
+    """A GPTModel as Qwen3-Next's: gated delta nets, then gated attention; otherwise as `tiny_gpt`.
+
+    States decay over 1 to 20 tokens; as megatron-core initializes them most would be gone after one.
+    """
+    model = tiny_gpt(**DELTA | overrides)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".dt_bias"):
+                parameter.sub_(4.0)
+    return model
 
 
 def tiny_config(**overrides: Any) -> Any:

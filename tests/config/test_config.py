@@ -209,8 +209,8 @@ def test_prefix_cache_without_snapshots_says_that_it_finds_nothing():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"layer_type_list": ["M", "*", "Q"]}, r"layer_type_list\[2\] is 'Q'; the symbols are M \* - E"),
-        ({"layer_type_list": ["*", "-"]}, "no Mamba layer"),
+        ({"layer_type_list": ["M", "*", "Q"]}, r"layer_type_list\[2\] is 'Q'; the symbols are M \* - E G"),
+        ({"layer_type_list": ["*", "-"]}, "neither a Mamba layer"),
         ({"mamba_conv_states_shape": (64,)}, "2 positive integers"),
         ({"mamba_ssm_states_shape": (4, 0, 16)}, r"\(4, 0, 16\), it must be 3 positive integers"),
         ({"conv_states_dtype": "bfloat"}, "did you mean 'bfloat16'"),
@@ -273,7 +273,7 @@ def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
 
 
 def test_mamba_layers_of_different_states_are_refused():
-    with pytest.raises(ConfigError, match=r"Mamba layer 1 keeps states of .*\(8, 8, 16\).* Mamba layer 0"):
+    with pytest.raises(ConfigError, match=r"recurrent layer 1 keeps states of .*\(8, 8, 16\).* recurrent layer 0"):
         MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))
 
 

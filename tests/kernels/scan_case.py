@@ -1,4 +1,4 @@
-"""Random steps of a Mamba-2 layer, and the comparison of a scan backend with the reference on them."""
+"""Random steps of a layer with a recurrent state, and the comparison of a scan backend with the reference on them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from step_rows import CPU, Row, step_of
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import DeltaSpec, LayerStates, RecurrentSpec, ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEC = SsmSpec(num_heads=6, head_dim=16, state_dim=32, num_groups=2, conv_width=4)
+DELTA = DeltaSpec(num_heads=6, head_dim=16, state_dim=32, num_groups=2, conv_width=4)
 
 
-def make_weights(spec: SsmSpec, *, conv_bias: bool = True, channel_skip: bool = False, seed: int = 0) -> SsmWeights:
+def make_weights(
+    spec: RecurrentSpec, *, conv_bias: bool = True, channel_skip: bool = False, seed: int = 0
+) -> SsmWeights:
     """Decays and step sizes as a trained Mamba-2 has them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,13 +32,13 @@ def make_weights(spec: SsmSpec, *, conv_bias: bool = True, channel_skip: bool = 
         conv_CW=randn(spec.num_channels, spec.conv_width) / math.sqrt(spec.conv_width),
         conv_bias_C=randn(spec.num_channels) * 0.1 if conv_bias else None,
         decay_H=-torch.empty(spec.num_heads).uniform_(0.5, 16.0, generator=generator),
-        skip_H=randn(spec.inner_width if channel_skip else spec.num_heads),
+        skip_H=None if spec.is_delta else randn(spec.inner_width if channel_skip else spec.num_heads),
         dt_bias_H=randn(spec.num_heads) - 2.5,
     )
 
 
 def make_states(
-    spec: SsmSpec, num_slots: int, *, conv_dtype: torch.dtype, ssm_dtype: torch.dtype, seed: int = 0
+    spec: RecurrentSpec, num_slots: int, *, conv_dtype: torch.dtype, ssm_dtype: torch.dtype, seed: int = 0
 ) -> LayerStates:
     """The views of one layer in a pool of two: a slot's states are contiguous, slots are not next to each other."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +51,7 @@ def make_states(
 class Case:
     """One step of one layer with its own states; xBC and dt are views of one fused projection, as in a model."""
 
-    spec: SsmSpec
+    spec: RecurrentSpec
     weights: SsmWeights
     step: StepMetadata
     states: LayerStates
@@ -60,14 +63,14 @@ class Case:
         """(y, states afterwards) on a private copy of the states."""
         conv, ssm = (part._base.clone()[:, 1] for part in self.states)
         backend.plan(self.step)
-        xBC, dt = self.fused[:, 3:].split((self.spec.num_channels, self.spec.num_heads), dim=-1)
+        xBC, dt = self.fused[:, 3:].split((self.spec.num_channels, self.spec.num_steps), dim=-1)
         return backend.run(xBC, dt, LayerStates(conv, ssm), self.weights, self.spec), LayerStates(conv, ssm)
 
 
 def make_case(
     rows: Sequence[Row],
     *,
-    spec: SsmSpec = SPEC,
+    spec: RecurrentSpec = SPEC,
     captures: Sequence[tuple[int, int]] = (),
     num_decode: int = 0,
     num_padding: int = 0,
@@ -103,7 +106,7 @@ def make_case(
     for (q_len, kv_len), slot in zip(rows, slots, strict=True):
         if q_len == kv_len:
             states.conv_SCW[slot], states.ssm_SHPN[slot] = math.nan, math.nan
-    fused = torch.randn(step.num_tokens, 3 + spec.num_channels + spec.num_heads, generator=generator).to(dtype)
+    fused = torch.randn(step.num_tokens, 3 + spec.num_channels + spec.num_steps, generator=generator).to(dtype)
     fused[step.num_tokens - num_padding :] = math.nan
     weights = make_weights(spec, conv_bias=conv_bias, channel_skip=channel_skip, seed=seed + 2)
     if device != CPU:

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 from cut_case import cut
-from scan_case import SPEC, make_states, make_weights
+from scan_case import DELTA, SPEC, make_states, make_weights
 from step_rows import Row, step_of
 from torch import Tensor
 
 from megatron_infer.kernels.native.native_scan import NativeScan
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec
+from megatron_infer.kernels.ssm import DeltaSpec, LayerStates, RecurrentSpec, SsmSpec
 
 TOTAL = 330
 """Tokens of the sequence: more than a stretch of the kernel (256)."""
@@ -23,6 +23,9 @@ SPECS = {
     "wide state, two taps": SsmSpec(num_heads=2, head_dim=24, state_dim=256, num_groups=2, conv_width=2),
     "narrow": SsmSpec(num_heads=8, head_dim=8, state_dim=16, num_groups=8, conv_width=3),
     "odd": SsmSpec(num_heads=3, head_dim=21, state_dim=37, num_groups=3, conv_width=5, dt_min=0.01, dt_max=0.3),
+    "delta net": DELTA,
+    "qwen's delta net": DeltaSpec(num_heads=4, head_dim=128, state_dim=128, num_groups=2, conv_width=4),
+    "odd delta net": DeltaSpec(num_heads=3, head_dim=21, state_dim=37, num_groups=3, conv_width=5),
 }
 SLOT, CAPTURED = 2, 7
 """The sequence's slot, and the first of those that captures go to."""
@@ -31,12 +34,14 @@ SLOT, CAPTURED = 2, 7
 class Sequence:
     """One sequence with fixed inputs and the states of its layer; other rows have slots 3 .. 6."""
 
-    def __init__(self, library, spec: SsmSpec, dtype: torch.dtype, conv_dtype: torch.dtype, threads: int = 1) -> None:
+    def __init__(
+        self, library, spec: RecurrentSpec, dtype: torch.dtype, conv_dtype: torch.dtype, threads: int = 1
+    ) -> None:
         torch.set_num_threads(threads)
         generator = torch.Generator().manual_seed(3)
         self.spec, self.dtype, self.backend = spec, dtype, NativeScan(library, dtype)
         self.weights = make_weights(spec)
-        width = spec.num_channels + spec.num_heads
+        width = spec.num_channels + spec.num_steps
         self.fused = torch.randn(TOTAL, width, generator=generator).to(dtype)
         self.other = torch.randn(sum(q for q, _ in OTHER_ROWS), width, generator=generator).to(dtype)
         self.states = make_states(spec, CAPTURED + 8, conv_dtype=conv_dtype, ssm_dtype=torch.float32)
@@ -51,7 +56,7 @@ class Sequence:
         )
         before = step.num_tokens - (stop - start)
         fused = torch.cat((self.other[:before], self.fused[start:stop]))
-        xBC, dt = fused.split((self.spec.num_channels, self.spec.num_heads), dim=-1)
+        xBC, dt = fused.split((self.spec.num_channels, self.spec.num_steps), dim=-1)
         self.backend.plan(step)
         return self.backend.run(xBC, dt, self.states, self.weights, self.spec)[before:]
 
@@ -99,16 +104,17 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library
 
 @pytest.mark.parametrize(("dtype", "conv_dtype"), KINDS)
 @pytest.mark.parametrize("beside", [0, 4])
-def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, dtype, conv_dtype, beside):
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
+def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, spec, dtype, conv_dtype, beside):
     at = (1, 2, 31, 32, 33, 256, 257, TOTAL - 1)
-    sequence = Sequence(native_library, SPEC, dtype, conv_dtype)
-    plain = Sequence(native_library, SPEC, dtype, conv_dtype).step(0, TOTAL)
+    sequence = Sequence(native_library, spec, dtype, conv_dtype)
+    plain = Sequence(native_library, spec, dtype, conv_dtype).step(0, TOTAL)
     assert torch.equal(sequence.step(0, TOTAL, captures=at, beside=beside), plain), "captures change the answer"
-    late = Sequence(native_library, SPEC, dtype, conv_dtype, threads=2)
+    late = Sequence(native_library, spec, dtype, conv_dtype, threads=2)
     late.step(0, 30)
     late.step(30, TOTAL, captures=at[2:], beside=beside)
     for i, n in enumerate(at):
-        short = Sequence(native_library, SPEC, dtype, conv_dtype)
+        short = Sequence(native_library, spec, dtype, conv_dtype)
         short.step(0, n)
         assert same(sequence.state(CAPTURED + i), short.state()), f"capture behind {n} tokens"
         if i >= 2:
@@ -144,7 +150,7 @@ def test_going_on_from_a_captured_state_gives_the_same_bits(native_library):
     assert torch.equal(sequence.step(96, TOTAL), want[96:])
 
 
-@pytest.mark.parametrize("spec", [SPEC, dataclasses.replace(SPEC, num_heads=2, head_dim=128)])
+@pytest.mark.parametrize("spec", [SPEC, dataclasses.replace(SPEC, num_heads=2, head_dim=128), DELTA])
 def test_rounded_ssm_states_give_the_same_bits_with_the_same_cuts(native_library, spec):
     """A bf16 state is rounded at each cut, so cuts show; other rows and threads do not."""
     results = []

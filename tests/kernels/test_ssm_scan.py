@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scan_case import SPEC, check_case, make_case
+from scan_case import DELTA, SPEC, check_case, make_case
 
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import DeltaSpec, LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch import ssm_torch
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -17,22 +19,24 @@ MIXED = [(1, 5), (1, 1), (1, 9), (100, 100), (70, 200), (2, 2), (3, 10), (1, 1),
 CAPTURES = [(3, 1), (3, 2), (3, 64), (4, 50), (5, 1), (10, 64), (10, 127)]
 
 
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged_mixed_step_with_captures_and_padding(make_scan, dtype):
-    case = make_case(MIXED, captures=CAPTURES, num_decode=3, num_padding=4, dtype=dtype)
+def test_ragged_mixed_step_with_captures_and_padding(make_scan, spec, dtype):
+    case = make_case(MIXED, spec=spec, captures=CAPTURES, num_decode=3, num_padding=4, dtype=dtype)
     backend = make_scan(dtype)
     check_case(backend, case)
     y, _ = case.run(backend)
     assert (y[-4:] == 0).all(), "padding tokens give zeros"
 
 
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize(
     "rows", [[(1, 7)], [(1, 1)], [(1, 3), (1, 1), (1, 90)], [(1, 1)] * 5, [(65, 65)], [(31, 40), (9, 9)], [(128, 128)]]
 )
-def test_steps_of_one_kind(make_scan, rows, consecutive):
+def test_steps_of_one_kind(make_scan, rows, consecutive, spec):
     decode = sum(q == 1 for q, _ in rows)
-    check_case(make_scan(torch.float32), make_case(rows, num_decode=decode, consecutive=consecutive))
+    check_case(make_scan(torch.float32), make_case(rows, spec=spec, num_decode=decode, consecutive=consecutive))
 
 
 SHAPES = {
@@ -56,11 +60,19 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("base", [SPEC, DELTA])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_of_layers(make_scan, shape):
-    fields = {name: getattr(SPEC, name) for name in SPEC.__slots__} | SHAPES[shape]
+def test_shapes_of_layers(make_scan, base, shape):
+    if base is DELTA and shape == "dt clamped":
+        pytest.skip("a delta net has no step sizes")
     rows = [(1, 4), (1, 1), (3, 3), (70, 71), (2, 40)]
-    case = make_case(rows, spec=SsmSpec(**fields), captures=[(2, 2), (3, 2), (3, 66)], num_decode=2, num_padding=1)
+    case = make_case(
+        rows,
+        spec=dataclasses.replace(base, **SHAPES[shape]),
+        captures=[(2, 2), (3, 2), (3, 66)],
+        num_decode=2,
+        num_padding=1,
+    )
     check_case(make_scan(torch.float32), case, tolerance=3e-5)
 
 
@@ -72,12 +84,14 @@ def test_a_skip_of_each_channel_and_no_convolution_bias(make_scan, conv_bias, ch
     check_case(make_scan(torch.float32), case)
 
 
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
 @pytest.mark.parametrize("conv_dtype", DTYPES)
 @pytest.mark.parametrize("ssm_dtype", DTYPES)
-def test_states_of_another_dtype_than_the_inputs(make_scan, conv_dtype, ssm_dtype):
+def test_states_of_another_dtype_than_the_inputs(make_scan, conv_dtype, ssm_dtype, spec):
     for dtype in DTYPES:
         case = make_case(
             [(1, 4), (20, 30), (5, 5), (90, 90)],
+            spec=spec,
             captures=[(3, 5)],
             num_decode=1,
             dtype=dtype,
@@ -87,9 +101,10 @@ def test_states_of_another_dtype_than_the_inputs(make_scan, conv_dtype, ssm_dtyp
         check_case(make_scan(dtype), case, tolerance=2e-2)
 
 
-def test_steps_that_exceed_the_workspace_are_cut_into_waves(make_scan, monkeypatch):
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
+def test_steps_that_exceed_the_workspace_are_cut_into_waves(make_scan, monkeypatch, spec):
     monkeypatch.setattr(ssm_torch, "WORKSPACE_BYTES", 1)
-    check_case(make_scan(torch.float32), make_case(MIXED, captures=CAPTURES, num_decode=3, num_padding=4))
+    check_case(make_scan(torch.float32), make_case(MIXED, spec=spec, captures=CAPTURES, num_decode=3, num_padding=4))
 
 
 def test_long_prompt_with_violent_step_sizes(make_scan):
@@ -100,9 +115,10 @@ def test_long_prompt_with_violent_step_sizes(make_scan):
 
 
 @pytest.mark.parametrize("log_decay", [20.0, 80.0])
-def test_a_head_that_forgets_everything_at_once_stays_finite(make_scan, log_decay):
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
+def test_a_head_that_forgets_everything_at_once_stays_finite(make_scan, log_decay, spec):
     """A_log so large, and one step so large, that fp32 cannot tell sums of decays apart."""
-    case = make_case([(200, 200), (70, 100), (1, 1), (1, 9)], captures=[(0, 70)])
+    case = make_case([(200, 200), (70, 100), (1, 1), (1, 9)], spec=spec, captures=[(0, 70)])
     case.weights.decay_H[1:4] = -torch.tensor(log_decay).exp()
     case.fused[50, -1] = 1e9
     y, _ = case.run(make_scan(torch.float32))
@@ -110,8 +126,9 @@ def test_a_head_that_forgets_everything_at_once_stays_finite(make_scan, log_deca
     check_case(make_scan(torch.float32), case, tolerance=3e-5)
 
 
-def test_what_one_row_holds_does_not_reach_another(make_scan):
-    case = make_case([(1, 4), (1, 5), (66, 66), (40, 80)], num_decode=2)
+@pytest.mark.parametrize("spec", [SPEC, DELTA])
+def test_what_one_row_holds_does_not_reach_another(make_scan, spec):
+    case = make_case([(1, 4), (1, 5), (66, 66), (40, 80)], spec=spec, num_decode=2)
     backend = make_scan(torch.float32)
     want, want_states = case.run(backend)
     case.fused[1] = float("nan")
@@ -140,7 +157,7 @@ def test_random_steps_match_reference(make_scan, data):
         for _ in range(draw(st.integers(0, 3)))
     }
     groups = draw(st.integers(1, 3))
-    spec = SsmSpec(
+    spec = draw(st.sampled_from([SsmSpec, DeltaSpec]))(
         num_heads=groups * draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from([8, 11, 16, 32])),
         state_dim=draw(st.sampled_from([16, 24, 64])),

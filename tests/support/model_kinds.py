@@ -11,12 +11,12 @@ from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
+from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
-KINDS = ("attention", "hybrid", "mamba", "latent")
+KINDS = ("attention", "hybrid", "mamba", "latent", "delta")
 """Attention with MLPs; Mamba, attention with sinks, MLP and experts in one stack; Mamba alone; latent attention with
-MLPs."""
-RECURRENT = ("hybrid", "mamba")
+MLPs; delta nets and gated attention."""
+RECURRENT = ("hybrid", "mamba", "delta")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
 """Of fp32 log probabilities computed in other pieces by kernels that round: see test_scan_tolerance."""
@@ -49,7 +49,15 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         )
     if kind == "latent":
         return tiny_gpt(**LATENT | settings)
+    if kind == "delta":
+        return tiny_delta(**settings)
     return tiny_mamba(num_layers=3, **settings)
+
+
+def recurrent_part(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of the first layer that keeps a state."""
+    layer = model.decoder.layers[0]
+    return getattr(layer, "mixer", None) or layer.self_attention
 
 
 def is_native(engine: DynamicInferenceEngine) -> bool:

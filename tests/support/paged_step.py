@@ -62,6 +62,9 @@ class PlainOps:
     def rowwise(self, function, x):
         return function(x)
 
+    def sigmoid_mul(self, x, gate):
+        return x * torch.sigmoid(gate)
+
     def gated_rms_norm(self, y, gate, weight, eps, *, group_size):
         assert y.is_contiguous() and y.ndim == 2 and gate.shape == y.shape
         out = y.float() * F.silu(gate.float())
@@ -144,7 +147,7 @@ class Step:
         return None
 
     def ssm(self, layer, xBC, dt, weights, spec):
-        assert xBC.shape == (self.num_tokens, spec.num_channels) and dt.shape == (self.num_tokens, spec.num_heads)
+        assert xBC.shape == (self.num_tokens, spec.num_channels) and dt.shape == (self.num_tokens, spec.num_steps)
         assert xBC.stride(-1) == dt.stride(-1) == 1
         for tensor in (weights.conv_CW, weights.conv_bias_C, weights.decay_H, weights.skip_H, weights.dt_bias_H):
             assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())

@@ -185,6 +185,7 @@ class NativeOps(TorchOps):
         self._rms_norm_wide = bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         self._softcap = bind(library, "mi_softcap", [_P, _I, ctypes.c_float, ctypes.c_int])
+        self._sigmoid_mul = bind(library, f"mi_sigmoid_mul_{suffix}", [_P, _P, _I, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
         latent_arguments = [_P, _P, _I, _P, *[_I] * 5, ctypes.c_int]
@@ -367,6 +368,15 @@ class NativeOps(TorchOps):
             eps,
             torch.get_num_threads(),
         )
+        return out
+
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        """A token has the same bits alone and among others."""
+        if not self._ours(x_TM, x_TM) or gate_TM.dtype is not self._dtype or gate_TM.stride(-1) != 1:
+            return super().sigmoid_mul(x_TM, gate_TM)
+        out, (tokens, width) = torch.empty_like(x_TM), x_TM.shape
+        where = x_TM.data_ptr(), gate_TM.data_ptr(), gate_TM.stride(0), out.data_ptr()
+        self._sigmoid_mul(*where, tokens, width, torch.get_num_threads())
         return out
 
 

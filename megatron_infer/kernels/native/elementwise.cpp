@@ -97,6 +97,18 @@ static void gated_rms_norm(const T* y, const T* gate, int64_t gate_stride, const
     });
 }
 
+// out = x / (1 + e^-gate), a row of `dim` at a time; rows of the gate are gate_stride apart.
+template <class T>
+static void sigmoid_mul(const T* x, const T* gate, int64_t gate_stride, T* out, int64_t rows, int64_t dim, int threads) {
+    parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row)
+            for (int64_t i = 0; i < dim; i += W) {
+                const vf g = load_any(gate + row * gate_stride, i, dim);
+                store_any(out + row * dim, load_any(x + row * dim, i, dim) / (exp_of(-g) + 1.0f), i, dim);
+            }
+    });
+}
+
 }  // namespace mi
 
 using namespace mi;
@@ -119,6 +131,10 @@ extern "C" {
                                     int64_t rows, int64_t dim, int64_t group, float eps, int threads) {              \
         gated_rms_norm((const T*)y, (const T*)gate, gate_stride, (const T*)weight, (T*)out, rows, dim, group, eps,   \
                        threads);                                                                                     \
+    }                                                                                                                \
+    void mi_sigmoid_mul_##SUFFIX(const void* x, const void* gate, int64_t gate_stride, void* out, int64_t rows,      \
+                                 int64_t dim, int threads) {                                                         \
+        sigmoid_mul((const T*)x, (const T*)gate, gate_stride, (T*)out, rows, dim, threads);                          \
     }
 MI_ELEMENTWISE(f32, float)
 MI_ELEMENTWISE(bf16, bf16)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.native.cpu_native import SUFFIXES, bind, point_at
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 
 MAX_STATE_DIM = 256
 MAX_TAPS = 8
@@ -34,7 +34,7 @@ class _ScanSpec(ctypes.Structure):
     """ScanSpec in native/ssm.cpp."""
 
     _fields_ = [
-        *((name, _I) for name in ("num_heads", "head_dim", "state_dim", "num_groups", "conv_width")),
+        *((name, _I) for name in ("num_heads", "head_dim", "state_dim", "num_groups", "conv_width", "is_delta")),
         *((name, ctypes.c_double) for name in ("dt_min", "dt_max")),
     ]
 
@@ -45,7 +45,7 @@ _CALL = struct.Struct("17q")
 
 @dataclass(slots=True)
 class _ScanKind:
-    spec: SsmSpec
+    spec: RecurrentSpec
     struct: _ScanSpec
     address: int
 
@@ -75,7 +75,7 @@ class NativeScan:
         self._num_used = 0
 
     def supports(
-        self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
+        self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
         for what, got in (("inputs", dtype), ("convolution states", conv_dtype), ("SSM states", ssm_dtype)):
             if got not in SUFFIXES:
@@ -96,31 +96,33 @@ class NativeScan:
         point_at(s, step.captures, ("row", "num_tokens", "state_slot"))
         self._num_used = int(step.cu_q[step.num_rows])
 
-    def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def run(
+        self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
+    ) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
         kind = self._kinds.get(id(spec)) or self._new_kind(spec)
-        assert xBC_TC.dtype is self._dtype and dt_TH.dtype is self._dtype
+        assert xBC_TC.dtype is self._dtype and dt_TX.dtype is self._dtype
         x_stride, x_last = xBC_TC.stride()
-        dt_stride, dt_last = dt_TH.stride()
+        dt_stride, dt_last = dt_TX.stride()
         if x_last != 1 or dt_last != 1:
-            return self.run(xBC_TC.contiguous(), dt_TH.contiguous(), states, weights, spec)
-        conv, ssm, bias = states.conv_SCW, states.ssm_SHPN, weights.conv_bias_C
-        for weight in (weights.conv_CW, weights.decay_H, weights.skip_H, weights.dt_bias_H):
+            return self.run(xBC_TC.contiguous(), dt_TX.contiguous(), states, weights, spec)
+        conv, ssm, bias, skip = states.conv_SCW, states.ssm_SHPN, weights.conv_bias_C, weights.skip_H
+        for weight in (weights.conv_CW, weights.decay_H, weights.dt_bias_H, weights.decay_H if skip is None else skip):
             assert weight.dtype is torch.float32 and weight.is_contiguous(), "weights must be contiguous float32"
         y_TM = torch.empty(step.num_tokens, spec.inner_width, dtype=self._dtype)
         _CALL.pack_into(
             self._call,
             0,
             xBC_TC.data_ptr(),
-            dt_TH.data_ptr(),
+            dt_TX.data_ptr(),
             y_TM.data_ptr(),
             conv.data_ptr(),
             ssm.data_ptr(),
             weights.conv_CW.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             weights.decay_H.data_ptr(),
-            weights.skip_H.data_ptr(),
+            0 if skip is None else skip.data_ptr(),
             weights.dt_bias_H.data_ptr(),
             x_stride,
             dt_stride,
@@ -128,15 +130,16 @@ class NativeScan:
             ssm.stride(0),
             conv.dtype is torch.bfloat16,
             ssm.dtype is torch.bfloat16,
-            weights.skip_H.numel() != spec.num_heads,
+            skip is not None and skip.numel() != spec.num_heads,
         )
         self._scan(self._context, self._step_address, kind.address, self._call_address)
         if self._num_used < step.num_tokens:
             y_TM[self._num_used :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return y_TM
 
-    def _new_kind(self, spec: SsmSpec) -> _ScanKind:
-        packed = _ScanSpec(**{name: getattr(spec, name) for name, _ in _ScanSpec._fields_})
+    def _new_kind(self, spec: RecurrentSpec) -> _ScanKind:
+        # A delta net has no step sizes that are clamped.
+        packed = _ScanSpec(**{name: getattr(spec, name, 0) for name, _ in _ScanSpec._fields_})
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.
         kind = self._kinds[id(spec)] = _ScanKind(spec, packed, ctypes.addressof(packed))
         return kind

@@ -1,7 +1,8 @@
-// Mamba-2 layers: causal convolution, step sizes, selective scan; updates the state slot of every row of a step.
+// Layers with a recurrent state: causal convolution, step sizes, recurrence; updates the state slot of every row of a step.
 //
 // Each token is computed by the recurrence itself, whatever the rest of the step:
-//     h = exp(dt A) h + (dt x) B        y = C h + D x
+//     Mamba-2            h = exp(dt A) h + (dt x) B              y = C h + D x
+//     gated delta net    h = g h,  h = h + beta (v - k h) k      y = q h        (x, B, C below are v, k, q)
 // so a position has the same bits in a decode row, in any chunk and in a whole prompt, and a captured state is the state of
 // a chunk that ends there. On a CPU this costs no more than a chunked scan: a few lines h[p, 0..N) stay in registers
 // through a tile of tokens while B and C come from L1. A decode row reads and writes its state once.
@@ -25,14 +26,14 @@ struct ScanStep {  // once per step; mirrored in native_scan.py
 };
 
 struct ScanSpec {  // once per kind of layer
-    int64_t heads, head_dim, state_dim, groups, taps;
+    int64_t heads, head_dim, state_dim, groups, taps, is_delta;
     double dt_min, dt_max;
 };
 
 struct ScanCall {  // once per layer; strides in elements
     const void *x, *dt;
     void *y, *conv, *ssm;
-    const float *conv_weight, *conv_bias, *decay, *skip, *dt_bias;  // conv_bias may be null
+    const float *conv_weight, *conv_bias, *decay, *skip, *dt_bias;  // conv_bias may be null; skip is, in a delta net
     int64_t x_stride, dt_stride, conv_stride, ssm_stride;
     int64_t conv_is_bf16, ssm_is_bf16, channel_skip;
 };
@@ -42,6 +43,7 @@ constexpr int64_t kTile = 32;      // tokens whose B and C stay in L1 for all li
 constexpr int64_t kFew = 16;       // tokens of a row whose B and C stay in L1 beside states that are not copied there
 constexpr int kBlock = 4 * W;      // channels convolved together
 constexpr int kMaxTaps = 8;
+constexpr float kL2Eps = 1e-6f;    // L2_EPS in kernels/ssm.py
 constexpr int64_t kSerialElements = 32768;  // state entries below which a parallel region costs more than it saves
 
 struct ScanContext {
@@ -71,7 +73,8 @@ struct Scan {
     const ScanSpec& spec;
     const ScanCall& call;
     int64_t inner, state_pad, group_width, work_stride, step_stride;
-    float *work, *dt, *decay;  // [tokens, work_stride], [tokens, step_stride] twice
+    float *work, *dt, *decay;  // [tokens, work_stride], [tokens, step_stride] twice; in a delta net dt is beta
+    float* qk;                 // [tokens, groups], a delta net's q k
     const float* carried;      // states [heads, head_dim, state_pad] of the row that the last stretch ended in
     float* carry;              // the same for the next
     float* tiles;              // [threads, head_dim, state_pad]
@@ -161,8 +164,44 @@ struct Prepare : Scan {
             keep_inputs<S>(piece.row, piece.to, step.slot[piece.row], channel, n, history);
     }
 
+    // beta and decays of a delta net's tokens.
+    void gates(const Piece& piece) const {
+        for (int64_t token = piece.from; token < piece.to; ++token) {
+            const T* in = (const T*)call.dt + (step.cu_q[piece.row] + token) * call.dt_stride;
+            const int64_t at = (piece.work + token - piece.from) * step_stride;
+            for (int64_t h = 0; h < spec.heads; h += W) {
+                store(dt + at + h, 1.0f / (exp_of(-load_any(in, h, spec.heads)) + 1.0f));
+                const vf v = softplus_of(load_any(in + spec.heads, h, spec.heads) + load_any(call.dt_bias, h, spec.heads));
+                store(decay + at + h, exp_of(v * load_any(call.decay, h, spec.heads)));
+            }
+        }
+    }
+
+    // q and k of a group of a delta net get length 1, q also the factor 1 / sqrt(N); their product.
+    void normalise(const Piece& piece, int64_t group) const {
+        const float factor = 1.0f / __builtin_sqrtf((float)spec.state_dim);
+        for (int64_t token = 0; token < piece.to - piece.from; ++token) {
+            float* k = work + (piece.work + token) * work_stride + inner + group * state_pad;
+            float* q = k + group_width;
+            vf of_q = {}, of_k = {}, both = {};
+            for (int64_t i = 0; i < state_pad; i += W) {
+                const vf a = load(q + i), b = load(k + i);
+                of_q = fma_of(a, a, of_q), of_k = fma_of(b, b, of_k);
+            }
+            const vf to_q = splat(factor / __builtin_sqrtf(sum_of(of_q) + kL2Eps));
+            const vf to_k = splat(1.0f / __builtin_sqrtf(sum_of(of_k) + kL2Eps));
+            for (int64_t i = 0; i < state_pad; i += W) {
+                const vf a = load(q + i) * to_q, b = load(k + i) * to_k;
+                store(q + i, a), store(k + i, b);
+                both = fma_of(a, b, both);
+            }
+            qk[(piece.work + token) * spec.groups + group] = sum_of(both);
+        }
+    }
+
     // Step sizes and decays of a piece's tokens.
     void step_sizes(const Piece& piece) const {
+        if (spec.is_delta) return gates(piece);
         const float low = (float)spec.dt_min, high = (float)spec.dt_max;
         for (int64_t token = piece.from; token < piece.to; ++token) {
             const T* in = (const T*)call.dt + (step.cu_q[piece.row] + token) * call.dt_stride;
@@ -179,7 +218,7 @@ struct Prepare : Scan {
 
     int64_t blocks_of(int64_t width) const { return (width + kBlock - 1) / kBlock; }
 
-    // Items of a piece: blocks of x, then of each group's B and C, then the step sizes.
+    // Items of a piece: blocks of x, then of each group's B, then C, then the step sizes. In a delta net x comes last.
     int64_t items() const { return blocks_of(inner) + 2 * spec.groups * blocks_of(state_pad) + 1; }
 
     void run(const Piece& piece, int64_t item) const {
@@ -189,8 +228,11 @@ struct Prepare : Scan {
             const int64_t part = (item - of_x) / of_state;
             if (part == 2 * spec.groups) return step_sizes(piece);
             block = (item - of_x) % of_state;
-            first = real + part * spec.state_dim, width = spec.state_dim;
+            const int64_t place = spec.is_delta ? (part + spec.groups) % (2 * spec.groups) : part;  // q, then k
+            first = (spec.is_delta ? 0 : real) + place * spec.state_dim, width = spec.state_dim;
             out = inner + part * state_pad, padded = state_pad;
+        } else if (spec.is_delta) {
+            first = 2 * spec.groups * spec.state_dim;
         }
         const int64_t from = block * kBlock, left = width - from, room = padded - from;
         const int n = (int)(left < 0 ? 0 : left < kBlock ? left : kBlock), wide = (int)(room < kBlock ? room : kBlock);
@@ -428,6 +470,89 @@ struct Recur : Scan {
     }
 };
 
+// Second half of a delta net. Sixteen lines at a time pass through the tokens of a piece, their states in L1.
+template <class T, int V>
+struct Delta : Recur<T, V> {
+    using Base = Recur<T, V>;
+    static constexpr int kLines = 16;
+
+    // One token of 16 lines: x is v, of which `real` exist, y is q h.
+    MI_INLINE static inline void advance(float* lines, const float* x, int real, float beta, float decay, float qk,
+                                         const float* b, const float* c, float* y) {
+        vf of_k[kLines], of_q[kLines];
+        for (int p = 0; p < kLines; ++p) {
+            const float* line = lines + p * V * W;
+            vf sum_k = {}, sum_q = {};
+#pragma GCC unroll 32
+            for (int v = 0; v < V; ++v) {
+                const vf h = load(line + v * W);
+                sum_k = fma_of(h, load(b + v * W), sum_k), sum_q = fma_of(h, load(c + v * W), sum_q);
+            }
+            of_k[p] = sum_k, of_q[p] = sum_q;
+        }
+        float k_h[kLines], q_h[kLines], add[kLines] = {};
+        sums_of(of_k, k_h), sums_of(of_q, q_h);
+        for (int p = 0; p < real; ++p) {
+            add[p] = beta * fma_of(-decay, k_h[p], x[p]);
+            y[p] = fma_of(add[p], qk, decay * q_h[p]);
+        }
+        const vf keep = splat(decay);
+        for (int p = 0; p < real; ++p) {
+            float* line = lines + p * V * W;
+            const vf more = splat(add[p]);
+#pragma GCC unroll 32
+            for (int v = 0; v < V; ++v)
+                store(line + v * W, fma_of(load(line + v * W), keep, more * load(b + v * W)));
+        }
+    }
+
+    // Lines [begin, end) of a head through a piece.
+    void run(const Piece& piece, int64_t head, int64_t begin, int64_t end) const {
+        const ScanStep& step = this->step;
+        const ScanSpec& spec = this->spec;
+        const int64_t row = piece.row, slot = step.slot[row], count = piece.to - piece.from;
+        const int64_t first_line = head * spec.head_dim, group = head / (spec.heads / spec.groups);
+        const auto in = this->inputs_of(piece, head);
+        T* out = (T*)this->call.y + (step.cu_q[row] + piece.from) * spec.heads * spec.head_dim + first_line;
+        alignas(64) float lines[kLines * V * W];
+        for (int64_t p = begin; p < end; p += kLines) {
+            const int real = (int)(end - p < kLines ? end - p : kLines);
+            float* carried = (float*)this->carried + (first_line + p) * V * W;
+            vf h[V] = {};
+            auto keep_in = [&](int64_t to) {
+                for (int i = 0; i < real; ++i) {
+                    for (int v = 0; v < V; ++v) h[v] = load(lines + (i * V + v) * W);
+                    this->store_state(to, first_line + p + i, h);
+                }
+            };
+            std::memset(lines, 0, sizeof lines);
+            if (piece.from) {
+                std::memcpy(lines, carried, real * V * W * sizeof(float));
+            } else if (!this->fresh(row)) {
+                for (int i = 0; i < real; ++i) {
+                    this->load_state(slot, first_line + p + i, h);
+                    for (int v = 0; v < V; ++v) store(lines + (i * V + v) * W, h[v]);
+                }
+            }
+            int64_t capture = piece.capture;
+            for (int64_t token = 0; token < count; ++token) {
+                const int64_t at = token * this->work_stride, size = token * this->step_stride;
+                float y[kLines];
+                advance(lines, in.x + at + p, real, in.dt[size], in.decay[size],
+                        this->qk[(piece.work + token) * spec.groups + group], in.b + at, in.c + at, y);
+                T* to = out + token * spec.heads * spec.head_dim + p;
+                for (int i = 0; i < real; ++i) set(to[i], y[i]);
+                if (capture < piece.captures && step.capture_tokens[capture] == piece.from + token + 1)
+                    keep_in(step.capture_slot[capture++]);
+            }
+            if (piece.to == step.q_len[row])
+                keep_in(slot);
+            else
+                std::memcpy(this->carry + (first_line + p) * V * W, lines, real * V * W * sizeof(float));
+        }
+    }
+};
+
 // body(item, thread) for each item; a free thread takes the next one.
 template <class Body>
 static void each(int threads, int64_t items, Body&& body) {
@@ -466,8 +591,9 @@ static void scan_with(ScanContext& context, const ScanStep& step, const ScanSpec
     scan.step_stride = (spec.heads + W - 1) / W * W;
     const int64_t all = step.cu_q[step.num_rows], most = all < kStretch ? all : kStretch;
     scan.work = context.work.get<float>(most * scan.work_stride);
-    scan.dt = context.steps.get<float>(2 * most * scan.step_stride);
+    scan.dt = context.steps.get<float>(most * (2 * scan.step_stride + spec.groups));
     scan.decay = scan.dt + most * scan.step_stride;
+    scan.qk = scan.decay + most * scan.step_stride;
     const int64_t lines = spec.heads * spec.head_dim, tile = (spec.head_dim + Recur<T, V>::L) * V * W;
     scan.tiles = context.tiles.get<float>(step.threads * tile);
     const int threads = all * lines * spec.state_dim < kSerialElements ? 1 : (int)step.threads;
@@ -482,13 +608,20 @@ static void scan_with(ScanContext& context, const ScanStep& step, const ScanSpec
         const Prepare<T> prepare{scan};
         const int64_t blocks = prepare.items();
         each(threads, pieces * blocks, [&](int64_t item, int) { prepare.run(piece[item / blocks], item % blocks); });
+        if (spec.is_delta)
+            each(threads, pieces * spec.groups,
+                 [&](int64_t item, int) { prepare.normalise(piece[item / spec.groups], item % spec.groups); });
         int64_t size = spec.head_dim;  // lines of an item: fewer where there are too few heads for the threads
         while (size > 16 && pieces * spec.heads * ((spec.head_dim + size - 1) / size) < 4 * threads) size = (size / 2 + 15) / 16 * 16;
         const int64_t parts = (spec.head_dim + size - 1) / size;
         const Recur<T, V> recur{scan};
+        const Delta<T, V> delta{{scan}};
         each(threads, pieces * spec.heads * parts, [&](int64_t item, int thread) {
             const int64_t begin = item % parts * size, end = begin + size < spec.head_dim ? begin + size : spec.head_dim;
-            recur.run(piece[item / parts / spec.heads], item / parts % spec.heads, begin, end, scan.tiles + thread * tile);
+            const Piece& mine = piece[item / parts / spec.heads];
+            const int64_t head = item / parts % spec.heads;
+            if (spec.is_delta) return delta.run(mine, head, begin, end);
+            recur.run(mine, head, begin, end, scan.tiles + thread * tile);
         });
     }
 }

@@ -92,6 +92,9 @@ class TorchOps:
         found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
         return found
 
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        return gate_TM.float().sigmoid().mul(x_TM).to(x_TM.dtype)
+
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return function(x_TX)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import L2_EPS, LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch.torch_ref import rows_of_tokens
 
 
@@ -24,14 +26,16 @@ class ReferenceScan:
         self._step: StepMetadata | None = None
 
     def supports(
-        self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
+        self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
         return None
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step
 
-    def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def run(
+        self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
+    ) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
         row_T, has_row_T = rows_of_tokens(step)
@@ -47,7 +51,7 @@ class ReferenceScan:
             row_M, is_real_M = row_T[run], has_row_T[run]
             old_MCW, old_MHPN = (part.index_select(0, row_M) for part in now)
             conv_MCW = torch.cat((old_MCW[:, :, 1:], xBC_TC[run].double()[:, :, None]), dim=-1)
-            y_MM, ssm_MHPN = advance(conv_MCW, old_MHPN, dt_TH[run].double(), weights, spec)
+            y_MM, ssm_MHPN = advance(conv_MCW, old_MHPN, dt_TX[run].double(), weights, spec)
             now[0].index_copy_(0, row_M, _where(is_real_M, conv_MCW, old_MCW))
             now[1].index_copy_(0, row_M, _where(is_real_M, ssm_MHPN, old_MHPN))
             parts.append(y_MM)
@@ -74,21 +78,51 @@ def _captured(step: StepMetadata) -> dict[int, list[tuple[int, int]]]:
 
 
 def advance(
-    conv_MCW: Tensor, ssm_MHPN: Tensor, dt_MH: Tensor, weights: SsmWeights, spec: SsmSpec
+    conv_MCW: Tensor, state_MHPN: Tensor, dt_MX: Tensor, weights: SsmWeights, spec: RecurrentSpec
 ) -> tuple[Tensor, Tensor]:
-    """One token of each of M sequences, the last column of its conv_CW -> (y [M, inner width], SSM states after it).
-
-    Source: Mamba-2, arXiv:2405.21060.
-    """
-    heads, groups, width = spec.num_heads, spec.num_groups, spec.num_groups * spec.state_dim
+    """One token of each of M sequences, the last column of its conv_CW -> (y [M, inner width], states after it)."""
     mixed_MC = (conv_MCW * weights.conv_CW).sum(-1)
     mixed_MC = F.silu(mixed_MC if weights.conv_bias_C is None else mixed_MC + weights.conv_bias_C)
+    recur = _delta_rule if spec.is_delta else _selective_scan
+    y_MHP, state_MHPN = recur(mixed_MC, state_MHPN, dt_MX, weights, spec)
+    return y_MHP.flatten(1), state_MHPN
+
+
+def _selective_scan(
+    mixed_MC: Tensor, state_MHPN: Tensor, dt_MH: Tensor, weights: SsmWeights, spec: Any
+) -> tuple[Tensor, Tensor]:
+    """Source: Mamba-2, arXiv:2405.21060."""
+    assert weights.skip_H is not None
+    width = spec.num_groups * spec.state_dim
     x, b, c = mixed_MC.split((spec.inner_width, width, width), dim=-1)
-    x_MHP = x.unflatten(-1, (heads, spec.head_dim))
-    shared = (-1, -1, heads // groups, -1)
-    b_MHN, c_MHN = (part.unflatten(-1, (groups, 1, -1)).expand(shared).flatten(1, 2) for part in (b, c))
+    x_MHP, b_MHN, c_MHN = x.unflatten(-1, (-1, spec.head_dim)), _per_head(b, spec), _per_head(c, spec)
     dt_MH = F.softplus(dt_MH + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
-    ssm_MHPN = ssm_MHPN * torch.exp(dt_MH * weights.decay_H)[:, :, None, None]
-    ssm_MHPN = ssm_MHPN + (dt_MH[:, :, None] * x_MHP)[..., None] * b_MHN[:, :, None, :]
-    y_MHP = (ssm_MHPN * c_MHN[:, :, None, :]).sum(-1) + weights.skip_H.view(heads, -1) * x_MHP
-    return y_MHP.flatten(1), ssm_MHPN
+    state_MHPN = state_MHPN * torch.exp(dt_MH * weights.decay_H)[:, :, None, None]
+    state_MHPN = state_MHPN + (dt_MH[:, :, None] * x_MHP)[..., None] * b_MHN[:, :, None, :]
+    y_MHP = (state_MHPN * c_MHN[:, :, None, :]).sum(-1) + weights.skip_H.view(spec.num_heads, -1) * x_MHP
+    return y_MHP, state_MHPN
+
+
+def _delta_rule(
+    mixed_MC: Tensor, state_MHPN: Tensor, ba_MX: Tensor, weights: SsmWeights, spec: RecurrentSpec
+) -> tuple[Tensor, Tensor]:
+    """Source: gated delta networks, arXiv:2412.06464."""
+    width = spec.num_groups * spec.state_dim
+    q, k, v = mixed_MC.split((width, width, spec.inner_width), dim=-1)
+    q_MHN, k_MHN = (
+        part * torch.rsqrt(part.square().sum(-1, keepdim=True) + L2_EPS)
+        for part in (_per_head(q, spec), _per_head(k, spec))
+    )
+    b_MH, a_MH = ba_MX.chunk(2, dim=-1)
+    decay_MH = torch.exp(F.softplus(a_MH + weights.dt_bias_H) * weights.decay_H)
+    state_MHPN = state_MHPN * decay_MH[:, :, None, None]
+    error_MHP = v.unflatten(-1, (-1, spec.head_dim)) - (state_MHPN * k_MHN[:, :, None, :]).sum(-1)
+    state_MHPN = state_MHPN + (torch.sigmoid(b_MH)[..., None] * error_MHP)[..., None] * k_MHN[:, :, None, :]
+    y_MHP = (state_MHPN * q_MHN[:, :, None, :]).sum(-1) * spec.state_dim**-0.5
+    return y_MHP, state_MHPN
+
+
+def _per_head(part_MX: Tensor, spec: RecurrentSpec) -> Tensor:
+    """The group's part of each head, [M, H, N]."""
+    part_MG1N = part_MX.unflatten(-1, (spec.num_groups, 1, -1))
+    return part_MG1N.expand(-1, -1, spec.num_heads // spec.num_groups, -1).flatten(1, 2)

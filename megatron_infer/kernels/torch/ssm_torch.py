@@ -1,6 +1,7 @@
 """The scan in plain torch: chunks are matrix products, single tokens one vectorised state update; any device.
 
-A slice is cut into chunks of CHUNK tokens, and at its captures. Inside a chunk the scan is a masked product of C and B;
+A slice is cut into chunks of CHUNK tokens, and at its captures. Inside a chunk the scan is a masked product of C and B
+(a delta net: `delta_rule`);
 from chunk to chunk only states are passed, for one chunk of all rows at a time:
 
     round          0        1        2            rows by number of chunks: those that have a chunk k come first
@@ -16,6 +17,7 @@ slices, then captures).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.host_uploads import upload
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
+from megatron_infer.kernels.torch import delta_rule
 
 CHUNK = 64
 """Tokens of a chunk: shorter ones waste less in the masked products, longer ones pass fewer states."""
@@ -33,9 +36,6 @@ WORKSPACE_BYTES = 32 << 20
 
 ROW_BYTES = 64 << 10
 """From this size on states are updated one row after the other: reading them once outweighs the calls."""
-
-FORGOTTEN = -128.0
-"""Lower limit of a token's log decay: e^-128 is zero in fp32, and larger sums would lose the digits of small ones."""
 
 Pick = slice | Tensor
 """Rows of a tensor: a slice (a view, updated in place) where they follow each other, else int64 indices."""
@@ -197,7 +197,7 @@ class TorchScan:
         self._slices: dict[tuple[int, int], _Slices] = {}
 
     def supports(
-        self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
+        self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
         return None
 
@@ -208,14 +208,16 @@ class TorchScan:
         self._singles = _DecodeRows(step, singles, step.q_len_R.device) if len(singles) else None
         self._slices.clear()
 
-    def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def run(
+        self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
+    ) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
         num_tokens = step.num_tokens
-        dt = F.softplus(dt_TH.float() + weights.dt_bias_H).clamp_(spec.dt_min, spec.dt_max)
         # One row more than tokens, for what is computed behind the end of a chunk.
         y_TM = xBC_TC.new_empty(num_tokens + 1, spec.inner_width)
-        layer = _LayerScan(xBC_TC, dt, states, weights, spec)
+        kind = _DeltaLayer if spec.is_delta else _MambaLayer
+        layer = kind(xBC_TC, kind.steps(dt_TX.float(), weights, spec), states, weights, spec)
         if self._singles is not None:
             layer.advance(self._singles, y_TM)
         if len(self._rows):
@@ -223,7 +225,7 @@ class TorchScan:
         y_TM[int(step.cu_q[step.num_rows]) :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return y_TM[:num_tokens]
 
-    def _slices_of(self, step: StepMetadata, spec: SsmSpec, device: torch.device) -> _Slices:
+    def _slices_of(self, step: StepMetadata, spec: RecurrentSpec, device: torch.device) -> _Slices:
         state = spec.inner_width * spec.state_dim
         chunk_floats = state + 2 * CHUNK * (spec.num_heads * CHUNK + spec.num_channels + 2 * spec.inner_width)
         max_chunks = max(1, WORKSPACE_BYTES // (4 * chunk_floats))
@@ -235,28 +237,88 @@ class TorchScan:
 
 
 @dataclass(slots=True)
-class _LayerScan:
-    """The arguments of one `ScanBackend.run`; dt are the step sizes after bias, softplus and clamp (fp32)."""
+class _RecurrentLayer:
+    """The arguments of one `ScanBackend.run`. A subclass has the recurrence."""
 
     xBC_TC: Tensor
-    dt_TH: Tensor
+    steps_TX: Tensor
+    """fp32, what `steps` made of the inputs that are not convolved; a token of zeros changes no state."""
     states: LayerStates
     weights: SsmWeights
-    spec: SsmSpec
+    spec: Any
+
+    @staticmethod
+    def steps(dt_TX: Tensor, weights: SsmWeights, spec: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _next(self, singles: _DecodeRows, mixed_RC: Tensor, steps_RX: Tensor) -> Tensor:
+        """One token of each row through its state -> y [R, M]."""
+        raise NotImplementedError
+
+    def _wave(self, wave: _Wave, mixed_KLC: Tensor, steps_KLX: Tensor, carry_QHPN: Tensor) -> Tensor:
+        """Scan a wave's chunks -> [K, L, M]; updates the states carry_QHPN and stores captures."""
+        raise NotImplementedError
 
     def advance(self, singles: _DecodeRows, y_TM: Tensor) -> None:
         """One token of each row."""
-        spec, weights, where = self.spec, self.weights, singles.states
+        weights, where = self.weights, singles.states
         conv = where.load(self.states.conv_SCW)
         conv = torch.cat((conv[:, :, 1:], self.xBC_TC[singles.tokens].float()[:, :, None]), dim=2)
         self.states.conv_SCW[where.slots] = conv.to(self.states.conv_SCW.dtype)
         mixed = (conv * weights.conv_CW).sum(-1)
         mixed = F.silu(mixed if weights.conv_bias_C is None else mixed.add_(weights.conv_bias_C), inplace=True)
-        num_rows, groups, heads = len(mixed), spec.num_groups, spec.num_heads
+        y_TM[singles.tokens] = self._next(singles, mixed, self.steps_TX[singles.tokens]).to(y_TM.dtype)
+
+    def scan(self, slices: _Slices, y_TM: Tensor) -> None:
+        """Every slice of several tokens."""
+        spec, states = self.spec, self.states
+        conv_QCW = slices.states.load(states.conv_SCW)
+        carry_QHPN = slices.states.load(states.ssm_SHPN)
+        steps_T1X = F.pad(self.steps_TX, (0, 0, 0, 1))
+        for wave in slices.waves:
+            window_KXC = self.xBC_TC[wave.window_KX].float()
+            if wave.history is not None:
+                wave.history.put(window_KXC, conv_QCW)
+            y_KLM = self._wave(wave, self._convolve(window_KXC), steps_T1X[wave.dt_KL], carry_QHPN)
+            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.reshape(-1, spec.inner_width).to(y_TM.dtype))
+        slices.states.save(states.ssm_SHPN, carry_QHPN)
+        tail_EWC = self.xBC_TC[slices.tail_EW].float()
+        if slices.tail_history is not None:
+            slices.tail_history.put(tail_EWC, conv_QCW)
+        states.conv_SCW[slices.tail_slots] = tail_EWC.transpose(1, 2).to(states.conv_SCW.dtype)
+
+    def _capture(self, item: _ChunkRound, behind_QHPN: Tensor) -> None:
+        """Keep the states after a round that are wanted."""
+        if item.captured is not None:
+            self.states.ssm_SHPN[item.slots] = behind_QHPN[item.captured].to(self.states.ssm_SHPN.dtype)
+
+    def _convolve(self, window_KXC: Tensor) -> Tensor:
+        """Causal convolution and silu -> [K, L, C]; X = W - 1 + L."""
+        taps_WC = self.weights.conv_CW.t().contiguous()
+        length, bias = window_KXC.shape[1] - len(taps_WC) + 1, self.weights.conv_bias_C
+        mixed = window_KXC[:, :length] * taps_WC[0]
+        for i in range(1, len(taps_WC)):
+            mixed.addcmul_(window_KXC[:, i : i + length], taps_WC[i])
+        return F.silu(mixed if bias is None else mixed.add_(bias), inplace=True)
+
+
+class _MambaLayer(_RecurrentLayer):
+    """The steps are the step sizes after bias, softplus and clamp."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def steps(dt_TX: Tensor, weights: SsmWeights, spec: Any) -> Tensor:
+        return F.softplus(dt_TX + weights.dt_bias_H).clamp_(spec.dt_min, spec.dt_max)
+
+    def _next(self, singles: _DecodeRows, mixed_RC: Tensor, steps_RX: Tensor) -> Tensor:
+        spec, weights = self.spec, self.weights
+        assert weights.skip_H is not None
+        num_rows, groups, heads = len(mixed_RC), spec.num_groups, spec.num_heads
         width = groups * spec.state_dim
-        x, b, c = mixed.split((spec.inner_width, width, width), dim=-1)
+        x, b, c = mixed_RC.split((spec.inner_width, width, width), dim=-1)
         b_RG11N, c_RG11N = (part.reshape(num_rows, groups, 1, 1, -1) for part in (b, c))
-        x_RHP, dt_RH = x.reshape(num_rows, heads, -1), self.dt_TH[singles.tokens]
+        x_RHP, dt_RH = x.reshape(num_rows, heads, -1), steps_RX
         step_RGIP1 = (x_RHP * dt_RH[..., None]).view(num_rows, groups, heads // groups, -1, 1)
         decay_RH = (dt_RH * weights.decay_H).exp_()
         in_place = (
@@ -264,8 +326,7 @@ class _LayerScan:
         )
         update = self._update_rows if in_place else self._update_all
         y_RHP = update(singles, decay_RH.view(num_rows, groups, -1, 1, 1), step_RGIP1, b_RG11N, c_RG11N)
-        y_RHP = y_RHP.view(x_RHP.shape).addcmul_(x_RHP, weights.skip_H.view(heads, -1))
-        y_TM[singles.tokens] = y_RHP.flatten(1).to(y_TM.dtype)
+        return y_RHP.view(x_RHP.shape).addcmul_(x_RHP, weights.skip_H.view(heads, -1)).flatten(1)
 
     def _update_all(
         self, singles: _DecodeRows, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
@@ -292,43 +353,16 @@ class _LayerScan:
                 torch.mv(state_XN, c_N, out=y_X)
         return y_RGX
 
-    def scan(self, slices: _Slices, y_TM: Tensor) -> None:
-        """Every slice of several tokens."""
-        spec, states = self.spec, self.states
-        conv_QCW = slices.states.load(states.conv_SCW)
-        carry_QHPN = slices.states.load(states.ssm_SHPN)
-        dt_T1H = F.pad(self.dt_TH, (0, 0, 0, 1))
-        for wave in slices.waves:
-            window_KXC = self.xBC_TC[wave.window_KX].float()
-            if wave.history is not None:
-                wave.history.put(window_KXC, conv_QCW)
-            y_KLM = self._wave(wave, self._convolve(window_KXC), dt_T1H[wave.dt_KL], carry_QHPN)
-            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.reshape(-1, spec.inner_width).to(y_TM.dtype))
-        slices.states.save(states.ssm_SHPN, carry_QHPN)
-        tail_EWC = self.xBC_TC[slices.tail_EW].float()
-        if slices.tail_history is not None:
-            slices.tail_history.put(tail_EWC, conv_QCW)
-        states.conv_SCW[slices.tail_slots] = tail_EWC.transpose(1, 2).to(states.conv_SCW.dtype)
-
-    def _convolve(self, window_KXC: Tensor) -> Tensor:
-        """Causal convolution and silu -> [K, L, C]; X = W - 1 + L."""
-        taps_WC = self.weights.conv_CW.t().contiguous()
-        length, bias = window_KXC.shape[1] - len(taps_WC) + 1, self.weights.conv_bias_C
-        mixed = window_KXC[:, :length] * taps_WC[0]
-        for i in range(1, len(taps_WC)):
-            mixed.addcmul_(window_KXC[:, i : i + length], taps_WC[i])
-        return F.silu(mixed if bias is None else mixed.add_(bias), inplace=True)
-
-    def _wave(self, wave: _Wave, mixed_KLC: Tensor, dt_KLH: Tensor, carry_QHPN: Tensor) -> Tensor:
-        """Scan a wave's chunks -> [K, L, M]; updates the states carry_QHPN and stores captures."""
-        spec = self.spec
+    def _wave(self, wave: _Wave, mixed_KLC: Tensor, steps_KLX: Tensor, carry_QHPN: Tensor) -> Tensor:
+        spec, dt_KLH = self.spec, steps_KLX
+        assert self.weights.skip_H is not None
         chunks, length, heads, groups = *dt_KLH.shape, spec.num_groups
         width = groups * spec.state_dim
         x_KLM, b, c = mixed_KLC.split((spec.inner_width, width, width), dim=-1)
         x_KLHP = x_KLM.unflatten(-1, (heads, -1))
         b_KGLN, c_KGLN = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (b, c))
         # Sums of decays reach hundreds: a rounded part and the rest, so that differences keep their digits.
-        sum_KLH = (dt_KLH * self.weights.decay_H).clamp_(min=FORGOTTEN).double().cumsum(1)
+        sum_KLH = (dt_KLH * self.weights.decay_H).clamp_(min=delta_rule.FORGOTTEN).double().cumsum(1)
         high_KLH = sum_KLH.float()
         rest_KLH = (sum_KLH - high_KLH).float()
 
@@ -352,14 +386,57 @@ class _LayerScan:
             behind = torch.addcmul(added, carry, decay_KH11[part])
             added.copy_(carry)
             carry.copy_(behind)
-            if item.captured is not None:
-                self.states.ssm_SHPN[item.slots] = behind[item.captured].to(self.states.ssm_SHPN.dtype)
+            self._capture(item, behind)
 
         y_KGLM = c_KGLN @ state_KGMN.transpose(2, 3)
         y_KLHP = y_KGLM.transpose(1, 2).reshape(x_KLHP.shape)
         y_KLHP.mul_(_column(sum_KLH.exp_().float()))
         y_KLHP.addcmul_(inside_KHLP.transpose(1, 2), _column(rest_KLH.exp_()))
         return y_KLHP.addcmul_(x_KLHP, self.weights.skip_H.view(heads, -1)).flatten(2)
+
+
+class _DeltaLayer(_RecurrentLayer):
+    """The steps are beta of each head, then the logarithm of each head's decay."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def steps(dt_TX: Tensor, weights: SsmWeights, spec: Any) -> Tensor:
+        b_TH, a_TH = dt_TX.chunk(2, dim=-1)
+        return torch.cat((b_TH.sigmoid(), F.softplus(a_TH + weights.dt_bias_H) * weights.decay_H), dim=-1)
+
+    def _split(self, mixed_XC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v), q and k for each head: [..., H, N] twice, [..., H, P]."""
+        spec = self.spec
+        width = spec.num_groups * spec.state_dim
+        q, k, v = mixed_XC.split((width, width, spec.inner_width), dim=-1)
+        repeats = spec.num_heads // spec.num_groups
+        q, k = (part.unflatten(-1, (spec.num_groups, -1)).repeat_interleave(repeats, dim=-2) for part in (q, k))
+        return q, k, v.unflatten(-1, (spec.num_heads, -1))
+
+    def _next(self, singles: _DecodeRows, mixed_RC: Tensor, steps_RX: Tensor) -> Tensor:
+        q, k, v_RHP = self._split(mixed_RC)
+        q_RHN, k_RHN = delta_rule.unit(q) * self.spec.state_dim**-0.5, delta_rule.unit(k)
+        beta_RH, log_RH = steps_RX.chunk(2, dim=-1)
+        state_RHPN = singles.states.load(self.states.ssm_SHPN).mul_(_column(_column(log_RH.exp())))
+        error_RHP = v_RHP - (state_RHPN @ _column(k_RHN)).squeeze(-1)
+        state_RHPN.addcmul_(_column(error_RHP * _column(beta_RH)), k_RHN[:, :, None])
+        singles.states.save(self.states.ssm_SHPN, state_RHPN)
+        return (state_RHPN @ _column(q_RHN)).flatten(1)
+
+    def _wave(self, wave: _Wave, mixed_KLC: Tensor, steps_KLX: Tensor, carry_QHPN: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self._split(mixed_KLC))
+        beta_KHL, log_KHL = (part.transpose(1, 2) for part in steps_KLX.chunk(2, dim=-1))
+        terms = delta_rule.chunk_terms(q, k, v, beta_KHL, log_KHL)
+        outs = []
+        for item in wave.rounds:
+            y_QHLP, behind = delta_rule.through_chunk(
+                terms.of(slice(item.chunk, item.chunk + item.rows)), carry_QHPN[: item.rows]
+            )
+            carry_QHPN[: item.rows] = behind
+            self._capture(item, behind)
+            outs.append(y_QHLP)
+        return torch.cat(outs).transpose(1, 2).flatten(2)
 
 
 def _column(x: Tensor) -> Tensor:

@@ -79,6 +79,9 @@ class ReferenceOps:
         found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
         return found
 
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        return (x_TM.double() * torch.sigmoid(gate_TM.double())).to(x_TM.dtype)
+
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         return function(x_TX)
 

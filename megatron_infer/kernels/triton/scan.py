@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
@@ -92,7 +92,7 @@ def _upload(captures: StateCaptures, device: torch.device) -> Tensor:
 
 
 def has_channel_skip(weights: SsmWeights, spec: SsmSpec) -> bool:
-    return weights.skip_H.numel() != spec.num_heads
+    return weights.skip_H is not None and weights.skip_H.numel() != spec.num_heads
 
 
 def layer_constexprs(spec: SsmSpec, dtype: torch.dtype, tiles: Tiles, segment: int) -> dict[str, Any]:
@@ -133,8 +133,10 @@ class TritonScan:
         """int32 [*, 3]: (row, num_tokens, slot)."""
 
     def supports(
-        self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
+        self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
+        if spec.is_delta:
+            return "computes Mamba-2's recurrence, not a delta net's"
         for what, got in (("inputs", dtype), ("convolution states", conv_dtype), ("SSM states", ssm_dtype)):
             if got not in DTYPES:
                 return f"needs {what} of float32, bfloat16 or float16, got {got}"

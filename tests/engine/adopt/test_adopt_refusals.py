@@ -204,8 +204,7 @@ REFUSED = {
         lambda: changed(other_rope, spec=None, **LATENT),
         "layers.1.self_attention.rotary_pos_emb: rotates otherwise",
     ),
-    "linear_attention": (lambda: set_config(linear_attention_freq=4), "config: linear_attention_freq=4: .* recurrent"),
-    "output_gate": (lambda: set_config(attention_output_gate=True), "attention_output_gate"),
+    "output_gate": (lambda: set_config(attention_output_gate=True), "linear_qkv: 128 rows, expected 192 of"),
     "sinks": (
         lambda: set_config(softmax_type="learnable"),
         "core_attention: softmax_type='learnable', but softmax_offset is None, not a tensor of 4 heads",
@@ -289,8 +288,11 @@ REFUSED = {
         ),
         "decoder.layers.0.mlp: bias_activation_fusion with activation .*relu.*no such kernel",
     ),
-    "no_layers": (lambda: changed(lambda m: m.decoder.layers.__init__()), "decoder.layers: the model has no attention"),
-    "nothing_kept": (lambda: tiny_hybrid("--"), "decoder.layers: the model has no attention or Mamba layers"),
+    "no_layers": (
+        lambda: changed(lambda m: m.decoder.layers.__init__()),
+        "decoder.layers: no layer of the model attends",
+    ),
+    "nothing_kept": (lambda: tiny_hybrid("--"), "decoder.layers: no layer of the model attends or keeps a state"),
 }
 HYBRIDS_REFUSED = {
     "mixer": (become("decoder.layers.0.mixer", TheirMixer), r"layers.0.mixer: mixer class .*TheirMixer is not"),
@@ -301,7 +303,7 @@ HYBRIDS_REFUSED = {
     ),
     "gated_norm": (other_gated_norm, "layers.0.mixer.norm: norm class .*GroupNorm is not known"),
     "shape": (widen, r"layers.0.mixer.D: shape \(3,\), expected \(16,\)"),
-    "other_heads": (smaller_state, "layers.3.mixer: state shapes differ between Mamba layers"),
+    "other_heads": (smaller_state, "layers.3.mixer: state shapes differ between recurrent layers"),
     "no_final_norm": (lambda model: delattr(model.decoder, "final_norm"), "decoder.final_norm: missing"),
     "adding": (
         lambda model: setattr(model.decoder.layers[0], "mamba_bda", lambda **_: None),

@@ -40,7 +40,7 @@ def in_memory(engine: DynamicInferenceEngine) -> int:
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_live_requests_take_a_slot_each_and_cached_states_theirs(kind):
     """Pages are taken when they are first written, so a slot costs its bytes and at most a page at each end."""
-    model = make_model(kind, mamba_state_dim=128)
+    model = make_model(kind, **({"linear_key_head_dim": 768} if kind == "delta" else {"mamba_state_dim": 128}))
     engine = DynamicInferenceEngine(
         model,
         InferenceConfig(

@@ -11,7 +11,7 @@ import engines
 import pytest
 import torch
 from engines import finish, submit, tokens_of
-from model_kinds import KINDS, RECURRENT, make_model
+from model_kinds import KINDS, RECURRENT, make_model, recurrent_part
 from test_async_llm import make_async
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -224,13 +224,13 @@ def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     engine = make_engine(model)
     packed, scan = engine.kernels.packed, ["scan weights"] if kind in RECURRENT else []
     assert set(engine.weights.derived.names) == {"packed weights", "rotary tables", *scan}
-    mixer = model.decoder.layers[0].mixer if scan else None
+    mixer = recurrent_part(model) if scan else None
     attention = None if scan else model.decoder.layers[0].self_attention
     linear = mixer.in_proj if scan else attention.linear_q_up_proj if kind == "latent" else attention.linear_qkv
     rotary = [attention.rotary_pos_emb.inv_freq_extra] if kind == "latent" else []
     plants: dict[str, list[torch.Tensor]] = {
         "packed weights": [linear.weight.data] if packed.num_weights else [],
-        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind in ("attention", "hybrid") else rotary,
+        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind in ("attention", "hybrid", "delta") else rotary,
         "scan weights": [mixer.A_log.data] if scan else [],
     }
     assert any(plants.values())

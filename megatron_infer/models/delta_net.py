@@ -1,0 +1,227 @@
+"""A gated delta net that trains on any device of torch and, with a step, generates from state slots.
+
+`SlottedDeltaNet` has the constructor arguments, parameters and checkpoint keys of megatron-core's GatedDeltaNet, which
+can only be built with CUDA and flash-linear-attention. `paged_delta_class` gives a live stock layer the same second
+forward and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.ssm import DeltaSpec, SsmWeights
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_device, init_generator, split_in_parts
+from megatron_infer.models.mamba_scan import mix
+from megatron_infer.models.paged_layers import bound, is_step, require_inference
+
+if TYPE_CHECKING:
+    from megatron_infer.models.fused_mixer import FusedDeltaNet
+
+CHUNK = 64
+"""Positions of a chunk in the training forward."""
+
+
+class PagedDeltaNet:
+    """Mixed into gated delta nets: with a step, the recurrent state is that in the step's slots."""
+
+    fused: FusedDeltaNet | None = None
+    """Set by `adopt`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_step(inference_context):
+            kwargs |= {"inference_context": inference_context}
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
+        require_inference(self)  # type: ignore[arg-type]
+        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
+        return out_TD.unsqueeze(1), None
+
+
+@functools.cache
+def paged_delta_class(net: type) -> type:
+    """The paged subclass of a delta net's class; training runs the class's own forward."""
+    return type(f"Paged{net.__name__}", (PagedDeltaNet, net), {"__doc__": net.__doc__, "__module__": __name__})
+
+
+def delta_spec_of(net: Any) -> DeltaSpec:
+    """The sizes of this rank's part of a delta net, ours or megatron-core's."""
+    ranks = net.pg_collection.tp.size()
+    return DeltaSpec(
+        num_heads=net.num_value_heads // ranks,
+        head_dim=net.value_head_dim,
+        state_dim=net.key_head_dim,
+        num_groups=net.num_key_heads // ranks,
+        conv_width=net.conv_kernel_dim,
+    )
+
+
+class TorchDeltaNet(mcore.MegatronModule):
+    """A gated delta net in differentiable torch: convolution, delta rule, norm, gate. [S, b, D] -> ([S, b, D], bias).
+
+    Arguments are those of megatron-core's GatedDeltaNet; sizes come from the config (linear_key_head_dim,
+    linear_num_value_heads, ...). Raises ConfigError for heads that do not divide over the ranks.
+    Source: gated delta networks, arXiv:2412.06464.
+    """
+
+    def __init__(
+        self,
+        config: mcore.TransformerConfig,
+        submodules: Any,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: Any = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        if mcore.group_size(getattr(pg_collection, "cp", None)) > 1:
+            raise NotImplementedError("context parallelism: this layer sees one rank's positions only")
+        if not use_qk_l2norm:
+            raise NotImplementedError("use_qk_l2norm=False: queries and keys have length 1 here")
+        self.pg_collection, self.layer_number, self.use_qk_l2norm = pg_collection, layer_number, use_qk_l2norm
+        self.conv_kernel_dim = config.linear_conv_kernel_dim
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.act_fn, ranks = config.activation_func, pg_collection.tp.size()
+        for count, what in ((self.num_key_heads, "key heads"), (self.num_value_heads, "value heads")):
+            divided(count, ranks, what, "tensor-parallel ranks")
+        local = self.spec
+        shared = {"config": config, "bias": bias, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = mcore.build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            ranks * sum(self.parts().values()),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        drawn = ranks if config.use_cpu_initialization else 1
+        place = pg_collection.tp.rank() if drawn > 1 else 0
+        with init_generator(config):
+            self.conv1d = draw_convolution(
+                config,
+                [self.parts()[part] for part in ("query", "key", "value")],
+                taps=self.conv_kernel_dim,
+                ranks=drawn,
+                rank=place,
+                conv_init=conv_init,
+                has_bias=conv_bias,
+            )
+            made = {"dtype": config.params_dtype, "device": init_device(config)}
+            self.dt_bias = torch.nn.Parameter(torch.ones(local.num_heads, **made))
+            decay = torch.ones(drawn * local.num_heads, **made)
+            if config.perform_initialization:
+                decay.uniform_(*A_init_range)
+            self.A_log = torch.nn.Parameter(torch.log(decay).chunk(drawn)[place].clone())
+        self.out_norm = mcore.build_module(
+            submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
+        )
+        self.out_proj = mcore.build_module(
+            submodules.out_proj,
+            ranks * local.inner_width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+        for parameter in (self.dt_bias, self.A_log, *self.conv1d.parameters()):
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+
+    @property
+    def spec(self) -> DeltaSpec:
+        return delta_spec_of(self)
+
+    def parts(self) -> dict[str, int]:
+        """Rows of this rank's in_proj, by the names that megatron-core's checkpoints have for their parts."""
+        spec = self.spec
+        keys = spec.num_groups * spec.state_dim
+        values = {"value": spec.inner_width, "z": spec.inner_width}
+        return {"query": keys, "key": keys} | values | {"beta": spec.num_heads, "alpha": spec.num_heads}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *_: Any,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Whole sequences, each from an empty state; packed ones have one sequence axis and cu_seqlens.
+
+        Raises NotImplementedError for a context of megatron-core's own inference, which has no delta nets.
+        """
+        if inference_context is not None:
+            raise NotImplementedError("this layer serves steps of megatron_infer only")
+        projected, _bias = self.in_proj(hidden_states)
+        if packed_seq_params is None:
+            y = self._mix(projected)
+        else:
+            length, batch, _width = projected.shape
+            lengths = mcore.packed_lengths(packed_seq_params, length=length, batch=batch)
+            y = torch.cat([self._mix(sequence) for sequence in projected.split(lengths)])
+        return self.out_proj(y)
+
+    def _mix(self, projected: Tensor) -> Tensor:
+        """[S, b, q k v z b a] -> [S, b, M], each sequence from an empty state."""
+        spec, bias = self.spec, self.conv1d.bias
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        inputs, gate, steps = projected.split((spec.num_channels, spec.inner_width, spec.num_steps), dim=-1)
+        weights = SsmWeights(
+            conv_CW=self.conv1d.weight.flatten(1).to(wide),
+            conv_bias_C=None if bias is None else bias.to(wide),
+            decay_H=-torch.exp(self.A_log.to(wide)),
+            skip_H=None,
+            dt_bias_H=self.dt_bias.to(wide),
+        )
+        y = mix(inputs.to(wide), steps.to(wide), weights, spec, chunk=CHUNK).to(projected.dtype)
+        normed = self.out_norm(y.unflatten(-1, (spec.num_heads, -1))).flatten(-2)
+        return (normed * self.act_fn(gate.to(wide))).to(projected.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """Checkpoint keys of megatron-core's GatedDeltaNet: in_proj and conv1d in parts, each divided over ranks."""
+        group = self.pg_collection.tp if tp_group is None else tp_group
+        keys = {"A_log": 0, "dt_bias": 0}
+        sharded = mcore.sharded_tensors(self, prefix, keys, sharded_offsets, metadata, group, recurse=False)
+        for name, module in self.named_children():
+            where = f"{prefix}{name}."
+            if module is self.conv1d:
+                axes = {"weight": 0, "bias": 0}
+                sharded |= mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, group)
+            else:
+                sharded |= mcore.sharded_state_dict_default(module, where, sharded_offsets, metadata, tp_group=group)
+        parts = self.parts()
+        convolved = {part: parts[part] for part in ("query", "key", "value")}
+        for key, of in (("in_proj", parts), ("conv1d", convolved)):
+            split_in_parts(sharded, f"{prefix}{key}.weight", of)
+        return sharded
+
+
+class SlottedDeltaNet(PagedDeltaNet, TorchDeltaNet):
+    """The delta net of `gpt_spec`: trains as TorchDeltaNet, generates from state slots once adopted."""
