@@ -33,6 +33,7 @@ FAMILIES = (
     "granite_factors",
     "qwen3_moe",
     "glm4_moe",
+    "gpt_oss",
 )
 NORM = "decoder.final_norm.weight"
 

@@ -88,6 +88,9 @@ def build_model(
     if use_legacy_module and description.needs_paged_spec is not None:
         raise ConfigError(f"use_legacy_module=True: {description.needs_paged_spec}; leave it False")
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
+    if description.has_whole_experts and group_size(getattr(groups, "expt_tp", None)) > 1:
+        groups, expert_parallel = _whole_experts(groups), group_size(groups.tp_ep)
+        config_overrides = {"expert_tensor_parallel_size": 1} | config_overrides
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
     given = description
     true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
@@ -136,6 +139,13 @@ def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
         if size not in (1, group_size(group)):
             raise ConfigError(f"{name}_parallel={size}, but pg_collection has {group_size(group)} ranks for it")
     return given
+
+
+def _whole_experts(groups: Any) -> Any:
+    """The groups with no expert split over ranks: each of the ranks that would split them has some whole ones."""
+    groups = copy.copy(groups)
+    groups.ep, groups.expt_tp = groups.tp_ep, groups.cp  # the latter has one rank
+    return groups
 
 
 def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:

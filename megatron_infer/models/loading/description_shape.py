@@ -68,7 +68,7 @@ def shape_of(
         dtype=dtype,
         num_parameters=parameters,
         state=_state_of(description, symbols.count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size),
-        experts=ExpertShape.of(layers.get, tensor_parallel_size),
+        experts=ExpertShape.of(layers.get, 1 if description.has_whole_experts else tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
         num_mtp_layers=layers.get("mtp_num_layers") or 0,
     )

@@ -104,6 +104,11 @@ class ModelDescription:
     name: str = field(default="", compare=False)
 
     @property
+    def has_whole_experts(self) -> bool:
+        """Whether no expert may be split over ranks: megatron-core does not split those with biases."""
+        return "experts" in self.linear_biases
+
+    @property
     def needs_paged_spec(self) -> str | None:
         """Why megatron-core's stock classes cannot build it; None: they can."""
         if self.hybrid is not None:
