@@ -49,12 +49,19 @@ class AttendSpec:
     """First column of the step's cos/sin that this layer's heads use, where two ropes lie side by side in one table."""
     softcap: float | None = None
     """c: the softmax takes c * tanh(score / c) of each scaled score; None: the score itself."""
-    sinks_N: Tensor | None = field(default=None, compare=False)
-    """Softmax sinks: a logit of each query head, [N], which takes part in the softmax and has no value; None: no sinks.
-    Any float dtype, maybe a live parameter: backends read it in `run`."""
+    sinks: Callable[[], Tensor] | None = field(default=None, compare=False)
+    """Gives the softmax sinks as they are now (`sinks_N`); None: no sinks. The spec keeps no parameter alive."""
     value_start: int | None = None
     """Set for latent attention: a key's dims from there on, which do not rotate, are its value, and the cache has one
     plane. None: values are vectors of their own."""
+
+    @property
+    def sinks_N(self) -> Tensor | None:
+        """Softmax sinks: a logit of each query head, [N], which takes part in the softmax and has no value.
+
+        Any float dtype, maybe a live parameter: backends read it in `run`.
+        """
+        return None if self.sinks is None else self.sinks()
 
     @property
     def value_dim(self) -> int:

@@ -328,9 +328,7 @@ class AdoptedModel:
                 return f"{name} is {has[name]} where the engine was built for {had[name]}"
         kinds = {
             "attention": (self.specs, reading.specs),
-            "sinks of attention": [
-                [spec.sinks_N is not None for spec in specs] for specs in (self.specs, reading.specs)
-            ],
+            "sinks of attention": [[spec.sinks is None for spec in specs] for specs in (self.specs, reading.specs)],
             "the recurrent layers": (self.ssm_specs, [mixer.spec for mixer in reading.mixers]),
             "the order of layers": (self.cache_order, reading.cache_order),
             "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -247,7 +247,7 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         window=window,
         softcap=softcap,
         **_rotation_of(attention, getattr(model, "rotary_pos_emb", None), where),
-        sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
+        sinks=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )
 
 
@@ -296,8 +296,8 @@ def _rotation_of(attention: Any, rotary: Any, where: str) -> dict[str, Any]:
     return {"rotary_dim": widths[0], "rotary_at": at, "rotary_interleaved": rotary.rotary_interleaved}
 
 
-def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | None:
-    """The layer's softmax sinks, live: zeros or a parameter of its core attention."""
+def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Callable[[], Tensor] | None:
+    """What gives the layer's softmax sinks: zeros or a parameter of its core attention."""
     if config.softmax_type == "vanilla":
         return None
     sinks = getattr(core, "softmax_offset", None)
@@ -307,7 +307,7 @@ def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | No
             where,
             f"softmax_type={config.softmax_type!r}, but softmax_offset is {shape}, not a tensor of {num_heads} heads",
         )
-    return sinks
+    return lambda: core.softmax_offset
 
 
 def _window(config: Any, layer_number: int, where: str) -> int | None:

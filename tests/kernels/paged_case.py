@@ -97,6 +97,7 @@ def make_case(
     if rotary_dim:
         angle = torch.rand(meta.num_tokens, rotary_at + rotary_dim, generator=generator) * 6.28
         meta.cos_TR, meta.sin_TR = (part.to(device, dtype) for part in (angle.cos(), angle.sin()))
+    sinks_N = torch.linspace(-4, 6, num_kv_heads * group_size, device=device)
     spec = AttendSpec(
         num_kv_heads=num_kv_heads,
         group_size=group_size,
@@ -107,7 +108,7 @@ def make_case(
         rotary_interleaved=interleaved,
         rotary_at=rotary_at,
         softcap=softcap,
-        sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size, device=device) if sinks else None,
+        sinks=(lambda: sinks_N) if sinks else None,
         value_start=value_start,
     )
     fused = randn(meta.num_tokens, num_kv_heads * (group_size + 2) * head_dim)

@@ -36,7 +36,9 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(
 ):
     shape = {"num_kv_heads": kv_heads, "group_size": group, "head_dim": 64, "scale": 0.125}
     sinks_N = torch.linspace(-2, 4, kv_heads * group) if sinks else None
-    spec = AttendSpec(**shape, window=window, rotary_dim=32, softcap=softcap, sinks_N=sinks_N)
+    spec = AttendSpec(
+        **shape, window=window, rotary_dim=32, softcap=softcap, sinks=(lambda: sinks_N) if sinks else None
+    )
     plain = Sequences(dtype, spec)
     want = compute(plain, native_library, [(0, PROMPT)], decode_from=PROMPT)
     ways = {

@@ -127,7 +127,7 @@ def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
     backend = make()
     spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
-    sinks = dataclasses.replace(spec, sinks_N=torch.zeros(6))
+    sinks = dataclasses.replace(spec, sinks=lambda: torch.zeros(6))
     asked = {"dtype": torch.bfloat16, "block_size": 16}
     if isinstance(backend, flashinfer_rope.FlashInferRope):
         assert backend.supports(dataclasses.replace(spec, head_dim=80), **asked) is None, "nothing to rotate"
@@ -225,7 +225,7 @@ def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatc
     backend = flashinfer_rope.FlashInferRope(behind)
     case = make_case([(1, 5)], num_decode=1, dtype=torch.bfloat16, rotary_dim=64)
     for value in (1.0, 2.0):
-        case.spec = dataclasses.replace(case.spec, sinks_N=torch.full((6,), value))
+        case.spec = dataclasses.replace(case.spec, sinks=partial(torch.full, (6,), value))
         case.run(backend)
     assert [float(sinks[0]) for sinks in behind.seen] == [1.0, 2.0]
 

@@ -77,7 +77,8 @@ def test_sinks_match_reference(make_attention, monkeypatch, dtype, window, sinks
     rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
     case = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64, sinks=True)
     backend = make_attention(dtype)
-    case.spec = dataclasses.replace(case.spec, sinks_N=case.spec.sinks_N.to(sinks))
+    given = case.spec.sinks_N.to(sinks)
+    case.spec = dataclasses.replace(case.spec, sinks=lambda: given)
     if backend.supports(case.spec, dtype=dtype, block_size=16) is not None:
         assert (dtype, sinks) == (torch.float32, torch.bfloat16) and backend.name == "native"
         return
@@ -92,7 +93,8 @@ def test_sinks_match_reference(make_attention, monkeypatch, dtype, window, sinks
 def test_a_sink_far_from_the_scores_takes_none_or_all_of_the_weight(make_attention, value):
     case = make_case([(1, 300), (1, 3), (20, 20)], num_decode=2, dtype=torch.float32)
     plain = case.run(backend := make_attention(torch.float32))[0]
-    case.spec = dataclasses.replace(case.spec, sinks_N=torch.full((6,), value))
+    sinks_N = torch.full((6,), value)
+    case.spec = dataclasses.replace(case.spec, sinks=lambda: sinks_N)
     want = plain if value < 0 else torch.zeros_like(plain)
     torch.testing.assert_close(case.run(backend)[0], want, rtol=1e-5, atol=1e-6)
 

@@ -25,7 +25,8 @@ def on_device(case: Case, device: torch.device) -> Case:
     meta = dataclasses.replace(
         case.meta, **{f.name: moved(getattr(case.meta, f.name)) for f in dataclasses.fields(case.meta)}
     )
-    spec = dataclasses.replace(case.spec, sinks_N=moved(case.spec.sinks_N))
+    sinks_N = moved(case.spec.sinks_N)
+    spec = dataclasses.replace(case.spec, sinks=(lambda: sinks_N) if sinks_N is not None else None)
     return Case(spec, meta, case.fused.to(device), case.kv_cache.to(device), case.layer)
 
 

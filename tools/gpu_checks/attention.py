@@ -72,7 +72,9 @@ def oracle(case: Case, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     sinks = None if spec.sinks_N is None else spec.sinks_N.cpu()
     backend = ReferenceAttention()
     backend.plan(meta)
-    return backend.run(q, k, v, cache, layer=layer, spec=replace(spec, rotary_dim=0, sinks_N=sinks)), cache
+    return backend.run(
+        q, k, v, cache, layer=layer, spec=replace(spec, rotary_dim=0, sinks=None if sinks is None else lambda: sinks)
+    ), cache
 
 
 def _hold(ctx: Context, compare: Comparison, steps: Steps) -> dict[str, Any]:

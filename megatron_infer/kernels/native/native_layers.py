@@ -188,8 +188,8 @@ class _Prepared:
         vectors = [op.weight if isinstance(op, NormOp) else op.bias for op in ops if isinstance(op, NormOp | LinearOp)]
         self.vectors = [source for source in vectors if source is not None]
         """Sources of what is read in place: weights of norms, and biases."""
-        self.sinks = [op.spec.sinks_N for op in ops if isinstance(op, AttendOp) and op.spec.sinks_N is not None]
-        """Softmax sinks, live."""
+        self.sinks = [op.spec.sinks for op in ops if isinstance(op, AttendOp) and op.spec.sinks is not None]
+        """What gives the softmax sinks."""
         self.experts = [op for op in ops if isinstance(op, ExpertsOp)]
         linears = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
         self.adapted = [(place, adapted) for place, adapted in linears if adapted is not None]
@@ -300,7 +300,7 @@ class NativeLayers:
         vectors = list(starmap(getitem, prepared.vectors))
         found = [self._packed.num_packings, *map(id, copies)]
         found += [None if vector is None else vector.data_ptr() for vector in vectors]
-        found += [sinks.data_ptr() for sinks in prepared.sinks]
+        found += [sinks().data_ptr() for sinks in prepared.sinks]
         if prepared.experts:
             tables = [ExpertTables.of(op.weights, self._packed, self._dtype) for op in prepared.experts]
             biases = list(map(_bias_of, prepared.experts))
