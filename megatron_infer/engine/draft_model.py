@@ -131,6 +131,7 @@ def _built(source: ModelSource, target: AdoptedModel, device: Device) -> Any:
         device=device.torch,
         pg_collection=groups,
         sequence_parallel=target.live.config.sequence_parallel,
+        max_sequence_length=target.shape.max_position,
     )
 
 

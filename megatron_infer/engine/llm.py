@@ -75,6 +75,7 @@ class LLM:
         if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         built = {"dtype": param_dtype, "device": str(where.torch), "use_legacy_module": use_legacy_module}
+        built["max_sequence_length"] = config.max_sequence_length
         live: Any = build_model(source, **built)
         place = os.path.abspath(model) if os.path.exists(model) else model
         live.rebuild = lambda: build_model(open_source(place), **built)

@@ -232,7 +232,12 @@ def rotary_factor(attention: Any) -> float:
     Bridge replaces megatron-core's function, so that it is looked up where attention finds it.
     """
     known = getattr(attention, "_yarn_concentration_factor", None)  # from 0.18 on
-    return float(_attention._yarn_get_concentration_factor_from_config(attention.config) if known is None else known)
+    return rotary_factor_of(attention.config) if known is None else float(known)
+
+
+def rotary_factor_of(config: Any) -> float:
+    """`rotary_factor` of attention with this config."""
+    return float(_attention._yarn_get_concentration_factor_from_config(config))
 
 
 def topk_routing() -> Callable[..., Any]:

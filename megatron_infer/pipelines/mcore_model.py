@@ -94,7 +94,13 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
             legacy = pipeline_config is not None and pipeline_config.resolved.llm["use_legacy_module"]
             dtype = torch.bfloat16 if str(getattr(encoding, "value", encoding)) == "bfloat16" else torch.float32
             engine = DynamicInferenceEngine(
-                build_model(weights, dtype=dtype, device=str(device), use_legacy_module=legacy),
+                build_model(
+                    weights,
+                    dtype=dtype,
+                    device=str(device),
+                    use_legacy_module=legacy,
+                    max_sequence_length=config.max_sequence_length,
+                ),
                 config,
                 tokenizer=tokenizer,
                 eos_ids=tuple(dict.fromkeys((*description.eos_ids, *eos_ids))),

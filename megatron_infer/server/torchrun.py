@@ -28,6 +28,7 @@ limit_spinning()  # before torch is imported
 # ruff: noqa: E402
 import torch
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.distributed.backends import device_of
@@ -121,6 +122,7 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
         pg_collection=groups,
         expert_parallel=experts,
         use_legacy_module=options.use_legacy_module,
+        max_sequence_length=options.config.get("max_sequence_length", InferenceConfig.max_sequence_length),
     )
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     available = device.available_bytes() // (1 if device.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -51,6 +51,13 @@ LATENT = {
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+PHI3_LONG = {"pad_token_id": 0, "eos_token_id": 2, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -98,6 +105,20 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "phi3_longrope": ("Phi3Config", PHI3_LONG | {"rope_parameters": LONGROPE}),
+    "phi3_longrope_partial": (
+        "Phi3Config",
+        PHI3_LONG
+        | {
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0], "factor": 3.0}
+        },
+    ),
+    "llama_dynamic_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "smollm3_yarn": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0, "rope_parameters": YARN}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5}),
     "mixtral_window_three": (
         "MixtralConfig",
@@ -260,6 +281,7 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
         "BambaConfig",
         BAMBA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     ),
+    "bamba_yarn": ("BambaConfig", BAMBA | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     "bamba_limits": ("BambaConfig", BAMBA | {"time_step_limit": (0.4, 0.9), "rms_norm_eps": 0.02}),
     "granite": ("GraniteMoeHybridConfig", GRANITE),
     "granite_rope": ("GraniteMoeHybridConfig", GRANITE | {"position_embedding_type": "rope"}),

@@ -22,7 +22,8 @@ from megatron_infer.models.loading.checkpoint import CheckpointSource, descripti
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.hf_export import write_hugging_face
 from megatron_infer.models.loading.sources import open_source
-from megatron_infer.testing.tiny import tiny_hybrid
+from megatron_infer.models.mcore_compat import quick_gelu
+from megatron_infer.testing.tiny import YARN, tiny_gpt, tiny_hybrid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level
@@ -273,6 +274,23 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
     (folder / "metadata.json").unlink()
     with pytest.raises(ModelError, match=r"metadata\.json"):
         open_source(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"position_embedding_type": "yarn", **YARN},
+        {"rotary_percent": 0.5, **YARN},
+        {"activation_func": quick_gelu, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+        {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2},
+    ],
+    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks"],
+)
+def test_a_live_model_is_described_with_all_that_it_computes(settings, tmp_path):
+    model = tiny_gpt(**settings)
+    save_checkpoint(model, tmp_path / "checkpoint")
+    loaded = build_model(open_source(tmp_path / "checkpoint"))
+    torch.testing.assert_close(full_logits(loaded, IDS), full_logits(model, IDS), atol=1e-5, rtol=0)
 
 
 def test_parts_a_plan_cannot_describe_are_refused(tmp_path):

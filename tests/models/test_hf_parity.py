@@ -13,7 +13,9 @@ from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 
+from megatron_infer import LLM
 from megatron_infer.config.model_shape import StateShape
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
@@ -113,6 +115,21 @@ def test_experts_in_mxfp4_are_what_transformers_reads_of_them(tmp_path):
     assert torch.equal(
         streamed["model.layers.0.mlp.experts.down_proj"].float(), parameters["model.layers.0.mlp.experts.down_proj"]
     )
+
+
+@pytest.mark.parametrize("case", ["phi3_longrope", "phi3_longrope_partial"])
+def test_the_longest_sequence_to_be_served_decides_between_the_factors_of_a_longrope(case, tmp_path):
+    theirs = random_model(case)
+    theirs.save_pretrained(tmp_path)
+    for limit, ids, positions in ((32, IDS[:30], 32), (20, IDS[:20], 32), (100, IDS, 256), (None, IDS, 256)):
+        built = build_model(open_source(tmp_path), max_sequence_length=limit)
+        assert built.max_sequence_length == positions
+        assert (full_logits(built, ids) - logits_of(theirs, ids)).abs().max() < 1e-4
+    for limit, prompt in ((32, IDS[:20]), (100, IDS[:50])):
+        llm = LLM(str(tmp_path), config={"max_sequence_length": limit, "buffer_size_gb": 0.01}, dtype="float32")
+        sampled = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))[0].outputs[0]
+        ids = prompt + sampled.token_ids
+        assert logits_of(theirs, ids[:-1])[len(prompt) - 1 :].argmax(-1).tolist() == sampled.token_ids
 
 
 def test_every_byte_and_scale_of_mxfp4_means_what_transformers_says():

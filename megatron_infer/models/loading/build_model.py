@@ -70,6 +70,7 @@ def build_model(
     vocab_multiple: int = 1,
     pg_collection: Any = None,
     use_legacy_module: bool = False,
+    max_sequence_length: int | None = None,
     **config_overrides: Any,
 ) -> GPTModel | MambaModel:
     """The source's model in `dtype` on `device`, in eval mode, with its weights (uninitialised for a description).
@@ -80,10 +81,12 @@ def build_model(
     (num_layers_in_first_pipeline_stage, ...) divide the layers. The vocabulary is padded to a multiple of
     vocab_multiple * tensor_parallel, and kv groups with zeros where they do not divide (see `head_padding`).
     use_legacy_module: of megatron-core's stock classes, which adoption makes paged in place, not of our paged spec; a
-    forward of the model itself then needs CUDA. `config_overrides` go to TransformerConfig. Raises ModelError or
-    ConfigError.
+    forward of the model itself then needs CUDA. max_sequence_length: of the sequences that will be served; it decides
+    the factors of a longrope (`ModelDescription.for_length`). `config_overrides` go to TransformerConfig.
+    Raises ModelError or ConfigError.
     """
     description = source if isinstance(source, ModelDescription) else source.config()
+    given, description = description, description.for_length(max_sequence_length)
     dtype = _dtype(dtype)
     if use_legacy_module and description.needs_paged_spec is not None:
         raise ConfigError(f"use_legacy_module=True: {description.needs_paged_spec}; leave it False")
@@ -92,7 +95,6 @@ def build_model(
         groups, expert_parallel = _whole_experts(groups), group_size(groups.tp_ep)
         config_overrides = {"expert_tensor_parallel_size": 1} | config_overrides
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
-    given = description
     true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
     check_split(
         description,
@@ -219,8 +221,14 @@ def transformer_config(
     if "cuda_graph_scope" not in overrides and getattr(make, "cuda_graph_scope", None) == "full":
         kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
     if description.extensions != Extensions():
-        return ExtendedConfig(extensions=description.extensions, **(kwargs | overrides))
-    return make(**(kwargs | overrides))
+        make = functools.partial(ExtendedConfig, extensions=description.extensions)
+    config = make(**(kwargs | overrides))
+    scaling = description.rope_scaling
+    if scaling is not None and scaling.is_in_rotation:
+        # Attention reads these of any config and multiplies cosines and sines by (0.1 m log s + 1), with s = e.
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (scaling.attention_factor - 1), 0.0
+    return config
 
 
 def latent_rope(description: ModelDescription) -> dict[str, Any]:
@@ -257,12 +265,13 @@ def _yarn_weight(scaling: RopeScaling, weight: float) -> float:
 def rotary_frequencies(description: ModelDescription) -> Tensor:
     """Inverse frequencies [rotary_dim / 2] in fp32, scaled as the description says.
 
-    Source: Llama 3.1's frequency scaling, yarn and linear position interpolation, as `transformers` computes them.
+    Source: Llama 3.1's frequency scaling, yarn, longrope and linear interpolation, as `transformers` computes them.
+    A dynamic rope changes frequencies only beyond the positions that the model has.
     """
     dim = int(description.transformer["kv_channels"] * description.rotary_percent)
     inverse = 1.0 / (description.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     scaling = description.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return inverse
     if scaling.kind == "linear":
         return inverse / scaling.factor

@@ -222,14 +222,17 @@ def _description_of_stages(model: nn.Module) -> ModelDescription:
 
 
 # Fields of TransformerConfig that a description has where they are set.
-_WHERE_GIVEN = ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale", "mtp_num_layers")
+_WHERE_GIVEN = (
+    *("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale", "mtp_num_layers"),
+    *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
+)
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
 
 def description_from_model(model: nn.Module) -> ModelDescription:
     """The description of a live GPTModel or MambaModel. Raises ModelError for what a description cannot express."""
-    from megatron_infer.models.mcore_compat import squared_relu
+    from megatron_infer.models.mcore_compat import quick_gelu, squared_relu, unfused_quick_gelu
 
     config = model.config
     hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
@@ -238,6 +241,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
             value = getattr(config, key)
             raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
+    activations |= dict.fromkeys((quick_gelu, unfused_quick_gelu), "quick_gelu")
     if config.activation_func not in activations:
         raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")
     keys = (
@@ -248,7 +252,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
     transformer |= fields | {"activation": activations[config.activation_func]}
     for key in _WHERE_GIVEN:
         value = getattr(config, key, None)
-        if value is not None:
+        if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
     rope = getattr(model, "rotary_pos_emb", None)
     return ModelDescription(
@@ -256,7 +260,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         transformer=transformer,
         vocab_size=getattr(model, "true_vocab_size", model.vocab_size),
         max_sequence_length=model.max_sequence_length,
-        position_embedding=model.position_embedding_type,
+        position_embedding="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
         **_rope_of(rope, model),
         hybrid=hybrid,
         tied_embeddings=model.share_embeddings_and_output_weights,
@@ -288,10 +292,15 @@ def description_by_names(model: nn.Module, names: Iterable[str]) -> ModelDescrip
 
 def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
     """Rotary fields of a description. A GPTModel keeps its base and percent, a MambaModel only the frequencies."""
+    from megatron_infer.models.mcore_compat import YarnRotaryEmbedding, rotary_factor_of, yarn_frequencies
+
     if rope is None:
         return {}
-    inverse, dim = rope.inv_freq.float().cpu(), 2 * rope.inv_freq.numel()
-    base, percent = getattr(model, "rotary_base", None), getattr(model, "rotary_percent", None)
+    is_yarn = isinstance(rope, YarnRotaryEmbedding)
+    frequencies = yarn_frequencies(rope) if is_yarn else rope.inv_freq
+    inverse, dim = frequencies.float().cpu(), 2 * frequencies.numel()
+    base = getattr(model, "rotary_base", None)
+    percent = 1.0 if is_yarn else getattr(model, "rotary_percent", None)  # yarn's embedding takes none
     if base is None:
         # the last frequency is base ** (2 / dim - 1); bases are whole numbers
         base = round(inverse[-1].item() ** (-dim / (dim - 2))) if dim > 2 else 10000
@@ -301,6 +310,12 @@ def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
         scaling = RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))
     elif not torch.equal(plain, inverse):
         scaling = RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))
+    factor = rotary_factor_of(model.config)
+    if factor != 1.0:
+        if scaling is not None and scaling.kind == "linear":
+            raise ModelError("linear interpolation with yarn's factor, which a model description cannot express")
+        scaling = scaling or RopeScaling(kind="factors", factors=(1.0,) * (dim // 2))
+        scaling = replace(scaling, attention_factor=factor, is_in_rotation=True)
     return {
         "rotary_base": float(base),
         "rotary_percent": float(dim / model.config.kv_channels if percent is None else percent),
@@ -343,7 +358,7 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
     }
     for key in _WHERE_GIVEN:
         value = arguments.get(key)
-        if value is not None:
+        if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
     return ModelDescription(
         architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,

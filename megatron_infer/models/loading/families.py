@@ -253,7 +253,7 @@ _PHI3 = Family(
     marks=("qkv_proj.", "gate_up_proj."),
     rope=Rope(partial=True),
     window=Window(),
-    ignored_keys=("original_max_position_embeddings",),  # of the longrope type only, which is refused
+    ignored_keys=("original_max_position_embeddings",),  # of the longrope type only, where it is read
 )
 _GPT2 = Family(
     model_type="gpt2",

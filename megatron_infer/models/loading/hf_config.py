@@ -51,6 +51,13 @@ _ROPE_TYPES: dict[str, dict[str, str]] = {
         "truncate": "truncate",
         "attention_factor": "attention_factor",
     },
+    "longrope": {
+        "factors": "short_factor",
+        "long_factors": "long_factor",
+        "original_max_position": "original_max_position_embeddings",
+        "attention_factor": "attention_factor",
+    },
+    "dynamic": {"factor": "factor"},
 }
 """rope_type -> field of RopeScaling -> its key."""
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
@@ -146,9 +153,13 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
     scaling = values.get("rope_scaling")
     rotates = values.get("position_embedding", "rope") == "rope"
     if rotates and scaling is not None and scaling.attention_factor != 1.0:
-        if any(values.get("no_rope_freq", ())) or "extensions.local_rotary_base" in values:
-            raise ModelError("config.json: yarn with an attention factor needs layers that all rotate")
-        if not values.get("multi_latent_attention"):  # which has a factor of its own (`build_model.latent_rope`)
+        if "extensions.local_rotary_base" in values:
+            raise ModelError("config.json: yarn with an attention factor needs layers that all rotate alike")
+        if values.get("multi_latent_attention"):
+            pass  # it has a factor of its own (`build_model.latent_rope`)
+        elif values["rotary_percent"] != 1.0 or any(values.get("no_rope_freq", ())):
+            values["rope_scaling"] = replace(scaling, is_in_rotation=True)
+        else:
             scale = values.get("softmax_scale") or values["kv_channels"] ** -0.5
             values["softmax_scale"] = scale * scaling.attention_factor**2
     values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
@@ -253,6 +264,7 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     weights = {key: float(parameters[key]) for key in _YARN_WEIGHTS if parameters.get(key)}
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    kind = "longrope" if kind == "su" else kind  # its name in the first configs
     if kind not in _ROPE_TYPES:
         raise ModelError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(_ROPE_TYPES)})")
     used = _ROPE_TYPES[kind]
@@ -260,8 +272,8 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
         given = {key: value for key, value in parameters.items() if value is not None}
         parameters = _YARN_DEFAULTS | {"attention_factor": _yarn_attention(given)} | given
         parameters = {key: value for key, value in parameters.items() if not key.startswith("mscale")}
-        if percent != 1.0 and parameters["attention_factor"] != 1.0:
-            raise ModelError("config.json: yarn with an attention factor needs heads that rotate as a whole")
+    if kind == "longrope":
+        parameters = _longrope(keys, parameters)
     for key in used.values():
         if key not in parameters:
             raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
@@ -270,9 +282,12 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
         raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
     for key in used.values():
         value = parameters[key]
-        if not isinstance(value, bool) and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ModelError(f"config.json: rope parameter {key}={value!r} must be a positive number")
+        numbers = value if key.endswith("_factor") and isinstance(value, list | tuple) else [value]
+        for one in numbers:
+            if not isinstance(one, bool) and not (isinstance(one, int | float) and 0 < one < math.inf):
+                raise ModelError(f"config.json: rope parameter {key}={one!r} must be a positive number")
     kinds: dict[str, Callable[[Any], Any]] = {"original_max_position": int, "truncate": bool}
+    kinds |= dict.fromkeys(("factors", "long_factors"), lambda values: tuple(map(float, values)))
     scaling = None
     if used:
         scaling = RopeScaling(
@@ -299,6 +314,21 @@ def _local_rope(keys: Keys, rule: Rope, parameters: dict[str, Any]) -> tuple[flo
     if kind != "default" or local:
         raise ModelError(f"config.json: the rope of layers with a window is scaled ({kind}), which is not supported")
     return float(base), dict(parameters.get("full_attention") or {})
+
+
+def _longrope(keys: Keys, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with the original length and the attention factor, which a config need not give."""
+    longest = keys.number("max_position_embeddings", 1)
+    original = keys.get("original_max_position_embeddings") or longest
+    given = {key: value for key, value in parameters.items() if value is not None}
+    given = {"original_max_position_embeddings": original} | given
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(given.get(key), list | tuple):
+            raise ModelError(f"config.json: rope_scaling has no list {key!r}, which its type needs")
+    original, factor = given["original_max_position_embeddings"], given.pop("factor", None)
+    factor = longest / original if factor is None else factor
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {"attention_factor": attention} | given
 
 
 def _yarn_attention(parameters: Mapping[str, Any]) -> float:
@@ -481,7 +511,7 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
             config["partial_rotary_factor"] = description.rotary_percent
         scaling = description.rope_scaling
         if scaling is not None and scaling.kind in _ROPE_TYPES:
-            factors = {key: getattr(scaling, name) for name, key in _ROPE_TYPES[scaling.kind].items()}
+            factors = {key: _json(getattr(scaling, name)) for name, key in _ROPE_TYPES[scaling.kind].items()}
             config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
     if family.window is not None:
         config |= _written_window(family.window, layers)
@@ -489,6 +519,10 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
         if key != ALWAYS:
             config[key] = _has_bias(description, linears[-1])
     return config
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _written_window(rule: Window, layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_infer.errors import ModelError
@@ -14,7 +14,8 @@ from megatron_infer.models.extensions import Extensions
 class RopeScaling:
     """How rotary frequencies are scaled.
 
-    kind: "linear" (factor only), "llama3", "yarn", or "factors" (one per frequency).
+    kind: "linear" (factor only), "llama3", "yarn", "factors" (one per frequency), "longrope" (`factors` for sequences
+    up to original_max_position, `long_factors` for longer ones), or "dynamic" (none up to max_sequence_length).
     """
 
     kind: str
@@ -23,6 +24,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     """yarn's bounds, in rotations within original_max_position. A frequency above beta_fast stays. A frequency below
@@ -33,7 +35,9 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     """yarn's, of latent attention. `attention_factor` is made of both."""
     attention_factor: float = 1.0
-    """yarn multiplies rotated queries and keys by it each; softmax_scale has its square."""
+    """yarn and longrope multiply rotated queries and keys by it each; softmax_scale has its square."""
+    is_in_rotation: bool = False
+    """softmax_scale does not have it, cosines and sines do: heads or layers do not rotate as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,24 @@ class ModelDescription:
     """The dtype in which the source stores the weights."""
     name: str = field(default="", compare=False)
 
+    def for_length(self, length: int | None) -> ModelDescription:
+        """The description of a model that serves sequences up to `length`; None: up to max_sequence_length.
+
+        A longrope becomes the factors of such sequences, and positions end where others begin. Cached keys have one
+        kind of factors, so that the longest sequence decides for all, as in vLLM.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return self
+        original = scaling.original_max_position
+        is_long = min(length or self.max_sequence_length, self.max_sequence_length) > original
+        factors = scaling.long_factors if is_long else scaling.factors
+        return replace(
+            self,
+            rope_scaling=replace(scaling, kind="factors", factors=factors, long_factors=()),
+            max_sequence_length=self.max_sequence_length if is_long else min(original, self.max_sequence_length),
+        )
+
     @property
     def has_whole_experts(self) -> bool:
         """Whether no expert may be split over ranks: megatron-core does not split those with biases."""
@@ -135,7 +157,8 @@ class ModelDescription:
             data[key] = tuple(data.get(key, ()))
         if data.get("rope_scaling") is not None:
             rope = dict(data["rope_scaling"])
-            data["rope_scaling"] = RopeScaling(**rope | {"factors": tuple(rope.get("factors", ()))})
+            lists = {name: tuple(rope.get(name, ())) for name in ("factors", "long_factors")}
+            data["rope_scaling"] = RopeScaling(**rope | lists)
         try:
             for key, kind in KINDS.items():
                 if data.get(key) is not None:
