@@ -62,19 +62,17 @@ class Projection:
 
     def run(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         out_TX, _ = self.linear.run(step, x_TD, None)
-        if self._tp is None:
-            return out_TX
-        return self._tp.all_gather(out_TX) if self._gathers else self._tp.spread(out_TX)
+        return out_TX if self._tp is None or not self._gathers else self._tp.whole(out_TX)
 
 
 class LatentHeads(LayerOp):
     """[T, D] -> `Heads`: queries in the latents' space, and the vector that is key and, from R on, value."""
 
-    __slots__ = ("kv_down", "kv_norm", "num_heads", "q_down", "q_norm", "q_up", "rank", "up")
+    __slots__ = ("_tp", "kv_down", "kv_norm", "num_heads", "q_down", "q_norm", "q_up", "rank", "up")
 
     def __init__(self, attention: Any, name: str, *, up: UpProjection, tp: Reducer | None) -> None:
         config = attention.config
-        self.num_heads, self.rank, self.up = up.num_heads, config.kv_lora_rank, up
+        self.num_heads, self.rank, self.up, self._tp = up.num_heads, config.kv_lora_rank, up, tp
         self.kv_down = Projection(attention.linear_kv_down_proj, f"{name}.linear_kv_down_proj", tp=tp)
         self.kv_norm = _norm(attention, "kv_layernorm", "linear_kv_up_proj", name)
         self.q_down: Projection | None = None
@@ -91,7 +89,8 @@ class LatentHeads(LayerOp):
             q_TX = self.q_norm.norm(step.ops, q_TX)
         q_TX, _ = self.q_up.run(step, q_TX, None)
         q_TNX = step.ops.into_latent(q_TX.unflatten(1, (self.num_heads, -1)), self.up.key_NKL())
-        key_TKH = self._key(step.ops, self.kv_down.run(step, x_TD)).unsqueeze(1)
+        key_TH = self._key(step.ops, self.kv_down.run(step, x_TD))
+        key_TKH = (key_TH if self._tp is None else self._tp.spread(key_TH)).unsqueeze(1)
         return (q_TNX.unsqueeze(1), key_TKH, key_TKH[..., -self.rank :]), residual_TD
 
     def _key(self, ops: Ops, kv_TX: Tensor) -> Tensor:

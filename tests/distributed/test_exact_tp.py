@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_ranks import VOCAB, make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
+from model_kinds import LATENT
 from test_adopt_tensor_parallel import fill_vectors
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -31,7 +32,11 @@ EXPERTS = {
 """Each expert is split over the ranks."""
 BF16 = {"params_dtype": torch.bfloat16}
 MODELS: dict[str, dict[str, Any]] = {"shared": SHARED, "shared bf16": SHARED | BF16, "experts": EXPERTS}
+MODELS |= {"latent": LATENT | {"init_method_std": 0.2}}
 KINDS = ("attention", "hybrid", *MODELS)
+WHOLE = ("experts", "latent")
+"""Compared with the gradients of one process. Stock experts train with sequence parallelism alone, and stock latent
+attention of column-parallel linears leaves the other ranks' heads out of the gradient of the keys' rotary part."""
 
 
 def model_of(kind: str, folder: str = "", rank: int = 0, size: int = 1) -> torch.nn.Module:
@@ -97,13 +102,13 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
             continue
         model.train()
         exact = gradients(model, exact=True)
-        if kind == "experts":  # the stock layer trains with sequence parallelism alone
-            wanted = torch.load(folder / "gradients.pt")
+        if kind in WHOLE:
+            wanted = torch.load(folder / f"{kind}.gradients.pt")
             for name, got in exact.items():
-                whole = wanted[name]
-                if got.shape != whole.shape and not name.endswith(("fc2.weight", "proj.weight")):
-                    continue  # spread by rows, gate and up apart
-                want = whole if got.shape == whole.shape else whole.chunk(size, dim=1)[rank]
+                whole, by_columns = wanted[name], name.endswith(("fc2.weight", "linear_proj.weight"))
+                if (got.shape != whole.shape and "fc1" in name) or "linear_qkv" in name:
+                    continue  # gate and up apart, groups by themselves
+                want = whole if got.shape == whole.shape else whole.chunk(size, dim=int(by_columns))[rank]
                 assert (got - want).norm() <= 2e-5 * want.norm() + 1e-9, name
             continue
         with cpu_shim(1):
@@ -122,5 +127,6 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(240)
 def test_two_ranks_are_exact_and_train(tmp_path: Path):
     torch.save(whole_model("hybrid").state_dict(), tmp_path / "hybrid.weights.pt")
-    torch.save(gradients(model_of("experts").train(), exact=True), tmp_path / "gradients.pt")
+    for kind in WHOLE:
+        torch.save(gradients(model_of(kind).train(), exact=True), tmp_path / f"{kind}.gradients.pt")
     run_on_ranks(run_rank, 2, tmp_path)

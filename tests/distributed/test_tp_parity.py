@@ -10,6 +10,7 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
+from model_kinds import LATENT
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -27,6 +28,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": T
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "attention": lambda **sizes: tiny_gpt(**ranks.GPT, **sizes),
     "hybrid": lambda **sizes: tiny_hybrid("M*-M", **ranks.HYBRID, **sizes),
+    "latent": lambda **sizes: tiny_gpt(**LATENT, **SHAPE, max_sequence_length=512, **sizes),
     "experts": lambda **sizes: tiny_gpt(**EXPERTS, **SHAPE, **SHARED, **sizes),
     "hybrid of experts": lambda **sizes: tiny_hybrid("ME*-ME", **SHAPE, **sizes),
 }
@@ -130,7 +132,7 @@ def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
         chosen = {"experts": names[first::2], "hybrid of experts": names[1 - first :: 2]}
         return {kind: {name: WITH_EXPERTS[name] for name in chosen[kind]} for kind in chosen}
     found: dict[str, dict[str, Scenario]] = {}
-    for kind, shift in (("attention", 0), ("hybrid", 3)):
+    for kind, shift in (("attention", 0), ("hybrid", 3), ("latent", 5)):
         names = [name for name in PLAIN if kind == "attention" or name != "processed"]
         found[kind] = {name: PLAIN[name] for at in PLAIN_PARTS[part] for name in names[(at + shift) % EACH :: EACH]}
     return found

@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import MOE, MTP, VOCAB, check_all_kept, guessing, knowing
 from engines import make_engine
-from model_kinds import make_model
+from model_kinds import LATENT, make_model
 from test_same_answer import BASE, run, workload
 from test_speculative import shown
 
@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
     },
     "two layers, of which the first drafts": {"mtp_num_layers": 2},
+    "latents": LATENT,
     "tied, one kv head": {"share_embeddings_and_output_weights": True, "num_query_groups": 1},
 }
 
@@ -98,7 +99,9 @@ def reference(model: torch.nn.Module, tokens: list[int], *, guessed: int = 0) ->
     layer = model.mtp.layers[0]
     with torch.no_grad():
         embedded = model.embedding(input_ids=ids, position_ids=at)
-        rotary = model.rotary_pos_emb(len(tokens)) if model.position_embedding_type == "rope" else None
+        rotary = None  # with latent attention each layer has its own
+        if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
+            rotary = model.rotary_pos_emb(len(tokens))
         hidden = model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
         common = {"decoder_input": embedded, "attention_mask": None, "rotary_pos_emb": rotary}
