@@ -9,7 +9,7 @@ from typing import Any
 from megatron_infer.config.options import choose, option, options_of
 from megatron_infer.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

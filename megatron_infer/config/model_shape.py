@@ -124,8 +124,8 @@ class ModelShape:
     kv_dtype_bytes: int
     """Bytes of one element of `dtype`."""
     dtype: str
-    """"float32" or "bfloat16": the dtype of parameters and activations, and of the cache unless kv_cache_dtype says
-    otherwise."""
+    """"float32", "bfloat16" or "float16": the dtype of parameters and activations, and of the cache unless
+    kv_cache_dtype says otherwise."""
     num_parameters: int
     state: StateShape | None = None
     """None: no layer of this rank keeps a recurrent state."""

@@ -30,7 +30,7 @@ POLL_S = 5e-5
 QUICK_LOOKS = 200
 ALIGNMENT = 16
 """Bytes: tensors in one buffer begin at multiples of it."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Device:

@@ -78,9 +78,9 @@ def _same_heads(layers: Sequence[LayerAdoption]) -> AttendSpec | None:
 def _dtype(layers: Sequence[LayerAdoption], default: torch.dtype) -> torch.dtype:
     """The dtype of the layers; `default` in a pipeline stage without layers."""
     dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise AdoptionError("decoder", f"weights are {names}; all float32 or all bfloat16 is supported")
+        raise AdoptionError("decoder", f"weights are {names}; supported are float32, bfloat16 or float16, one for all")
     return dtypes.pop()
 
 

@@ -301,12 +301,13 @@ def test_adopting_a_stock_model_gives_what_the_spec_gives():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["gqa", "hybrid"])
-def test_bfloat16_logits_are_as_close_to_fp32_as_the_training_path(name):
-    exact, rounded = make(name), make(name, params_dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["gqa", "hybrid", "gpt_oss_like"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_precision_are_as_close_to_fp32_as_the_training_path(name, dtype):
+    exact, rounded = make(name), make(name, params_dtype=dtype, fp16=dtype is torch.float16)
     rounded.load_state_dict(exact.state_dict())
     adopted, tokens = adopt(rounded), paged_step.prompts()[0]
-    assert adopted.shape.dtype == "bfloat16" and adopted.shape.kv_dtype_bytes == 2
+    assert adopted.shape.dtype == str(dtype).removeprefix("torch.") and adopted.shape.kv_dtype_bytes == 2
     truth = paged_step.full_logits(exact, tokens)
     training = (paged_step.full_logits(rounded, tokens).float() - truth).abs().mean()
     with torch.inference_mode():

@@ -273,7 +273,7 @@ REFUSED = {
         lambda: changed(lambda m: setattr(m.decoder, "final_layernorm", None)),
         "decoder.final_layernorm: missing",
     ),
-    "half": (lambda: stock(params_dtype=torch.float16, fp16=True), "weights are float16"),
+    "double": (lambda: stock().double(), "weights are float64; supported are float32, bfloat16 or float16"),
     "two_dtypes": (lambda: changed(lambda m: m.decoder.layers[1].mlp.bfloat16()), "weights are bfloat16, float32"),
     "capacity": (
         lambda: stock(**EXPERTS, moe_expert_capacity_factor=1.0),
