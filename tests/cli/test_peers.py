@@ -239,6 +239,7 @@ def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype, e
         assert Path(target).stat().st_size > Path(source).stat().st_size
 
 
+@pytest.mark.long
 def test_transformers_drafts_by_lookup_and_by_an_assistant(tmp_path):
     """Peers that draft answer as the one that does not; the assistant is another model of the same vocabulary."""
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}

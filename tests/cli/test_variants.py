@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench" / "variants.py"
 
 
+@pytest.mark.long
 def test_every_variant_of_a_case_is_measured_in_every_round(tmp_path):
     out = tmp_path / "out.json"
     sizes = ["--requests", "2", "--tokens", "6", "--late-ms", "4", "--device-ms", "1", "--rounds", "2"]

@@ -31,6 +31,7 @@ def listed(tmp_path_factory) -> str:
     return output.read_text().strip()
 
 
+@pytest.mark.long
 def test_page_lists_what_was_never_run_on_a_gpu(listed):
     text = (ROOT / "docs" / "cuda_checks.md").read_text(encoding="utf-8")
     if not listed:

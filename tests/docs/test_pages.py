@@ -35,7 +35,7 @@ NOT_RUN = {
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/distributed/test_ray.py runs it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; test_ray.py runs it likewise",
     "curl localhost:8000/generate": "Ray Serve",
-    "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for a quarter of one",
+    "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for half of one",
     "megatron-infer serve smollm2-mtp": "a trained layer; tests/models/test_train_mtp.py serves one",
     "megatron-infer serve voice/": "a speech model; tests/server/audio/test_speech_server.py runs it with one",
     "curl localhost:8000/v1/audio/speech": "a speech model",

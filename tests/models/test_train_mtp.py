@@ -22,7 +22,7 @@ def test_a_layer_is_trained_measured_and_served(tmp_path):
     paths = os.pathsep.join(map(str, (tmp_path / "packages", ROOT)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     script = [sys.executable, str(ROOT / "examples" / "train_mtp.py")]
-    sized = "--minutes 3 --answer-tokens 24 --at-once 8 --batch 8 --rounds 1 --max-steps 40 --answers a.json"
+    sized = "--minutes 0.5 --answer-tokens 24 --at-once 8 --batch 8 --rounds 1 --max-steps 40 --answers a.json"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

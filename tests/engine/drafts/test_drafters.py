@@ -44,6 +44,7 @@ def expected(twin) -> dict[str, list[list[int]]]:
     return {drawing: run(engine, drawing) for drawing in ("greedy", "sampled")}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("feature", OTHERS)
 def test_a_drafter_like_the_model_is_accepted_entirely_with_the_feature(twin, expected, feature):
     """So its keys and values are right wherever blocks are shared, cut, paused, evicted or swapped."""
@@ -96,6 +97,7 @@ def test_a_drafter_like_the_model_is_accepted_entirely_through_random_events(twi
     assert found.num_accepted > 100 and engine.stats().num_free_blocks == 14
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_wrong_drafts_change_no_answer(kind, way):
     guesser = unlike(kind, **MOE)

@@ -110,6 +110,7 @@ def read_rows(path: str) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.long
 def test_an_offline_wandb_run_holds_every_row(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
