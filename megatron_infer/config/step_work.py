@@ -167,6 +167,7 @@ class LayerParameters:
     proj: int
     mlp: int
     router: int
+    """With the projections into the experts' latent space and out of it."""
     expert: int
     """One routed expert."""
     shared_experts: int

@@ -156,6 +156,26 @@ def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], devic
     return seen.triu(offset - window[0]).tril(offset + window[1])
 
 
+class WholeLinear(torch.nn.Linear):
+    """A linear that every rank has all of, with the parameters of Transformer Engine's and what it returns."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        device = "cpu" if config.use_cpu_initialization or not torch.accelerator.is_available() else None
+        with torch.device(device or torch.accelerator.current_accelerator()):
+            super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+        if bias:
+            torch.nn.init.zeros_(self.bias)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
 class TorchNorm(torch.nn.Module):
     """Layer norm or RMS norm by `config.normalization`, with stock parameter names.
 

@@ -27,7 +27,7 @@ from megatron_infer.kernels.lora import AdapterPairs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.attached_lora import LinearLoRA, lora_of
 from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, WHOLE_HEAD_ATTENTION, WHOLE_HEAD_NORM, is_of
-from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.core_attention import TorchNorm, WholeLinear
 from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm
 from megatron_infer.models.fp8 import Fp8Product
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
@@ -271,6 +271,8 @@ class FusedLinear(LayerOp):
         elif type(module) is ColumnParallelLinear:
             self.spread = tp
             whole = "gathers its output (gather_output=True)" if module.gather_output else ""
+        elif type(module) is WholeLinear:
+            pass
         elif role is not None and (norm_apart or not has_norm_inside(module)):
             self.spread, self.reduce = tp if role is COLUMN else None, tp if role is ROW else None
         else:

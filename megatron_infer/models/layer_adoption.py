@@ -36,7 +36,7 @@ from megatron_infer.models.fused_layers import (
 from megatron_infer.models.fused_mixer import FusedDeltaNet, FusedMixer, RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
-from megatron_infer.models.moe import FusedExperts
+from megatron_infer.models.moe import FusedExperts, LatentMoELayer
 from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_attention_class
 from megatron_infer.models.rotary import ropes_of, rotary_dim
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
@@ -335,6 +335,6 @@ def _check_no_cross_attention(layer: Any, name: str) -> None:
 def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> LayerOp:
     if type(mlp) is mcore.MLP:
         return FusedMLP(mlp, name, tp=tp, norm_apart=True)
-    if type(mlp) is mcore.MoELayer:
+    if type(mlp) in (mcore.MoELayer, LatentMoELayer):
         return FusedExperts(mlp, name, tp=tp)
     raise AdoptionError(name, f"class {qualified(mlp)} is not megatron-core's MLP or MoELayer")

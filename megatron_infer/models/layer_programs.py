@@ -142,6 +142,9 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         shared = [_PROGRAM_OPS.get(type(one), lambda _: None)(one) for one in experts.shared.flat()]
         if experts.has_shared_gate or None in shared:
             return None
+    around = [] if experts.down is None or experts.up is None else [_linear(experts.down), _linear(experts.up)]
+    if None in around:
+        return None
     return ExpertsOp(
         of=experts,
         router=LinearOp(
@@ -152,6 +155,7 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         rules=rules,
         weights=experts.grouped,
         shared=tuple(shared),
+        around=tuple(one for one in around if isinstance(one, LinearOp)),
     )
 
 

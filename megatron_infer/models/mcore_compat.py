@@ -159,6 +159,27 @@ def spec_module(spec: Any) -> Any:
     return getattr(spec, "module", spec)
 
 
+def with_module(spec: Any, module: type) -> Any:
+    """The spec of a slot (see `spec_module`) with another class, and its submodules."""
+    if isinstance(spec, functools.partial):
+        return functools.partial(module, *spec.args, **spec.keywords)
+    spec.module = module
+    return spec
+
+
+@contextlib.contextmanager
+def latent_projections_of(linear: type) -> Iterator[None]:
+    """Inside, a mixture of experts is built with latent projections of this class, not Transformer Engine's."""
+    from megatron.core.transformer.moe import moe_layer
+
+    before = {name: vars(moe_layer).get(name) for name in ("HAVE_TE", "TELinear")}
+    vars(moe_layer).update(HAVE_TE=True, TELinear=linear)
+    try:
+        yield
+    finally:
+        vars(moe_layer).update(before)
+
+
 def known_wrappers() -> tuple[type, ...]:
     """Wrappers that change neither the shapes of a model's parameters nor its forward."""
     from megatron.core.distributed import DistributedDataParallel

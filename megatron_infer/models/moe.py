@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertChoice, ExpertsBackend, ExpertWeights, RoutingRules
+from megatron_infer.models.core_attention import WholeLinear
 from megatron_infer.models.fused_layers import FusedLinear, FusedMLP, LayerOp
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -24,6 +25,7 @@ from megatron_infer.models.mcore_compat import (
     TransformerConfig,
     cuda_available,
     group_size,
+    latent_projections_of,
     rounds_router_scores,
     topk_routing,
 )
@@ -69,14 +71,26 @@ class DeviceAgnosticRouter(TopKRouter):
         return gating_logits(self, input)
 
 
+class LatentMoELayer(MoELayer):
+    """megatron-core's layer with latent projections in torch, where its own are Transformer Engine's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with latent_projections_of(WholeLinear):
+            super().__init__(*args, **kwargs)
+
+
 class FusedExperts(LayerOp):
     """Router, this rank's experts and the shared experts of one MoE layer.
+
+    With latents (moe_latent_size) the routed experts compute in a narrower space, between two linears that every rank
+    has whole. Routers and shared experts have the hidden state itself.
 
     With experts on several ranks, every rank routes every token alike, runs its own experts on the tokens that chose
     them, and the ranks' sums are added. No token is sent to another rank, and no rank waits for another to have work.
     """
 
     __slots__ = (
+        "down",
         "experts",
         "first",
         "grouped",
@@ -89,6 +103,7 @@ class FusedExperts(LayerOp):
         "shared",
         "shared_module",
         "shared_with_experts",
+        "up",
     )
 
     def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
@@ -117,17 +132,26 @@ class FusedExperts(LayerOp):
             top_k=moe.router.topk,
             activation=self.experts[0].activation.function,
         )
+        self.down: FusedLinear | None = None
+        """Into the latent space, and `up` out of it; None: there is none."""
+        self.up: FusedLinear | None = None
+        if getattr(moe.config, "moe_latent_size", None):
+            self.down = FusedLinear(moe.fc1_latent_proj, f"{name}.fc1_latent_proj", tp=None)
+            self.up = FusedLinear(moe.fc2_latent_proj, f"{name}.fc2_latent_proj", tp=None)
         self.shared_module: Any = moe.shared_experts
         self.shared = None
-        self.shared_with_experts = self.reduce is None
+        self.shared_with_experts = self.reduce is None and self.down is None
         """Their product is summed over the ranks with that of the experts, or each rank has all of both."""
         if self.shared_module is not None:
-            if self.reduce is not None and tp is not None and self.reduce.members() == tp.members():
+            is_one_sum = self.reduce is not None and tp is not None and self.reduce.members() == tp.members()
+            if is_one_sum and self.down is None:
                 tp, self.shared_with_experts = None, True
             self.shared = FusedMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         add = self._routed(step, x_TD)
+        if self.down is not None:
+            return self._latent(step, x_TD, add), residual_TD
         # Each rank goes on with its own part of the experts: autograd adds up the gradients.
         own_TD = x_TD if self.reduce is None else self.reduce.spread(x_TD)
         shared_TD = None if self.shared is None else self._shared(step, own_TD if self.shared_with_experts else x_TD)
@@ -136,6 +160,18 @@ class FusedExperts(LayerOp):
         if self.reduce is not None:
             out_TD = self.reduce.all_reduce(out_TD)
         return (out_TD if starts or shared_TD is None else out_TD + shared_TD), residual_TD
+
+    def _latent(self, step: StepInputs, x_TD: Tensor, add: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """add: see `_routed`; the ranks' sums are added in the latent space."""
+        assert self.down is not None and self.up is not None
+        own_TL = self.down.run(step, x_TD, None)[0]
+        if self.reduce is not None:
+            own_TL = self.reduce.spread(own_TL)
+        sum_TL = add(own_TL, None)
+        if self.reduce is not None:
+            sum_TL = self.reduce.all_reduce(sum_TL)
+        out_TD: Tensor = self.up.run(step, sum_TL, None)[0]
+        return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
 
     def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD), with None for
@@ -296,17 +332,21 @@ class FusedExperts(LayerOp):
         return out_TD
 
     def linears(self) -> Iterator[FusedLinear]:
-        for mlp in (*self.experts, *(() if self.shared is None else (self.shared,))):
+        for mlp in (*self.experts, *self._around()):
             yield from mlp.linears()
+
+    def _around(self) -> Iterator[LayerOp]:
+        """What every token goes through."""
+        return (one for one in (self.down, self.up, self.shared) if one is not None)
 
     def weights(self) -> Iterator[Tensor]:
         yield self.router.weight
         for expert in self.experts:
             yield from expert.weights()
-        if self.shared is not None:
-            yield from self.shared.weights()
-            if self.has_shared_gate:
-                yield self.shared_module.gate_weight
+        for one in self._around():
+            yield from one.weights()
+        if self.has_shared_gate:
+            yield self.shared_module.gate_weight
 
 
 def _groups(experts: Sequence[FusedMLP], counts: Sequence[int]) -> list[list[tuple[FusedMLP, int]]]:
@@ -388,7 +428,6 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
         "moe_router_force_load_balancing": "the router's choice is random (a benchmark setting)",
         "moe_apply_probs_on_input": "weights on the expert's input are not supported",
-        "moe_latent_size": "latent projections need Transformer Engine",
         "moe_enable_routing_replay": "replayed routing is not supported",
         "moe_router_force_biased": "the router's choice is random (a benchmark setting)",
         "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",

@@ -29,8 +29,9 @@ from megatron_infer.models.mcore_compat import (
     get_num_layers_to_build,
     spec_module,
     submodules_of,
+    with_module,
 )
-from megatron_infer.models.moe import DeviceAgnosticRouter
+from megatron_infer.models.moe import DeviceAgnosticRouter, LatentMoELayer
 from megatron_infer.models.paged_layers import (
     PAGED_ATTENTION,
     PAGED_LAYERS,
@@ -192,6 +193,8 @@ def layer_spec(
     layer = submodules_of(spec)
     if num_experts is not None:
         submodules_of(layer.mlp).router = DeviceAgnosticRouter  # stock where CUDA is available
+        if getattr(config, "moe_latent_size", None) and not stock:
+            layer.mlp = with_module(layer.mlp, LatentMoELayer)
     if stock and config.multi_latent_attention:
         raise ConfigError("megatron-core's local spec has no core attention for latents; use specs.gpt_spec as it is")
     extensions = extensions_of(config)

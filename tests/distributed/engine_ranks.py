@@ -19,7 +19,7 @@ VOCAB = 128
 GPT: dict[str, Any] = {"qk_layernorm": True, "init_method_std": 0.2, "max_sequence_length": 512}
 HYBRID: dict[str, Any] = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
 BASE: dict[str, Any] = engines.BASE | {"collective_timeout_s": 30}
-REPLICATED = ("router.weight", "gate_weight", "norm.weight")
+REPLICATED = ("router.weight", "gate_weight", "norm.weight", "latent_proj.weight")
 """Parameters that tensor-parallel ranks do not split."""
 
 

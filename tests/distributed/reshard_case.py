@@ -19,7 +19,9 @@ COMMON = {"init_method_std": 0.05, "seed": 11}
 WHOLE = {
     "gpt": lambda: tiny_gpt(num_layers=4, qk_layernorm=True, **COMMON),
     "tied": lambda: tiny_gpt(num_layers=4, share_embeddings_and_output_weights=True, **COMMON),
-    "experts": lambda: tiny_hybrid("*E*E", moe_shared_expert_intermediate_size=40, **ROUTER, **COMMON),
+    "experts": lambda: tiny_hybrid(
+        "*E*E", moe_shared_expert_intermediate_size=40, moe_latent_size=24, **ROUTER, **COMMON
+    ),
     "hybrid": lambda: tiny_hybrid("M*-ME-", position_embedding_type="rope", **ROUTER, **COMMON),
 }
 ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

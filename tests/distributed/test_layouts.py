@@ -36,7 +36,7 @@ def gpt(experts: dict[str, Any] | None = None, *, stage: int = 0, **sizes: Any) 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "gpt": gpt,
     "moe": lambda **sizes: gpt(EXPERTS | SHARED, **sizes),
-    "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", **SETTINGS, **sizes),
+    "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", moe_latent_size=24, **SETTINGS, **sizes),
     "latent": lambda **sizes: gpt(EXPERTS | LATENT, **sizes),
 }
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"

@@ -266,6 +266,18 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         NEMOTRON | {"hybrid_override_pattern": "ME*E", "routed_scaling_factor": 2.5, "num_experts_per_tok": 3},
     ),
+    "nemotron_h_latent_experts": (
+        "NemotronHConfig",
+        NEMOTRON
+        | {
+            "hybrid_override_pattern": "ME*E",
+            "moe_latent_size": 32,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+        },
+    ),
     "nemotron_h_one_expert": (
         "NemotronHConfig",
         NEMOTRON | {"hybrid_override_pattern": "ME*", "num_experts_per_tok": 1, "norm_topk_prob": False},

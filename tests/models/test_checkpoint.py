@@ -203,7 +203,7 @@ def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(kind, tmp_path
         ("hybrid", {"hybrid_override_pattern": "M*-G-"}, r"'M\*-G-' must have 5 symbols"),
         ("hybrid", {"hybrid_override_pattern": "M*-"}, r"'M\*-' must have 5 symbols"),
         ("hybrid", {"mamba_state_dim": None}, "arguments lack mamba_state_dim"),
-        ("hybrid", {"moe_latent_size": 8}, "moe_latent_size=8"),
+        ("hybrid", {"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
         ("hybrid", {"hybrid_override_pattern": "M*-M-"}, "trained with num_experts"),
         ("hybrid", {"quick_geglu": True}, "trained with quick_geglu"),
     ],

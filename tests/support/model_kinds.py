@@ -14,8 +14,8 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
 KINDS = ("attention", "hybrid", "mamba", "latent", "delta")
-"""Attention with MLPs; Mamba, attention with sinks, MLP and experts in one stack; Mamba alone; latent attention with
-MLPs; delta nets and gated attention."""
+"""Attention with MLPs; Mamba, attention with sinks, MLP and latent experts in one stack; Mamba alone; latent attention
+with MLPs; delta nets and gated attention."""
 RECURRENT = ("hybrid", "mamba", "delta")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
@@ -35,6 +35,8 @@ LATENT: dict[str, Any] = {
     "mscale_all_dim": 0.5,
 }
 """Latent attention, as DeepSeek-V3's with yarn."""
+LATENT_EXPERTS: dict[str, Any] = {"moe_latent_size": 24, "moe_shared_expert_intermediate_size": 32}
+"""Experts in a latent space, as Nemotron 3 Super's."""
 STATES_GIB = 4 / 1024
 """Room for states of a prefix cache, in every kind that keeps them."""
 
@@ -44,9 +46,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
     if kind == "attention":
         return tiny_gpt(**settings)
     if kind == "hybrid":
-        return tiny_hybrid(
-            HYBRID_PATTERN, **{"position_embedding_type": "rope", "softmax_type": "learnable"} | settings
-        )
+        own = {"position_embedding_type": "rope", "softmax_type": "learnable", **LATENT_EXPERTS}
+        return tiny_hybrid(HYBRID_PATTERN, **own | settings)
     if kind == "latent":
         return tiny_gpt(**LATENT | settings)
     if kind == "delta":

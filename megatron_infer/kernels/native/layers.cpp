@@ -27,6 +27,7 @@ struct ExpertsOp {  // mirrored in native_experts.py
     Routing routing;
     Experts experts;
     const LayerOp *router, *shared;  // linear; operations of the shared expert, num_shared of them
+    const LayerOp* around;           // null, or two linears: into the latent space of the experts, and out of it
     int64_t num_shared;
     int64_t number;                  // among the model's mixtures of experts
     int64_t has_wide_router;         // its logits are fp32, whatever the model's dtype
@@ -113,10 +114,17 @@ static void add_lora(const LayerCall& call, const LayerOp& op, const T* x, T* ou
     if (call.lora && op.lora) Kernels<T>::lora(op.lora, call.lora, out, x, op.outer, op.inner);
 }
 
-// The shared expert's output, or zeros, and to it the chosen ones', in the order of their numbers.
+template <class T>
+static void run_linear(const LayerCall& call, const LayerOp& op, int64_t tokens, const T* x, T* out) {
+    run_op(call, op, tokens, x, out, false);
+    add_lora(call, op, x, out);
+}
+
+// The shared expert's output, or zeros, and to it the chosen ones', in the order of their numbers. With a latent space
+// these are added up there, and the shared expert's is added last.
 template <class T>
 static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t tokens, const T* x, T* out) {
-    static thread_local Buffer scores, choices, scales, between[2];
+    static thread_local Buffer scores, choices, scales, between[2], latents[2], shared;
     const int threads = (int)call.threads;
     const int64_t all = op.routing.num_experts, top_k = op.routing.top_k;
     float* logits = scores.get<float>(tokens * all);
@@ -132,16 +140,26 @@ static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t toke
             std::memcpy(call.routing + at * call.routing_bytes, ids + i, call.routing_bytes);  // of a little-endian number
         }
     const T* from = x;
+    T* last = op.around ? shared.get<T>(tokens * router.inner) : out;
     for (int64_t i = 0; i < op.num_shared; ++i) {
-        const LayerOp& one = op.shared[i];
-        T* to = i + 1 < op.num_shared ? between[i & 1].get<T>(tokens * one.outer) : out;
-        run_op(call, one, tokens, from, to, false);
-        add_lora(call, one, from, to);
+        T* to = i + 1 < op.num_shared ? between[i & 1].get<T>(tokens * op.shared[i].outer) : last;
+        run_linear(call, op.shared[i], tokens, from, to);
         from = to;
     }
-    if (!op.num_shared) std::memset(out, 0, tokens * op.experts.outer * sizeof(T));
     const ExpertsCall experts = {&op.experts, call.linear, top_k, call.threads, op.has_wide_router};
-    Kernels<T>::add_experts(&experts, x, ids, weights, out, tokens);
+    const int64_t width = op.experts.outer;
+    T* sum = op.around ? latents[1].get<T>(tokens * width) : out;
+    if (op.around || !op.num_shared) std::memset(sum, 0, tokens * width * sizeof(T));
+    if (!op.around) {
+        Kernels<T>::add_experts(&experts, x, ids, weights, sum, tokens);
+        return;
+    }
+    T* latent = latents[0].get<T>(tokens * width);
+    run_linear(call, op.around[0], tokens, x, latent);
+    Kernels<T>::add_experts(&experts, latent, ids, weights, sum, tokens);
+    run_linear(call, op.around[1], tokens, sum, out);
+    for (int64_t i = 0, n = op.num_shared ? tokens * router.inner : 0; i < n; i += W)
+        store_any(out, load_any(out, i, n) + load_any(last, i, n), i, n);
 }
 
 // The first `num` rows of x become its rows `which`.

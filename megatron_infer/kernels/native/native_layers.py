@@ -121,6 +121,8 @@ class ExpertsOp:
     weights: ExpertWeights
     shared: tuple[LinearOp | SiluMulOp | ActivateOp, ...]
     """Operations of the shared expert; none: there is none."""
+    around: tuple[LinearOp, ...] = ()
+    """The linears into the experts' latent space and out of it; none: they have the hidden state itself."""
 
 
 ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp | ActivateOp | ExpertsOp
@@ -132,7 +134,8 @@ class LayerProgram:
     def __init__(self, ops: Sequence[ProgramOp], *, ends_model: bool = False) -> None:
         """ends_model: its output is the model's final hidden states."""
         self.ops = tuple(ops)
-        self.nested = tuple(one for op in ops if isinstance(op, ExpertsOp) for one in (op.router, *op.shared))
+        experts = [op for op in ops if isinstance(op, ExpertsOp)]
+        self.nested = tuple(one for op in experts for one in (op.router, *op.shared, *op.around))
         """The operations that operations consist of."""
         self.is_first_norm = isinstance(self.ops[0], NormOp) and not self.ops[0].alone
         attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
@@ -342,7 +345,8 @@ class NativeLayers:
             struct.experts = ctypes.addressof(own)
             own.router = ctypes.addressof(structs) + place * size
             own.shared, own.num_shared = own.router + size, len(op.shared)
-            for nested in ((op.router,), op.shared):
+            own.around = own.shared + len(op.shared) * size if op.around else None
+            for nested in ((op.router,), op.shared, op.around):
                 self._fill_some(structs[place : place + len(nested)], nested, copies, block_size, struct.inner)
                 place += len(nested)
             self._fill_experts(own, op, tables, struct.inner)
@@ -358,7 +362,7 @@ class NativeLayers:
         own.fc1_bias, own.fc2_bias = tables.fc1_bias or None, tables.fc2_bias or None
         own.fc1_rows, own.inner = op.weights.shape("fc1")
         own.outer, own.ffn = op.weights.shape("fc2")
-        assert op.weights.form is not None and own.inner == width
+        assert op.weights.form is not None and (own.inner == width or op.around)
         own.activation = ACTIVATIONS[op.weights.form]
 
     def _fill_some(
@@ -391,7 +395,7 @@ class NativeLayers:
                     struct.kind, width = _SILU_MUL, width // 2
                 case ActivateOp(form=form):
                     struct.kind, struct.layer = _ACTIVATE, ACTIVATIONS[form]
-                case ExpertsOp(weights=weights):
-                    struct.kind, width = _EXPERTS, weights.shape("fc2")[0]
+                case ExpertsOp():
+                    struct.kind = _EXPERTS
             struct.outer, most = width, max(most, width)
         return width, most

@@ -12,11 +12,12 @@ from megatron_infer.models.loading.model_description import HybridDescription
 _MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 _MOE_FIELDS = (
     "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
     "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_router_num_groups", "moe_router_group_topk",
 )  # fmt: skip
 _MOE_REFUSED = (
-    "moe_latent_size", "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_expert_capacity_factor",
+    "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_expert_capacity_factor",
     "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased", "moe_layer_recompute_only",
 )  # fmt: skip
 _MEGATRON_EXPAND = 2

@@ -161,12 +161,13 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if layers.get("moe_shared_expert_gate"):
         shared.append("mlp.shared_experts.gate_weight")
+    latent = ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"] if layers.get("moe_latent_size") else []
     return LayerParameters(
         norm=count("input_layernorm"),
         qkv=count(*qkv),
         proj=count(*proj),
         mlp=count(*mlp),
-        router=count("mlp.router"),
+        router=count("mlp.router", *latent),
         expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
         shared_experts=count(*shared),
         mixer=count(*(one for one in LAYOUTS if one.startswith("mixer."))),

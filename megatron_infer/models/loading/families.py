@@ -461,7 +461,12 @@ _NORMALISED_ALONE = (
     "norm_topk_prob={_normalised} with num_experts_per_tok={moe_router_topk} is not supported: megatron-core "
     "normalises the weights if and only if there are several",
 )
-_ONE_GROUP: Required = {"n_group": ((1,), "groups of experts are chosen by other sums in megatron-core")}
+_GROUPS = {
+    "_num_groups": Key("n_group", 1, "any"),
+    "_group_topk": Key("topk_group", 1, "any"),
+    "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
+    "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
+}
 _NORMALISED: dict[str, Derived] = {"norm_topk_prob": lambda v: not v.get("moe_router_pre_softmax")}
 _DENSE_LAYERS: dict[str, Derived] = {
     "decoder_sparse_step": lambda v: 1,
@@ -470,6 +475,22 @@ _DENSE_LAYERS: dict[str, Derived] = {
 _FIRST_DENSE: dict[str, Derived] = {
     "first_k_dense_replace": lambda v: v["moe_layer_freq"].index(1) if 1 in v["moe_layer_freq"] else v["num_layers"]
 }
+
+
+def _sums_of_groups(num_summed: int) -> tuple[Callable[[Values], bool], str]:
+    """The refusal of groups of experts that the modelling file chooses by the sum of so many scores of each."""
+    return (
+        lambda v: (
+            v["_has_experts"]
+            and bool(v["moe_router_num_groups"])
+            and v["moe_router_topk"] // v["moe_router_group_topk"] != num_summed
+        ),
+        "n_group={_num_groups}, topk_group={_group_topk} with num_experts_per_tok={moe_router_topk} is not supported: "
+        f"the modelling file chooses groups by their largest {num_summed}, megatron-core by num_experts_per_tok // "
+        "topk_group",
+    )
+
+
 _ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
 
 _QWEN_MOE = (
@@ -596,6 +617,7 @@ _GLM4_MOE = Family(
     fields=_DECODER
     | EXPERTS
     | _SIGMOID_ROUTER
+    | _GROUPS
     | {
         "num_query_groups": _kv_heads(8),
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
@@ -626,9 +648,8 @@ _GLM4_MOE = Family(
     },
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
-    ignored_keys=(*_ROUTER_LOSSES, "topk_group", "num_nextn_predict_layers", "num_mtp_layers"),
-    required_of_experts=_ONE_GROUP,
-    refusals=(_NORMALISED_ALONE,),
+    ignored_keys=(*_ROUTER_LOSSES, "num_nextn_predict_layers", "num_mtp_layers"),
+    refusals=(_NORMALISED_ALONE, _sums_of_groups(2)),
 )
 _GPT_OSS = Family(
     model_type="gpt_oss",
@@ -700,10 +721,7 @@ _LATENT = {
     "num_moe_experts": Key("n_routed_experts", 64),
     "moe_router_topk": Key("num_experts_per_tok", 8),
     "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
-    "_num_groups": Key("n_group", 1, "any"),
-    "_group_topk": Key("topk_group", 1, "any"),
-    "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
-    "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
+    **_GROUPS,
 }
 _LATENT_TENSORS = {name: named for name, named in _LLAMA_TENSORS.items() if "linear_qkv" not in name} | {
     "self_attention.linear_q_proj": "self_attn.q_proj",
@@ -728,20 +746,6 @@ _LATENT_KV_HEADS = (
     lambda v: v["_num_kv_heads"] not in (None, v["num_attention_heads"]),
     "num_key_value_heads={_num_kv_heads} is not supported: each of {num_attention_heads} heads has its own",
 )
-
-
-def _sums_of_groups(num_summed: int) -> tuple[Callable[[Values], bool], str]:
-    """The refusal of groups of experts that the modelling file chooses by the sum of so many scores of each."""
-    return (
-        lambda v: (
-            v["_has_experts"]
-            and bool(v["moe_router_num_groups"])
-            and v["moe_router_topk"] // v["moe_router_group_topk"] != num_summed
-        ),
-        "n_group={_num_groups}, topk_group={_group_topk} with num_experts_per_tok={moe_router_topk} is not supported: "
-        f"the modelling file chooses groups by their largest {num_summed}, megatron-core by num_experts_per_tok // "
-        "topk_group",
-    )
 
 
 _DEEPSEEK_V3 = Family(
@@ -1017,7 +1021,9 @@ _NEMOTRON_H = Family(
         "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 7688, "any"),
         "moe_shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688, "any"),
+        "moe_latent_size": Key("moe_latent_size", None, "any"),
     }
+    | _GROUPS
     | EXPERTS
     | _SIGMOID_ROUTER,
     tensors=_ONE_BLOCK_TENSORS
@@ -1030,6 +1036,8 @@ _NEMOTRON_H = Family(
         "mlp.linear_fc2": "mixer.down_proj",
         "mlp.router": "mixer.gate",
         "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
+        "mlp.fc1_latent_proj": "mixer.fc1_latent_proj",
+        "mlp.fc2_latent_proj": "mixer.fc2_latent_proj",
         "mlp.experts.linear_fc1": "mixer.experts.{expert}.up_proj",
         "mlp.experts.linear_fc2": "mixer.experts.{expert}.down_proj",
         "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
@@ -1043,7 +1051,7 @@ _NEMOTRON_H = Family(
     biases=_MLP_BIAS,
     pattern=Pattern(types=("layers_block_type", "layer_types"), text="hybrid_override_pattern"),
     ignored_keys=(
-        *_HYBRID_IGNORED, "chunk_size", "expand", "num_hidden_layers", "num_nextn_predict_layers", "topk_group",
+        *_HYBRID_IGNORED, "chunk_size", "expand", "num_hidden_layers", "num_nextn_predict_layers",
         "num_local_experts", "moe_shared_expert_overlap",
         "n_shared_experts", "rms_norm_eps",  # the modelling file reads sizes and layer_norm_epsilon
     ),
@@ -1065,10 +1073,8 @@ _NEMOTRON_H = Family(
         "mamba_hidden_act": _SILU,
     },
     required_of_experts={
-        "moe_latent_size": ((None,), "latent projections need Transformer Engine"),
         "mlp_bias": ((None, False), "experts with biases are not mapped"),
-    }
-    | _ONE_GROUP,
+    },
     refusals=(
         (
             lambda v: v["_limits"] != (0.0, None),
@@ -1079,6 +1085,7 @@ _NEMOTRON_H = Family(
             "mamba_proj_bias=True with use_bias=False: the modelling file reads use_bias only",
         ),
         _NORMALISED_ALONE,
+        _sums_of_groups(2),
     ),
 )  # fmt: skip
 _TWO_BLOCK_MIXER = {

@@ -50,6 +50,7 @@ class Layout:
 _NORM = Layout(rows=("hidden",), cut="nothing")
 _FC1 = Layout(rows=("ffn",), columns=("hidden",), layers="-", gated=True, bias="fc1")
 _FC2 = Layout(rows=("hidden",), columns=("ffn",), cut="columns", layers="-", bias="fc2", scale="residual")
+_EXPERT = Layout(rows=(), layers="E", bias="experts")
 _PER_HEAD = Layout(rows=("mamba_heads",), layers="M")
 _VOCABULARY = Layout(rows=("vocabulary",), columns=("hidden",), cut="vocabulary")
 LAYOUTS = {
@@ -81,8 +82,14 @@ LAYOUTS = {
     "mlp.linear_fc2": _FC2,
     "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="router"),
     "mlp.router.expert_bias": Layout(rows=("experts",), cut="nothing", layers="E"),
-    "mlp.experts.linear_fc1": replace(_FC1, rows=("expert_ffn",), layers="E", bias="experts"),
-    "mlp.experts.linear_fc2": replace(_FC2, columns=("expert_ffn",), layers="E", bias="experts"),
+    "mlp.fc1_latent_proj": Layout(rows=("expert_hidden",), columns=("hidden",), cut="nothing", layers="E", bias="none"),
+    "mlp.fc2_latent_proj": Layout(rows=("hidden",), columns=("expert_hidden",), cut="nothing", layers="E", bias="none"),
+    "mlp.experts.linear_fc1": replace(
+        _FC1, rows=("expert_ffn",), columns=("expert_hidden",), layers="E", bias="experts"
+    ),
+    "mlp.experts.linear_fc2": replace(
+        _FC2, rows=("expert_hidden",), columns=("expert_ffn",), layers="E", bias="experts"
+    ),
     "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.gate_weight": Layout(rows=("one",), columns=("hidden",), cut="nothing", layers="E"),
@@ -125,6 +132,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "keys": keys,
         "ffn": layers["ffn_hidden_size"],
         "experts": layers.get("num_moe_experts") or 0,
+        "expert_hidden": layers.get("moe_latent_size") or layers["hidden_size"],
         "expert_ffn": layers.get("moe_ffn_hidden_size") or 0,
         "shared_ffn": layers.get("moe_shared_expert_intermediate_size") or 0,
         "mamba_heads": mamba_heads,

@@ -10,7 +10,7 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import LATENT
+from model_kinds import LATENT, LATENT_EXPERTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.errors import AdoptionError
@@ -130,6 +130,8 @@ ARCHITECTURES = {
     "moe_quick_geglu_fused": {**EXPERTS, **QUICK_GEGLU},
     "moe_some_layers": {**EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
     "moe_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40},
+    "moe_latent": {**EXPERTS, **LATENT_EXPERTS},
+    "moe_latent_bias": {**EXPERTS, "moe_latent_size": 24, "add_bias_linear": True, "moe_router_dtype": "fp32"},
     "moe_gated_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
     "latent_yarn": LATENT,
     "latent_rope": {**LATENT, "rope_type": "rope", "rotary_scaling_factor": 1.0},

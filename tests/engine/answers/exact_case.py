@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norm, gelu": ("attention", LAYER_NORM),
     "layer norm, gelu bf16": ("attention", {**LAYER_NORM, **BF16}),
     "experts": ("attention", {**EXPERTS, "moe_router_dtype": "fp64"}),
+    "latent experts bf16": ("attention", {**EXPERTS, **SIGMOID, **BF16, "moe_latent_size": 24}),
     "experts bf16": ("attention", {**EXPERTS, **SIGMOID, **BF16}),
     # without biases: with those of experts megatron-core's own MLP has no backward on one rank
     "experts like gpt-oss's": ("attention", {**tiny.EXPERTS, **GPT_OSS, "add_bias_linear": False}),

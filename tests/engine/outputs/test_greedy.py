@@ -70,7 +70,7 @@ def test_greedy_answers_are_those_of_all_logits(model, way, taken, monkeypatch):
     [
         {"logprobs": 0},
         {"logit_bias": {3: 1.0}},
-        {"min_tokens": 4, "stop_token_ids": [1]},
+        {"min_tokens": 4, "stop_token_ids": [2]},
         {"return_sampled_logprobs": True},
     ],
     ids=str,

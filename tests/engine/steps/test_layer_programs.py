@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_router_dtype": "fp32",
         "moe_router_topk_scaling_factor": 2.5,
     },
+    "experts, latent": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16},
     "experts, bias": MANY
     | {
         "add_bias_linear": True,
