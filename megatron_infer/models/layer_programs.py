@@ -133,6 +133,8 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
     num_experts = router.config.num_moe_experts
     if rules is None or rules.unroutable(num_experts) is not None or experts.reduce is not None:
         return None
+    if experts.probs_on_input:
+        return None
     if experts.router_dtype not in (None, torch.float32) or experts.grouped.form not in ACTIVATIONS:
         return None
     if any(_linear(linear) is None for one in experts.experts for linear in one.linears()):

@@ -95,6 +95,7 @@ class FusedExperts(LayerOp):
         "first",
         "grouped",
         "layer",
+        "probs_on_input",
         "reduce",
         "route",
         "router",
@@ -115,6 +116,8 @@ class FusedExperts(LayerOp):
         self.layer = 0
         """Its number among this rank's mixture-of-experts layers; set by `adopt`."""
         self.route, self.rules = topk_routing(), _rules_of(moe.router)
+        self.probs_on_input: bool = moe.config.moe_apply_probs_on_input
+        """A token's weight multiplies what its one expert is given, not what the expert answers."""
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its parts are added up with the others.
@@ -202,7 +205,10 @@ class FusedExperts(LayerOp):
         groups = _groups(self.experts, counts)
         sizes = [sum(count for _, count in group) for group in groups]
         for group, tokens, weights in zip(groups, token_P.split(sizes), weight_P1.split(sizes), strict=True):
-            self._add_group(ops, group, own_TD.index_select(0, tokens), tokens, weights, out_TD)
+            x_PD = own_TD.index_select(0, tokens)
+            if self.probs_on_input:
+                x_PD, weights = (x_PD * weights).to(x_PD.dtype), torch.ones_like(weights)
+            self._add_group(ops, group, x_PD, tokens, weights, out_TD)
         return out_TD
 
     def _add_group(
@@ -232,7 +238,10 @@ class FusedExperts(LayerOp):
         out_TD = torch.zeros_like(own_TD) if out_TD is None else out_TD
         for expert, mlp in enumerate(self.experts, self.first):
             weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]  # 0 where a token did not choose it
-            first_TF = mlp.fc1.multiply(ops, own_TD, mlp.fc1.parameters["bias"])
+            x_TD = own_TD
+            if self.probs_on_input:
+                x_TD, weight_T1 = (own_TD * weight_T1).to(own_TD.dtype), chosen_TE[:, expert, None].to(weight_T1.dtype)
+            first_TF = mlp.fc1.multiply(ops, x_TD, mlp.fc1.parameters["bias"])
             product_TD = self._product(ops, mlp, self._middle(ops, first_TF, weight_T1), weight_T1)
             out_TD += product_TD.to(out_TD.dtype)
         return out_TD
@@ -250,7 +259,7 @@ class FusedExperts(LayerOp):
     def _grouped_backend(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
         """The backend that runs all experts at once; None where the kernels have none for these experts."""
         backend = ops.experts
-        if self.experts[0].fc1.product is not None:
+        if self.experts[0].fc1.product is not None or self.probs_on_input:
             return None
         return backend if backend is not None and backend.supports(self.grouped, dtype) is None else None
 
@@ -427,7 +436,6 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",
         "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
         "moe_router_force_load_balancing": "the router's choice is random (a benchmark setting)",
-        "moe_apply_probs_on_input": "weights on the expert's input are not supported",
         "moe_enable_routing_replay": "replayed routing is not supported",
         "moe_router_force_biased": "the router's choice is random (a benchmark setting)",
         "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",

@@ -1215,7 +1215,13 @@ FAMILIES: dict[str, Family] = {
 }
 """By the architecture that config.json names."""
 
+_LLAMA4 = (
+    "its layers with rotation attend within chunks and norm queries and keys after it, the others scale queries by "
+    "their position, which SelfAttention does not"
+)
 REFUSED = {
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
     "the hidden state, which MambaModel does not do",
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",

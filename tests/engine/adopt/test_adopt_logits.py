@@ -106,6 +106,13 @@ ARCHITECTURES = {
     "qwen3_like": {"qk_layernorm": True, "kv_channels": 32, "share_embeddings_and_output_weights": True},
     "moe": EXPERTS,
     "moe_top1": {**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "moe_weights_on_input": {
+        **EXPERTS,
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True,
+        "moe_shared_expert_intermediate_size": 40,
+    },
     "moe_pre_softmax_scaled": {**EXPERTS, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},
     "moe_sigmoid_groups": {
         **EXPERTS,
