@@ -60,6 +60,7 @@ class Form(NamedTuple):
 
 
 SWIGLU = Form(SILU, gated=True)
+GEGLU = Form(TANH_GELU, gated=True)
 
 
 def form_of(function: Callable[..., Any]) -> Form | None:

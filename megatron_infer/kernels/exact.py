@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.native.cpu_native import (
     MAX_NORM_GROUP,
@@ -115,6 +116,8 @@ class ExactOps(NativeOps):
         torch computes the remainder of a vector with other code than the vectors, so that an element's last bit depends
         on its place; parts of 64 rows have no remainder, and a wide row is a part by itself.
         """
+        if form_of(function) == GEGLU and x_TX.dtype is self._dtype:
+            return super().rowwise(function, x_TX.detach().contiguous())
         num_rows, width = x_TX.shape
         rows = TORCH_ROWS if TORCH_ROWS * width < TORCH_SERIAL else 1
         padded = F.pad(x_TX, (0, 0, 0, -num_rows % rows)).contiguous() if rows > 1 else x_TX

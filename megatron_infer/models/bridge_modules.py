@@ -46,6 +46,12 @@ def is_of(module: Any, *names: str) -> bool:
     return name_of(own) in names
 
 
+def is_bridge(module: Any) -> bool:
+    """Whether its class is any of Bridge's, known or not."""
+    own = next(kind for kind in type(module).__mro__ if kind.__module__ != PAGED)
+    return own.__module__.startswith(BRIDGE)
+
+
 def _mixed_in(module: Any, mixin: str, base: type) -> bool:
     """Whether its class is what `extend_instance` makes of `mixin` and megatron-core's `base`."""
     kind = type(module)

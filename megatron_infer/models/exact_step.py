@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.experts import RoutingRules
@@ -169,6 +170,8 @@ class DifferentiableOps:
         )
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        if form_of(function) == GEGLU:
+            return _Exact.apply(lambda x: self.exact.rowwise(function, x), function, x_TX)
         return self.exact.rowwise(function, x_TX)
 
 

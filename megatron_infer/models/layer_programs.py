@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.activations import SWIGLU, form_of
+from megatron_infer.kernels.activations import GEGLU, SWIGLU, form_of
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.kernels.native.native_experts import ACTIVATIONS
 from megatron_infer.kernels.native.native_layers import (
     ActivateOp,
     AttendOp,
     ExpertsOp,
+    GatedOp,
     LayerProgram,
     LinearOp,
     NormOp,
     ProgramOp,
-    SiluMulOp,
 )
 from megatron_infer.models.fused_layers import (
     RMS,
@@ -115,8 +115,10 @@ def _linear(linear: FusedLinear) -> ProgramOp | None:
 
 def _activation(activation: FusedActivation) -> ProgramOp | None:
     if activation.function is None:
-        return SiluMulOp()
+        return GatedOp()
     form = form_of(activation.function)
+    if form == GEGLU:
+        return GatedOp(has_gelu=True)
     return ActivateOp(form=form) if form in ACTIVATIONS and form != SWIGLU else None
 
 

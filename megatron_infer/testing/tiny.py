@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from megatron_infer.errors import unknown_name
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.extended_modules import ExtendedConfig, extend
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.loading.build_model import UNFUSED
 from megatron_infer.models.rotary import cpu_rotary
@@ -123,14 +124,18 @@ def tiny_config(**overrides: Any) -> Any:
     """A TransformerConfig of a tiny model with the given fields changed."""
     known = mcore.config_fields()
     for name in overrides:
-        if name not in known | YARN.keys():
+        if name not in known | YARN.keys() | {"extensions"}:
             raise TypeError(unknown_name("field of TransformerConfig", name, known))
+    extensions = overrides.pop("extensions", None)
     extra = {name: overrides.pop(name) for name in YARN if name in overrides and name not in known}
     settings = {name: value for name, value in CONFIG.items() if name in known} | overrides
     settings.setdefault("use_cpu_initialization", not torch.cuda.is_available())
     settings.setdefault("bf16", settings["params_dtype"] == torch.bfloat16)
     settings.setdefault("pipeline_dtype", settings["params_dtype"])
-    config = mcore.config_class(settings)(**settings)
+    if extensions is None:
+        config = mcore.config_class(settings)(**settings)
+    else:
+        config = ExtendedConfig(extensions=extensions, **settings)
     vars(config).update(extra)
     return config
 
@@ -138,15 +143,16 @@ def tiny_config(**overrides: Any) -> Any:
 def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overrides: Any) -> Any:
     """A GPTModel in eval mode; equal arguments give equal weights, independent of the global generator's state.
 
-    `overrides` are fields of TransformerConfig or arguments of GPTModel. `spec` is a layer or block spec, or a function
-    config -> spec; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so that one that is
-    not applied shows. Initializes torch.distributed for one process, unless it is.
+    `overrides` are fields of TransformerConfig, `extensions` (`models.extensions`), or arguments of GPTModel. `spec` is
+    a layer or block spec, or a function config -> spec; None is specs.gpt_spec. With `randomize` biases and norm
+    weights are random too, so that one that is not applied shows. Initializes torch.distributed for one process, unless
+    it is.
     """
     config, model_arguments = _settings(mcore.GPTModel, "tiny_gpt", "transformer_layer_spec", overrides)
     layer_spec = gpt_spec(config) if spec is None else spec(config) if inspect.isroutine(spec) else spec
     if config.mtp_num_layers:
         model_arguments.setdefault("mtp_block_spec", mtp_spec(config, layer_spec))
-    return _built(lambda: mcore.GPTModel(config, layer_spec, **model_arguments), seed, randomize)
+    return _built(lambda: extend(mcore.GPTModel(config, layer_spec, **model_arguments)), seed, randomize)
 
 
 def tiny_hybrid(
@@ -186,7 +192,7 @@ def _settings(model: type, function: str, spec: str, overrides: dict[str, Any]) 
     for base in model.__mro__[:2]:  # 0.19's MambaModel passes further arguments to its base
         arguments |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     arguments -= {"self", "args", "kwargs", "config", spec}
-    known = mcore.config_fields() | YARN.keys()
+    known = mcore.config_fields() | YARN.keys() | {"extensions"}
     for name in overrides:
         if name not in arguments | known:
             raise TypeError(unknown_name(f"argument of {function}", name, arguments | known))

@@ -65,7 +65,8 @@ def take_part(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
                 own = model.config.num_moe_experts // groups.ep.size()
                 name = name.replace(f"local_experts.{expert}.", f"local_experts.{expert + own * groups.ep.rank()}.")
             whole = weights[name]
-            if tp.size() > 1 and not (name.endswith(REPLICATED) and "mixer" not in name):
+            is_replicated = name.endswith(REPLICATED) and "mixer" not in name and parameter.shape == whole.shape
+            if tp.size() > 1 and not is_replicated:
                 whole = share(name, whole, model, tp.rank(), tp.size())
             parameter.copy_(whole)
 

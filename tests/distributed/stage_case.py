@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from model_kinds import SOFTCAPPED
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 SETTINGS = {"vocab_size": 128, "max_sequence_length": 256, "init_method_std": 0.2}
 MODELS = {
     "tied": lambda: tiny_gpt(num_layers=4, share_embeddings_and_output_weights=True, qk_layernorm=True, **SETTINGS),
+    "softcapped": lambda: tiny_gpt(**SOFTCAPPED, num_layers=4, **SETTINGS),
     "untied, uneven": lambda: tiny_gpt(num_layers=5, **SETTINGS),
     "learned positions": lambda: tiny_gpt(
         num_layers=2,

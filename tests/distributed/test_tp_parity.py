@@ -10,10 +10,11 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
-from model_kinds import LATENT
+from model_kinds import LATENT, make_model
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 Engine = DynamicInferenceEngine
@@ -29,6 +30,10 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "attention": lambda **sizes: tiny_gpt(**ranks.GPT, **sizes),
     "hybrid": lambda **sizes: tiny_hybrid("M*-M", **ranks.HYBRID, **sizes),
     "latent": lambda **sizes: tiny_gpt(**LATENT, **SHAPE, max_sequence_length=512, **sizes),
+    "softcapped": lambda **sizes: make_model("softcapped", **sizes),
+    "norms after": lambda **sizes: tiny_gpt(
+        **ranks.GPT, extensions=Extensions(norms="after", whole_head_norms=True), **sizes
+    ),
     "experts": lambda **sizes: tiny_gpt(**EXPERTS, **SHAPE, **SHARED, **sizes),
     "hybrid of experts": lambda **sizes: tiny_hybrid("ME*-ME", **SHAPE, **sizes),
 }
@@ -134,6 +139,10 @@ def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
     found: dict[str, dict[str, Scenario]] = {}
     for kind, shift in (("attention", 0), ("hybrid", 3), ("latent", 5)):
         names = [name for name in PLAIN if kind == "attention" or name != "processed"]
+        if kind == "attention":  # the kinds beside it have some
+            at = PLAIN_PARTS[part][0]
+            found["softcapped"] = {name: PLAIN[name] for name in names[at::EACH]}
+            found["norms after"] = {names[at + 2]: PLAIN[names[at + 2]]}
         found[kind] = {name: PLAIN[name] for at in PLAIN_PARTS[part] for name in names[(at + shift) % EACH :: EACH]}
     return found
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_infer.kernels import checksum as checksums
+from megatron_infer.kernels.activations import GatedActivation, tanh_gelu
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.native.cpu_native import NativeOps, native_checksum
 from megatron_infer.kernels.torch.torch_ref import ReferenceOps
@@ -70,6 +71,18 @@ def test_silu_mul_matches_reference_for_small_and_large_inputs(make_ops, dtype, 
     tolerance = DTYPES[dtype]
     got, want = make_ops(dtype).silu_mul(x), REFERENCE.silu_mul(x)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_geglu_is_that_of_torch_and_treats_each_entry_alone(make_ops, dtype, shape):
+    x = 3 * randn(shape[0], 2 * shape[1], dtype=dtype)
+    x[0, 0] = -30.0
+    function, ops = GatedActivation(tanh_gelu, None, 0.0), make_ops(dtype)
+    got = ops.rowwise(function, x)
+    torch.testing.assert_close(got.double(), function(x.double()), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    if isinstance(ops, NativeOps):
+        assert torch.equal(torch.cat([ops.rowwise(function, row[None]) for row in x]), got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,13 +9,15 @@ import torch
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.kernels.activations import tanh_gelu
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
-KINDS = ("attention", "hybrid", "mamba", "latent", "delta")
+KINDS = ("attention", "hybrid", "mamba", "latent", "delta", "softcapped")
 """Attention with MLPs; Mamba, attention with sinks, MLP and latent experts in one stack; Mamba alone; latent attention
-with MLPs; delta nets and gated attention."""
+with MLPs; delta nets and gated attention; all that Gemma's families have."""
 RECURRENT = ("hybrid", "mamba", "delta")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
@@ -37,6 +39,19 @@ LATENT: dict[str, Any] = {
 """Latent attention, as DeepSeek-V3's with yarn."""
 LATENT_EXPERTS: dict[str, Any] = {"moe_latent_size": 24, "moe_shared_expert_intermediate_size": 32}
 """Experts in a latent space, as Nemotron 3 Super's."""
+SOFTCAPPED: dict[str, Any] = {
+    "extensions": Extensions(
+        norms="both", embedding_scale=8.0, attention_softcap=2.0, logit_softcap=8.0, local_rotary_base=100.0
+    ),
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "softmax_scale": 0.4,
+    "window_size": (19, 0),
+    "window_attn_skip_freq": 2,
+    "activation_func": tanh_gelu,
+    "share_embeddings_and_output_weights": True,
+}
+"""As Gemma 2 and 3: every other layer has a window and a rope of its own."""
 STATES_GIB = 4 / 1024
 """Room for states of a prefix cache, in every kind that keeps them."""
 
@@ -52,6 +67,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         return tiny_gpt(**LATENT | settings)
     if kind == "delta":
         return tiny_delta(**settings)
+    if kind == "softcapped":
+        return tiny_gpt(**SOFTCAPPED | settings)
     return tiny_mamba(num_layers=3, **settings)
 
 

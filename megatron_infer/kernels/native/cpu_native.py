@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
@@ -184,6 +185,7 @@ class NativeOps(TorchOps):
         self._rms_norm = bind(library, f"mi_rms_norm_{suffix}", norm_arguments)
         self._rms_norm_wide = bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
+        self._gelu_mul = bind(library, f"mi_gelu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         self._softcap = bind(library, "mi_softcap", [_P, _I, ctypes.c_float, ctypes.c_int])
         self._sigmoid_mul = bind(library, f"mi_sigmoid_mul_{suffix}", [_P, _P, _I, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
@@ -290,11 +292,17 @@ class NativeOps(TorchOps):
         return super().route(logits_TE, bias_E, rules, formula) if found is None else found
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
-        if not self._ours(x_T2F, x_T2F):
-            return super().silu_mul(x_T2F)
+        return self._gated(self._silu_mul, x_T2F) if self._ours(x_T2F, x_T2F) else super().silu_mul(x_T2F)
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        if form_of(function) == GEGLU and self._ours(x_TX, x_TX):
+            return self._gated(self._gelu_mul, x_TX)
+        return super().rowwise(function, x_TX)
+
+    def _gated(self, kernel: Callable[..., Any], x_T2F: Tensor) -> Tensor:
         tokens, width = x_T2F.numel() // x_T2F.shape[-1], x_T2F.shape[-1] // 2
         out = x_T2F.new_empty(*x_T2F.shape[:-1], width)
-        self._silu_mul(x_T2F.data_ptr(), out.data_ptr(), tokens, width, torch.get_num_threads())
+        kernel(x_T2F.data_ptr(), out.data_ptr(), tokens, width, torch.get_num_threads())
         return out
 
     def into_latent(self, q_TNX: Tensor, weight_NHL: Tensor) -> Tensor:

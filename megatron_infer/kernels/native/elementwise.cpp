@@ -54,14 +54,18 @@ static vf silu(vf x) {
     return x / (exp_of(-x) + 1.0f);
 }
 
-template <class T>
-static void silu_mul(const T* x, T* out, int64_t rows, int64_t dim, int threads) {
+// The tanh approximation of x times the normal distribution below x.
+static vf gelu(vf x) { return x * 0.5f * (tanh_of((x + x * x * x * 0.044715f) * 0.7978845608028654f) + 1.0f); }
+
+// out = f(first half) * second half of each row.
+template <class T, class F>
+static void gate_mul(const T* x, T* out, int64_t rows, int64_t dim, int threads, F&& f) {
     parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T* gate = x + row * 2 * dim;
             for (int64_t i = 0; i < dim; i += W) {
                 vf g = load_any(gate, i, dim), up = load_any(gate + dim, i, dim);
-                store_any(out + row * dim, silu<T>(g) * up, i, dim);
+                store_any(out + row * dim, f(g) * up, i, dim);
             }
         }
     });
@@ -125,7 +129,10 @@ extern "C" {
         rms_norm((const T*)x, (float*)residual, (const T*)weight, (T*)out, rows, dim, eps, zero_centered, threads);  \
     }                                                                                                                \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
-        silu_mul((const T*)x, (T*)out, rows, dim, threads);                                                          \
+        gate_mul((const T*)x, (T*)out, rows, dim, threads, [](vf v) { return silu<T>(v); });                         \
+    }                                                                                                                \
+    void mi_gelu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
+        gate_mul((const T*)x, (T*)out, rows, dim, threads, [](vf v) { return gelu(v); });                            \
     }                                                                                                                \
     void mi_gated_rms_norm_##SUFFIX(const void* y, const void* gate, int64_t gate_stride, const void* weight, void* out, \
                                     int64_t rows, int64_t dim, int64_t group, float eps, int threads) {              \

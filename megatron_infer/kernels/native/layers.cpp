@@ -19,6 +19,7 @@ struct LayerOp {  // mirrored in native_layers.py
     int64_t layer, at_q, at_k, at_v, cell;  // columns of the first query, key and value, and from one kv head to the next
     double eps;                         // of a norm, as are the next two
     int64_t zero_centered, alone;       // alone: it norms x without the residual, which it leaves as it is
+    int64_t gates_by_gelu;              // of kSiluMul
     const LoraWeights* lora;            // of a linear: the pairs of adapters, or null
     const ExpertsOp* experts;           // of a mixture of experts
 };
@@ -63,6 +64,7 @@ struct Kernels;
         static constexpr auto norm = mi_rms_norm_##SUFFIX;   \
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
+        static constexpr auto gelu_mul = mi_gelu_mul_##SUFFIX;      \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
         static constexpr auto route = mi_route_##SUFFIX;            \
         static constexpr auto add_experts = mi_add_experts_##SUFFIX; \
@@ -105,7 +107,7 @@ static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, con
         }
         case kExperts: run_experts(call, *op.experts, tokens, x, out); return;
         case kActivate: activate(op.layer, x, out, tokens, op.outer); return;
-        default: K::silu_mul(x, out, tokens, op.outer, threads);
+        default: (op.gates_by_gelu ? K::gelu_mul : K::silu_mul)(x, out, tokens, op.outer, threads);
     }
 }
 

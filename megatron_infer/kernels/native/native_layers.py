@@ -90,8 +90,10 @@ class AttendOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiluMulOp:
-    """[T, 2 * F] -> silu(first half) * second half, [T, F]."""
+class GatedOp:
+    """[T, 2 * F] -> f(first half) * second half, [T, F]; f is SiLU, or the tanh approximation of GELU."""
+
+    has_gelu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +121,13 @@ class ExpertsOp:
     """The router's correction bias."""
     rules: RoutingRules
     weights: ExpertWeights
-    shared: tuple[LinearOp | SiluMulOp | ActivateOp, ...]
+    shared: tuple[LinearOp | GatedOp | ActivateOp, ...]
     """Operations of the shared expert; none: there is none."""
     around: tuple[LinearOp, ...] = ()
     """The linears into the experts' latent space and out of it; none: they have the hidden state itself."""
 
 
-ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp | ActivateOp | ExpertsOp
+ProgramOp = NormOp | LinearOp | AttendOp | GatedOp | ActivateOp | ExpertsOp
 
 
 class LayerProgram:
@@ -153,7 +155,7 @@ class _LayerOp(ctypes.Structure):
         ("spec", _P),
         *((name, _I) for name in ("layer", "at_q", "at_k", "at_v", "cell")),
         ("eps", ctypes.c_double),
-        *((name, _I) for name in ("zero_centered", "alone")),
+        *((name, _I) for name in ("zero_centered", "alone", "gates_by_gelu")),
         ("lora", _P),
         ("experts", _P),
     ]
@@ -391,8 +393,8 @@ class NativeLayers:
                     for name in ("layer", "at_q", "at_k", "at_v", "cell"):
                         setattr(struct, name, getattr(op, name))
                     width = spec.num_kv_heads * spec.group_size * spec.head_dim
-                case SiluMulOp():
-                    struct.kind, width = _SILU_MUL, width // 2
+                case GatedOp(has_gelu=has_gelu):
+                    struct.kind, struct.gates_by_gelu, width = _SILU_MUL, has_gelu, width // 2
                 case ActivateOp(form=form):
                     struct.kind, struct.layer = _ACTIVATE, ACTIVATIONS[form]
                 case ExpertsOp():

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.bridge_modules import is_bridge
+from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
 from megatron_infer.models.loading.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.models.loading.checkpoint_files import tensors_only
@@ -226,6 +228,7 @@ _WHERE_GIVEN = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale", "mtp_num_layers"),
     *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
 )
+_WHERE_TRUE = ("layernorm_zero_centered_gamma", "rotary_interleaved")
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
@@ -236,7 +239,11 @@ def description_from_model(model: nn.Module) -> ModelDescription:
 
     config = model.config
     hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
-    for key in ("num_moe_experts", "multi_latent_attention", "layernorm_zero_centered_gamma"):
+    for name, module in model.named_modules():
+        if is_bridge(module):
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            raise ModelError(f"{name} is a {kind}, which a model description cannot express yet")
+    for key in ("num_moe_experts", "multi_latent_attention"):
         if getattr(config, key, None) and key not in fields:
             value = getattr(config, key)
             raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
@@ -254,6 +261,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         value = getattr(config, key, None)
         if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
+    transformer |= {key: True for key in _WHERE_TRUE if getattr(config, key, False)}
     rope = getattr(model, "rotary_pos_emb", None)
     return ModelDescription(
         architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
@@ -263,6 +271,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         position_embedding="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
         **_rope_of(rope, model),
         hybrid=hybrid,
+        extensions=extensions_of(config),
         tied_embeddings=model.share_embeddings_and_output_weights,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
     )

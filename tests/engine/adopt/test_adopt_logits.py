@@ -10,12 +10,13 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import LATENT, LATENT_EXPERTS
+from model_kinds import LATENT, LATENT_EXPERTS, SOFTCAPPED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
@@ -140,6 +141,13 @@ ARCHITECTURES = {
     "moe_latent": {**EXPERTS, **LATENT_EXPERTS},
     "moe_latent_bias": {**EXPERTS, "moe_latent_size": 24, "add_bias_linear": True, "moe_router_dtype": "fp32"},
     "moe_gated_shared_expert": {**EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+    "softcapped": SOFTCAPPED,
+    "softcapped_alone": {
+        "extensions": Extensions(attention_softcap=1.5, logit_softcap=3.0),
+        "softmax_type": "learnable",
+    },
+    "norms_after": {"extensions": Extensions(norms="after", embedding_scale=3.0), "add_bias_linear": True},
+    "whole_head_norms": {"extensions": Extensions(whole_head_norms=True), "qk_layernorm": True, **EXPERTS},
     "latent_yarn": LATENT,
     "latent_rope": {**LATENT, "rope_type": "rope", "rotary_scaling_factor": 1.0},
     "latent_whole_queries": {**LATENT, "q_lora_rank": None},
@@ -217,7 +225,7 @@ def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
 @pytest.mark.parametrize(
     "name",
     [
-        *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms", "latent_yarn"),
+        *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms", "latent_yarn", "softcapped", "norms_after"),
         *("hybrid_rope", "hybrid_experts", "hybrid_mamba", "hybrid_layer_norm"),
     ],
 )
@@ -235,7 +243,7 @@ def test_the_decoder_called_as_megatron_calls_it_gives_the_same(name):
     assert paged_step.worst_difference(model, adopted, forward=through_decoder) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gqa", "learned_positions", "moe", "tied"])
+@pytest.mark.parametrize("name", ["gqa", "learned_positions", "moe", "tied", "softcapped"])
 def test_gpt_model_forward_with_a_step_gives_the_logits_of_the_last_tokens(name):
     model = tiny_gpt(**ARCHITECTURES[name])
     adopted = adopt(model)

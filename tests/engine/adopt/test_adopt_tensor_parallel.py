@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import start_ranks
+from model_kinds import SOFTCAPPED
 
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 MODELS = {
@@ -23,6 +25,10 @@ MODELS = {
         gated_linear_unit=False,
         activation_func=functools.partial(F.gelu, approximate="tanh"),
         position_embedding_type="learned_absolute",
+    ),
+    "softcapped": functools.partial(tiny_gpt, **SOFTCAPPED),
+    "norms_after": functools.partial(
+        tiny_gpt, extensions=Extensions(norms="after", whole_head_norms=True), qk_layernorm=True, add_bias_linear=True
     ),
     "groups": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
     "norm_over_two_groups_each": functools.partial(tiny_hybrid, "MM", mamba_num_groups=4, norm_groups=2),
@@ -45,6 +51,8 @@ def share(name: str, whole: torch.Tensor, model, rank: int, size: int) -> torch.
         parts = [len(whole) // 2] * 2
     elif name.endswith(("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")):
         parts, dim = [whole.shape[1]], 1
+    elif name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and extensions_of(config).whole_head_norms:
+        pass
     elif name.endswith(_WHOLE) or ("norm" in name and "mixer" not in name):
         return whole
     return torch.cat([piece.chunk(size, dim)[rank] for piece in whole.split(parts, dim)], dim)

@@ -14,6 +14,7 @@ from model_kinds import make_model
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.testing import tiny
 
@@ -54,6 +55,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("hybrid", {}),
     "hybrid bf16": ("hybrid", BF16),
     "mamba": ("mamba", {}),
+    "softcapped": ("softcapped", {}),
+    "softcapped bf16": ("softcapped", BF16),
+    "norms after": (
+        "attention",
+        {"extensions": Extensions(norms="after", whole_head_norms=True), "qk_layernorm": True},
+    ),
     "latent": ("latent", {}),
     "latent bf16": ("latent", {**EXPERTS, **SIGMOID, **BF16, "q_lora_rank": None}),
 }

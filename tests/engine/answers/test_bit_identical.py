@@ -59,6 +59,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 hybrid": ("hybrid", BF16),
     "fp32 mamba": ("mamba", {}),
     "bf16 mamba": ("mamba", BF16),
+    "fp32 softcapped": ("softcapped", {}),
+    "bf16 softcapped": ("softcapped", BF16),
     "fp32 latent": ("latent", {}),
     "bf16 latent": ("latent", BF16),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import warnings
 from typing import Any
@@ -227,10 +228,11 @@ def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     mixer = recurrent_part(model) if scan else None
     attention = None if scan else model.decoder.layers[0].self_attention
     linear = mixer.in_proj if scan else attention.linear_q_up_proj if kind == "latent" else attention.linear_qkv
-    rotary = [attention.rotary_pos_emb.inv_freq_extra] if kind == "latent" else []
+    own = {"mamba": [], "latent": ["inv_freq_extra"], "softcapped": ["inv_freq", "rope_local.inv_freq"]}
+    rope = attention.rotary_pos_emb if kind == "latent" else getattr(model, "rotary_pos_emb", None)
     plants: dict[str, list[torch.Tensor]] = {
         "packed weights": [linear.weight.data] if packed.num_weights else [],
-        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind in ("attention", "hybrid", "delta") else rotary,
+        "rotary tables": [operator.attrgetter(name)(rope) for name in own.get(kind, ["inv_freq"])],
         "scan weights": [mixer.A_log.data] if scan else [],
     }
     assert any(plants.values())
