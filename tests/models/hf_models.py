@@ -44,6 +44,7 @@ GEMMA2 = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 2.0,
 }
+SIGMOID_MOE = {"num_experts": 6, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {
     "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -226,6 +227,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
         | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
+    "exaone_moe": ("ExaoneMoeConfig", SIGMOID_MOE | {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "hy_v3": ("HYV3Config", SIGMOID_MOE | {"head_dim": 16}),
+    "dots1": (
+        "Dots1Config",
+        GLM4_MOE | {"norm_topk_prob": True, "first_k_dense_replace": 1, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "nemotron": ("NemotronConfig", {"eos_token_id": 3}),
+    "nemotron_biases": ("NemotronConfig", {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0}),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),
     "granite_moe": ("GraniteMoeConfig", FACTORS | {"num_local_experts": 5, "intermediate_size": 24}),

@@ -85,7 +85,7 @@ def test_command_writes_what_transformers_and_the_engine_read(llama, tmp_path, c
     "case",
     [
         *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers"),
-        *("glm4_moe_bias", "gpt_oss", "gpt_oss_limit"),
+        *("glm4_moe_bias", "gpt_oss", "gpt_oss_limit", "exaone_moe", "hy_v3", "dots1", "nemotron_biases"),
     ],
 )
 @pytest.mark.parametrize("through_checkpoint", [False, True])

@@ -406,6 +406,30 @@ _EXAONE4 = replace(
     window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True),
     ignored_keys=("sliding_window_pattern",),
 )
+_NEMOTRON = Family(
+    model_type="nemotron",
+    fields=_DECODER
+    | {
+        "activation": Key("hidden_act", "relu2", "activation"),
+        "max_sequence_length": Key("max_position_embeddings", 4096),
+        "layernorm_epsilon": Key("norm_eps", 1e-5, "positive"),
+        "normalization": "LayerNorm",
+        "layernorm_zero_centered_gamma": True,
+        "gated_linear_unit": False,
+    },
+    tensors=_LLAMA_TENSORS | {"mlp.linear_fc1": "mlp.up_proj"},
+    is_written=True,
+    biases=_ATTENTION_BIAS | _MLP_BIAS,
+    rope=Rope(percent=0.5, partial=True),
+)
+_MIMO = replace(
+    _QWEN2,
+    model_type="mimo",
+    gguf="",
+    is_written=False,
+    ignored_tensors=("model.mtp_layers.",),  # layers that draft
+    ignored_keys=("num_nextn_predict_layers",),
+)
 _GLM4 = Family(
     model_type="glm4",
     fields=_DECODER
@@ -650,6 +674,101 @@ _GLM4_MOE = Family(
     rope=Rope(percent=0.5, partial=True),
     ignored_keys=(*_ROUTER_LOSSES, "num_nextn_predict_layers", "num_mtp_layers"),
     refusals=(_NORMALISED_ALONE, _sums_of_groups(2)),
+)
+_LAYER_TYPES: dict[str, Derived] = {
+    "mlp_layer_types": lambda v: ["sparse" if sparse else "dense" for sparse in v["moe_layer_freq"]]
+}
+_NUM_SHARED: dict[str, Derived] = {
+    "num_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"]
+}
+_TYPES_OR_FIRST_DENSE = {
+    "_num_dense": Key("first_k_dense_replace", 1, "any"),
+    "_types": Key("mlp_layer_types", None, "any"),
+    "moe_layer_freq": lambda v: [
+        int(layer >= (v["_num_dense"] or 0) if v["_types"] is None else v["_types"][layer] == "sparse")
+        for layer in range(v["num_layers"])
+    ],
+}
+_NO_LINEAR_BIASES: Required = {
+    "attention_bias": (
+        (None, False),
+        "megatron-core's shared experts have no biases, and all linears have them or none",
+    ),
+    "mlp_bias": ((None, False), "megatron-core's shared experts have no biases"),
+}
+_EXAONE_MOE = replace(
+    _GLM4_MOE,
+    model_type="exaone_moe",
+    fields=_GLM4_MOE.fields
+    | _TYPES_OR_FIRST_DENSE
+    | {
+        "num_query_groups": _kv_heads(32),
+        "qk_layernorm": True,
+        "num_moe_experts": Key("num_experts", 64),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1024),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
+        "_num_shared": Key("num_shared_experts", 1),
+        "max_sequence_length": Key("max_position_embeddings", 2048),
+    },
+    tensors=_GLM4_MOE.tensors | {"mlp.router.expert_bias": "mlp.e_score_correction_bias"},
+    marks=("mlp.e_score_correction_bias",),
+    ignored_tensors=("mtp.",),
+    written={"norm_topk_prob": _GLM4_MOE.written["norm_topk_prob"]} | _LAYER_TYPES | _NUM_SHARED,
+    biases={},
+    rope=Rope(),
+    window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True, writes_types=True),
+    ignored_keys=(*_GLM4_MOE.ignored_keys, "sliding_window_pattern"),
+)
+_HY_V3 = replace(
+    _GLM4_MOE,
+    model_type="hy_v3",
+    fields={name: value for name, value in _GLM4_MOE.fields.items() if name not in _GROUPS}
+    | _TYPES_OR_FIRST_DENSE
+    | {
+        "kv_channels": Key("head_dim", 128, "optional"),
+        "qk_layernorm": True,
+        "num_moe_experts": Key("num_experts", 192),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
+        "moe_router_topk_scaling_factor": Key("router_scaling_factor", 2.826, "real"),
+        "_normalised": True,
+        "_num_shared": Key("num_shared_experts", 1),
+    },
+    tensors=_GLM4_MOE.tensors
+    | {
+        "mlp.router": "mlp.router.gate",
+        "mlp.router.expert_bias": "mlp.expert_bias",
+        "mlp.shared_experts.linear_fc1": ("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_mlp.down_proj",
+    },
+    marks=("mlp.shared_mlp.",),
+    written=_LAYER_TYPES | _NUM_SHARED,
+    biases={},
+    rope=Rope(base=11158840.0),
+    ignored_keys=(*_GLM4_MOE.ignored_keys, "enable_moe_fp32_combine"),
+    renamed_keys={"num_local_experts": "num_experts"},
+    required=_NO_LINEAR_BIASES,
+    refusals=(_NORMALISED_ALONE,),
+)
+_DOTS1 = replace(
+    _GLM4_MOE,
+    model_type="dots1",
+    fields=_GLM4_MOE.fields
+    | {
+        "num_query_groups": _kv_heads(32),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-6, "positive"),
+        "qk_layernorm": True,
+        "num_moe_experts": Key("n_routed_experts"),
+        "moe_router_topk": Key("num_experts_per_tok"),
+        "_normalised": Key("norm_topk_prob", False, "flag"),
+        "_num_dense": Key("first_k_dense_replace", 0, "any"),
+        "max_sequence_length": Key("max_position_embeddings", 2048),
+    },
+    marks=(),
+    biases={},
+    rope=Rope(),
+    window=Window(default=4096, first_layer=("max_window_layers", 62), writes_types=True),
+    renamed_keys={"num_local_experts": "n_routed_experts"},
+    required=_NO_LINEAR_BIASES,
 )
 _GPT_OSS = Family(
     model_type="gpt_oss",
@@ -1198,6 +1317,11 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": _MIXTRAL,
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "GptOssForCausalLM": _GPT_OSS,
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    "HYV3ForCausalLM": _HY_V3,
+    "Dots1ForCausalLM": _DOTS1,
+    "NemotronForCausalLM": _NEMOTRON,
+    "MiMoForCausalLM": _MIMO,
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
@@ -1220,6 +1344,9 @@ _LLAMA4 = (
     "their position, which SelfAttention does not"
 )
 REFUSED = {
+    "Ernie4_5_MoeForCausalLM": "its router adds a correction bias to softmax scores, which megatron-core's does to "
+    "sigmoid scores only",
+    "DeciLMForCausalLM": "its layers have different shapes",
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
