@@ -21,6 +21,7 @@ from megatron_infer.testing.inspect import inspect
 
 STAGES = {
     "tied": [[2, 0], [2, 0]],
+    "softcapped": [[2, 0], [2, 0]],
     "untied, uneven": [[3, 0], [2, 0]],
     "learned positions": [[1, 0], [1, 0]],
     "first stage without attention": [[0, 3], [2, 1]],

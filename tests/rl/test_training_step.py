@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_kinds import SOFTCAPPED
 from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 from training_case import (
@@ -39,6 +40,7 @@ DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
 MODELS: dict[str, Any] = {
     "dense": lambda **how: tiny_gpt(**how),
     "dense, full recompute": lambda **how: tiny_gpt(**FULL, **how),
+    "softcapped": lambda **how: tiny_gpt(**SOFTCAPPED, **how),
     "experts": lambda **how: tiny_gpt(**EXPERTS, **how),
     "experts, full recompute": lambda **how: tiny_gpt(**EXPERTS, **FULL, **how),
     "experts, selective recompute": lambda **how: tiny_gpt(**EXPERTS, **SELECTIVE, recompute_modules=["moe"], **how),

@@ -8,11 +8,12 @@ import functools
 import paged_step
 import pytest
 import torch
+from model_kinds import SOFTCAPPED
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, TransformerLayer
-from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.mcore_compat import Float16Module, TransformerLayer
+from megatron_infer.models.paged_layers import PagedAttention, PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import (
@@ -31,7 +32,9 @@ def unpaged_spec(config):
     spec = gpt_spec(config)
     for layer in spec.layer_specs:
         layer.module = TransformerLayer
-        layer.submodules.self_attention.module = SelfAttention
+        attention = layer.submodules.self_attention
+        classes = [kind for kind in attention.module.__mro__ if not issubclass(kind, PagedAttention)]
+        attention.module = classes[0]
     return spec
 
 
@@ -40,6 +43,7 @@ GPT = {
     "biases": {"add_bias_linear": True, "qk_layernorm": True},
     "tied": {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
     "moe": EXPERTS,
+    "softcapped": SOFTCAPPED,
 }
 MODELS = {name: functools.partial(tiny_gpt, spec=unpaged_spec, **settings) for name, settings in GPT.items()} | {
     "mamba": functools.partial(tiny_hybrid, "MMM"),
