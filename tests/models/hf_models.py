@@ -45,6 +45,11 @@ GEMMA2 = {
     "final_logit_softcapping": 2.0,
 }
 SIGMOID_MOE = {"num_experts": 6, "num_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT = {
     "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -208,6 +213,19 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", DELTA | QWEN_MOE | SHARED),
+    "qwen3_next_dense_layer": (
+        "Qwen3NextConfig",
+        DELTA | QWEN_MOE | SHARED | {"norm_topk_prob": False, "mlp_only_layers": [1], "linear_num_value_heads": 6},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_bias": (
+        "Qwen3_5TextConfig",
+        DELTA
+        | {"attention_bias": True, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+        | {"layer_types": None, "full_attention_interval": 2},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA | QWEN_MOE | SHARED),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"rope_parameters": LATENT_YARN}),
     "deepseek_v3_one_group": (
         "DeepseekV3Config",

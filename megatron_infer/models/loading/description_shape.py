@@ -18,7 +18,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.models.loading.head_padding import divisible
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.parameter_layouts import LAYOUTS, sizes_of
-from megatron_infer.models.stage_layers import expert_layers, stage_span
+from megatron_infer.models.stage_layers import delta_layers, expert_layers, stage_span
 
 
 def shape_of(
@@ -67,7 +67,9 @@ def shape_of(
         kv_dtype_bytes=DTYPE_BYTES[dtype],
         dtype=dtype,
         num_parameters=parameters,
-        state=_state_of(description, symbols.count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size),
+        state=_state_of(
+            description, sum(map(symbols.count, "MG")), dtype=dtype, tensor_parallel_size=tensor_parallel_size
+        ),
         experts=ExpertShape.of(layers.get, 1 if description.has_whole_experts else tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
         num_mtp_layers=layers.get("mtp_num_layers") or 0,
@@ -77,21 +79,29 @@ def shape_of(
 def _state_of(
     description: ModelDescription, num_mixers: int, *, dtype: str, tensor_parallel_size: int
 ) -> StateShape | None:
-    """The state of one request in the Mamba layers of one rank."""
-    layers = description.transformer
-    if description.hybrid is None or not num_mixers:
+    """The state of one request in the recurrent layers of one rank."""
+    layers, hybrid = description.transformer, description.hybrid
+    if not num_mixers:
         return None
-    heads, groups = layers["mamba_num_heads"], layers["mamba_num_groups"]
-    for count, what in ((heads, "Mamba heads"), (groups, "Mamba groups")):
+    if hybrid is None:
+        heads, groups = layers["linear_num_value_heads"], layers["linear_num_key_heads"]
+        head_dim, state_dim, taps = (
+            layers[name] for name in ("linear_value_head_dim", "linear_key_head_dim", "linear_conv_kernel_dim")
+        )
+        named = (heads, "value heads of delta nets"), (groups, "key heads of delta nets")
+    else:
+        heads, groups = layers["mamba_num_heads"], layers["mamba_num_groups"]
+        head_dim, state_dim, taps = layers["mamba_head_dim"], layers["mamba_state_dim"], hybrid.conv_width
+        named = (heads, "Mamba heads"), (groups, "Mamba groups")
+    for count, what in named:
         if count % tensor_parallel_size:
             raise ConfigError(
                 f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {count} {what} of the model"
             )
     heads, groups = heads // tensor_parallel_size, groups // tensor_parallel_size
-    head_dim, state_dim = layers["mamba_head_dim"], layers["mamba_state_dim"]
     return StateShape(
         num_layers=num_mixers,
-        conv_shape=(heads * head_dim + 2 * groups * state_dim, description.hybrid.conv_width),
+        conv_shape=(heads * head_dim + 2 * groups * state_dim, taps),
         ssm_shape=(heads, head_dim, state_dim),
         conv_dtype=dtype,
         ssm_dtype="float32",
@@ -139,13 +149,16 @@ def _symbols(description: ModelDescription, begin: int, end: int) -> str:
     layers = description.transformer
     has_experts = expert_layers(layers["num_layers"], layers.get("moe_layer_freq", 1))
     seconds = ["E" if layers.get("num_moe_experts") and one else "-" for one in has_experts[begin:end]]
-    return "".join(f"*{second}" for second in seconds)
+    is_delta = delta_layers(layers["num_layers"], layers.get("linear_attention_freq"))[begin:end]
+    return "".join(f"{'G' if delta else '*'}{second}" for delta, second in zip(is_delta, seconds, strict=True))
 
 
 def _layer_parameters(description: ModelDescription, begin: int, end: int) -> LayerParameters:
     layers, symbols = description.transformer, _symbols(description, begin, end)
     sizes, is_gated = sizes_of(description), bool(layers.get("gated_linear_unit"))
     biased, has_head_norms = _biased(description), bool(layers.get("qk_layernorm"))
+
+    kind = "G" if description.hybrid is None else "M"  # of the recurrent layers
 
     def count(*modules: str) -> int:
         layouts = [(LAYOUTS[one], one in biased or LAYOUTS[one].bias in biased) for one in modules]
@@ -170,10 +183,10 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
         router=count("mlp.router", *latent),
         expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
         shared_experts=count(*shared),
-        mixer=count(*(one for one in LAYOUTS if one.startswith("mixer."))),
+        mixer=count(*(one for one, layout in LAYOUTS.items() if layout.layers == kind and one != "norm")),
         num_mlps=symbols.count("-"),
         num_moes=symbols.count("E"),
-        num_mixers=symbols.count("M"),
+        num_mixers=symbols.count(kind),
         num_experts=sizes["experts"],
         has_head_norms=has_head_norms,
     )

@@ -57,6 +57,8 @@ class Rope:
     """Set where layers with a window have a rope of their own: the key of its base in older configs."""
     local_base: float | None = None
     """Its base in a config that gives none; None: that of the other rope."""
+    ignored: tuple[str, ...] = ()
+    """Parameters without effect on text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class Family:
     out], under the name itself, gate before up or both in turn; biases are under the name with _bias."""
     reads_mxfp4: bool = False
     """Whether linears may be stored in MXFP4 (`mxfp4`)."""
+    by_key_head: tuple[str, ...] = ()
+    """Modules whose tensors have the rows of all their blocks for one key head of a delta net, then for the next."""
     marks: tuple[str, ...] = ()
     """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
     ignored_tensors: tuple[str, ...] = ()
@@ -1300,6 +1304,123 @@ _GRANITE_MOE_HYBRID = Family(
     refusals=(_ONE_EXPERT,),
 )
 
+# ---------------------------------------------------------------------- gated delta nets
+
+_DELTA_TYPES = {"linear_attention": 1, "full_attention": 0}
+_DELTA = {
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "layernorm_zero_centered_gamma": True,
+    "kv_channels": Key("head_dim", 256, "optional"),
+    "max_sequence_length": Key("max_position_embeddings", 32768),
+    "linear_conv_kernel_dim": Key("linear_conv_kernel_dim", 4),
+    "linear_key_head_dim": Key("linear_key_head_dim", 128),
+    "linear_value_head_dim": Key("linear_value_head_dim", 128),
+    "linear_num_key_heads": Key("linear_num_key_heads", 16),
+    "linear_num_value_heads": Key("linear_num_value_heads", 32),
+    "_interval": Key("full_attention_interval", 4),
+    "_types": Key("layer_types", None, "any"),
+    "linear_attention_freq": lambda v: [
+        _DELTA_TYPES.get(one, 0)
+        for one in v["_types"]
+        or [list(_DELTA_TYPES)[(layer + 1) % v["_interval"] == 0] for layer in range(v["num_layers"])]
+    ],
+}
+_DELTA_TENSORS = {
+    f"self_attention.{name}": f"linear_attn.{named}"
+    for name, named in {
+        "conv1d": "conv1d", "dt_bias": "dt_bias", "A_log": "A_log", "out_norm": "norm", "out_proj": "out_proj",
+    }.items()
+}  # fmt: skip
+_DELTA_REFUSALS = (
+    (
+        lambda v: v["_types"] is not None and not set(v["_types"]) <= _DELTA_TYPES.keys(),
+        "layer_types={_types} is not supported: known are linear_attention and full_attention",
+    ),
+    (
+        lambda v: len(v["linear_attention_freq"]) != v["num_layers"],
+        "layer_types={_types} is not supported: it must have {num_layers} entries",
+    ),
+    (
+        lambda v: v["linear_num_value_heads"] % v["linear_num_key_heads"] != 0,
+        "{linear_num_value_heads} value heads cannot share {linear_num_key_heads} key heads evenly",
+    ),
+)
+_DELTA_WRITTEN: dict[str, Derived] = {
+    "layer_types": lambda v: [list(_DELTA_TYPES)[1 - one] for one in v["linear_attention_freq"]]
+}
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    fields=_DECODER | {"num_query_groups": _kv_heads(4)} | _DELTA,
+    tensors=_LLAMA_TENSORS
+    | _DELTA_TENSORS
+    | {
+        "self_attention.in_proj": (
+            *("linear_attn.in_proj_qkv",) * 3,
+            *(f"linear_attn.in_proj_{part}" for part in "zba"),
+        )
+    },
+    marks=("linear_attn.in_proj_qkv.",),
+    ignored_tensors=("mtp.",),
+    is_written=True,
+    written=_DELTA_WRITTEN,
+    biases=_ATTENTION_BIAS,
+    rope=Rope(percent=0.25, partial=True, ignored=("mrope_section", "mrope_interleaved")),
+    ignored_keys=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    refusals=_DELTA_REFUSALS,
+)
+_DELTA_EXPERTS = {
+    "num_query_groups": _kv_heads(2),
+    "moe_ffn_hidden_size": Key("moe_intermediate_size", 512),
+    "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 512),
+    "moe_shared_expert_gate": True,
+}
+_SHARED_QWEN_EXPERTS = {name: named for name, named in _QWEN2_MOE.tensors.items() if name.startswith("mlp.shared")}
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    fields={"_normalised": True}
+    | _QWEN3_5.fields
+    | EXPERTS
+    | _SOFTMAX_ROUTER
+    | _DELTA_EXPERTS
+    | {
+        "ffn_hidden_size": Key("moe_intermediate_size", 512),
+        "num_moe_experts": Key("num_experts", 256),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+    },
+    tensors=_QWEN3_5.tensors | _GATED_EXPERTS | _SHARED_QWEN_EXPERTS,
+    marks=(),  # those of the dense models
+    ignored_keys=(*_QWEN3_5.ignored_keys, *_ROUTER_LOSSES, "intermediate_size"),  # every layer has experts
+    renamed_keys={"num_local_experts": "num_experts"},
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
+    refusals=(*_DELTA_REFUSALS, _ONE_EXPERT),
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    model_type="qwen3_next",
+    fields=_QWEN3_5.fields
+    | _QWEN_MOE
+    | _DELTA_EXPERTS
+    | {
+        "num_moe_experts": Key("num_experts", 512),
+        "moe_router_topk": Key("num_experts_per_tok", 10),
+        "_normalised": Key("norm_topk_prob", True, "flag"),
+    },
+    tensors=_QWEN3_5.tensors
+    | _GATED_EXPERTS
+    | _SHARED_QWEN_EXPERTS
+    | {"self_attention.in_proj": (*("linear_attn.in_proj_qkvz",) * 4, *("linear_attn.in_proj_ba",) * 2)},
+    by_key_head=("self_attention.in_proj",),
+    marks=("linear_attn.in_proj_qkvz.",),
+    written=_DELTA_WRITTEN | _NORMALISED | _DENSE_LAYERS,
+    ignored_keys=(*_QWEN3_5.ignored_keys, *_ROUTER_LOSSES),
+    renamed_keys={"num_local_experts": "num_experts"},
+    required_of_experts=_NO_BIAS_WITH_EXPERTS,
+    refusals=(*_DELTA_REFUSALS, _ONE_EXPERT),
+)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
@@ -1325,6 +1446,9 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "OlmoeForCausalLM": _OLMOE,

@@ -277,7 +277,7 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     for key in used.values():
         if key not in parameters:
             raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
-    left = set(parameters) - {*used.values(), "original_max_position_embeddings"}
+    left = set(parameters) - {*used.values(), "original_max_position_embeddings", *rule.ignored}
     if left:
         raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
     for key in used.values():

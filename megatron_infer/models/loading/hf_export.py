@@ -141,7 +141,7 @@ def _taken_apart(
     unfinished: tensors of all experts, flat, and the number of their elements that no parameter has given yet.
     Raises ModelError for a value that has no place.
     """
-    value = parameter.detach()
+    value = (parameter.detach().float() - recipe.shift).to(parameter.dtype) if recipe.shift else parameter.detach()
     if recipe.make is None:
         if bool(value.any()):
             raise ModelError(f"{name} is not zero, and the Hugging Face model has no such tensor")

@@ -8,7 +8,6 @@ Shape legend: N query heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -78,12 +77,15 @@ class Recipe:
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     make: Callable[[TensorReader, Shard], Tensor] | None = None
     """None: zeros (a bias the source does not have)."""
+    shift: float = 0.0
+    """What loading adds to what `make` gives."""
 
 
 # Transformer Engine specs have the norm inside the linear after it; a MambaModel calls its last norm otherwise.
 _ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
     "mixer.in_proj.layer_norm_weight": "norm.weight",
@@ -123,7 +125,9 @@ class Recipes:
             if layout.bias != "own" and layout.bias not in self.description.linear_biases:
                 return Recipe()
             layout = replace(layout, columns=(), cut="nothing" if layout.cut == "columns" else layout.cut)
-        recipe = self._made(sources, layout, local)
+        recipe = self._made(sources, layout, local, by_key_head=module in self.family.by_key_head)
+        if layout.is_around_one and self.description.transformer.get("layernorm_zero_centered_gamma"):
+            recipe.shift = -1.0
         scales = self.description.scales
         return scaled(recipe, getattr(scales, layout.scale)) if scales is not None and layout.scale else recipe
 
@@ -144,14 +148,18 @@ class Recipes:
     def _blocks(self, sources: tuple[str, ...], layout: Layout) -> list[tuple[str, int, int]]:
         """(tensor, first row in the tensor, number of rows) of each block of rows."""
         heights = layout.heights(self._sizes, is_gated=self.description.transformer["gated_linear_unit"])
-        if len(sources) == 1:
-            starts = itertools.accumulate([0, *heights[:-1]])
-            return [(sources[0], start, height) for start, height in zip(starts, heights, strict=True)]
-        given = sources[-len(heights) :]  # without gating there is no gate, which comes first
-        return [(name, 0, height) for name, height in zip(given, heights, strict=True)]
+        given = sources * len(heights) if len(sources) == 1 else sources
+        given = given[-len(heights) :]  # without gating there is no gate, which comes first
+        blocks, ends = [], dict.fromkeys(given, 0)
+        for name, height in zip(given, heights, strict=True):
+            blocks.append((name, ends[name], height))
+            ends[name] += height
+        return blocks
 
-    def _made(self, sources: tuple[str, ...], layout: Layout, local: int | None) -> Recipe:
-        """local: the expert's number on its rank; None: the parameter belongs to no expert."""
+    def _made(
+        self, sources: tuple[str, ...], layout: Layout, local: int | None, *, by_key_head: bool = False
+    ) -> Recipe:
+        """local: the expert's number on its rank; None: it belongs to no expert. by_key_head: as in `Family`."""
         blocks = self._blocks(sources, layout)
         tail = tuple(self._sizes[name] for name in layout.columns)
         shapes = {name: (sum(height for one, _, height in blocks if one == name), *tail) for name, _, _ in blocks}
@@ -178,6 +186,8 @@ class Recipes:
             if layout.cut == "vocabulary":
                 start, stop = (min(end, self._sizes["vocabulary"]) for end in shard.span(self._model_vocab))
                 return read(sources[0], rows=(start, stop))
+            if by_key_head:
+                return self._of_key_heads(read, blocks, shapes, shard)
             groups = self._groups(shard) if layout.cut == "groups" else shard
             spans = [(name, at, groups.span(height)) for name, at, height in blocks]
             parts = [read(name, rows=(at + start, at + stop)) for name, at, (start, stop) in spans]
@@ -204,12 +214,31 @@ class Recipes:
             return shard
         return Shard(rank=shard.rank // (shard.size // self._kv_heads), size=self._kv_heads)
 
+    def _of_key_heads(
+        self,
+        read: Callable[..., Tensor],
+        blocks: list[tuple[str, int, int]],
+        shapes: Mapping[str, tuple[int, ...]],
+        shard: Shard,
+    ) -> Tensor:
+        """This rank's part of each block, of tensors that have a part of all their blocks for each key head."""
+        heads = self.description.transformer["linear_num_key_heads"]
+        local, found = heads // shard.size, {}
+        for name, (rows, *_) in shapes.items():
+            part = read(name, rows=shard.span(rows))
+            found[name] = part.reshape(local, rows // heads, *part.shape[1:])
+        parts = [found[name][:, at // heads : (at + height) // heads] for name, at, height in blocks]
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
     def _interleave(self, parts: list[Tensor], shard: Shard) -> Tensor:
         """[N*H, ...], [K*H, ...], [K*H, ...] -> [K * (N/K + 2) * H, ...], group by group.
 
         The parts are those of `_groups`. With fewer kv heads than ranks the result is this rank's piece of its group.
         """
         groups = self._kv_heads // self._groups(shard).size
+        if self.description.transformer.get("attention_output_gate"):  # [N, 2, H]: a head's query, then its gate
+            q = parts[0].reshape(groups, -1, 2, self.description.transformer["kv_channels"], *parts[0].shape[1:])
+            parts = [q.transpose(1, 2).reshape(parts[0].shape), *parts[1:]]
         fused = torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
         if shard.size <= self._kv_heads:
             return fused

@@ -84,6 +84,8 @@ def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, sha
     if recipe.make is None:
         return torch.zeros_like(parameter)
     value = recipe.make(reader, shard)
+    if recipe.shift:
+        value = (value.float() + recipe.shift).to(torch.promote_types(value.dtype, parameter.dtype))
     vocabulary = "word_embeddings" in name or name.startswith("output_layer")
     if vocabulary and value.shape[0] < parameter.shape[0]:  # padding entries: masked by the sampler, kept at zero
         padding = value.new_zeros(parameter.shape[0] - value.shape[0], *value.shape[1:])

@@ -26,7 +26,7 @@ class Layout:
     """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole. With
     `whole heads` rows, if they are those of all heads (`Extensions.whole_head_norms`)."""
     layers: str = ""
-    """Symbols of a hybrid's layers that have it."""
+    """Symbols of the layers that have it (`description_shape`); a hybrid's pattern has them."""
     gated: bool = False
     """Whether a gated MLP has its block twice, for gate and up."""
     bias: str = "own"
@@ -34,6 +34,8 @@ class Layout:
     neither has one."""
     scale: str = ""
     """The field of WeightScales that loading multiplies into it."""
+    is_around_one: bool = False
+    """Whether the source adds 1 to it where megatron-core's norms are zero-centred."""
 
     def heights(self, sizes: Mapping[str, int], *, is_gated: bool) -> list[int]:
         """Rows of each block. sizes: `sizes_of` the model; is_gated: its MLPs are."""
@@ -93,6 +95,18 @@ LAYOUTS = {
     "mlp.shared_experts.linear_fc1": replace(_FC1, rows=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.linear_fc2": replace(_FC2, columns=("shared_ffn",), layers="E", bias="none"),
     "mlp.shared_experts.gate_weight": Layout(rows=("one",), columns=("hidden",), cut="nothing", layers="E"),
+    "self_attention.in_proj": Layout(
+        rows=("delta_keys", "delta_keys", "delta_values", "delta_values", "delta_heads", "delta_heads"),
+        columns=("hidden",),
+        layers="G",
+    ),
+    "self_attention.conv1d": Layout(
+        rows=("delta_keys", "delta_keys", "delta_values"), columns=("one", "delta_taps"), layers="G"
+    ),
+    "self_attention.dt_bias": Layout(rows=("delta_heads",), layers="G"),
+    "self_attention.A_log": Layout(rows=("delta_heads",), layers="G"),
+    "self_attention.out_norm": Layout(rows=("delta_head_dim",), cut="nothing", layers="G", is_around_one=True),
+    "self_attention.out_proj": Layout(rows=("hidden",), columns=("delta_values",), cut="columns", layers="G"),
     # in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds.
     "mixer.in_proj": Layout(
         rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="M"
@@ -123,7 +137,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "heads": heads,
         "q_norm": q_rank if is_latent else q_norm,
         "k_norm": k_norm,
-        "queries": queries,
+        "queries": queries * (2 if layers.get("attention_output_gate") else 1),
         "mixed": heads * layers["v_head_dim" if is_latent else "kv_channels"],
         "q_rank": q_rank,
         "kv_rank": kv_rank,
@@ -139,6 +153,11 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "inner": mamba_heads * (layers.get("mamba_head_dim") or 0),
         "states": (layers.get("mamba_num_groups") or 0) * (layers.get("mamba_state_dim") or 0),
         "taps": 0 if hybrid is None else hybrid.conv_width,
+        "delta_keys": (layers.get("linear_num_key_heads") or 0) * (layers.get("linear_key_head_dim") or 0),
+        "delta_values": (layers.get("linear_num_value_heads") or 0) * (layers.get("linear_value_head_dim") or 0),
+        "delta_heads": layers.get("linear_num_value_heads") or 0,
+        "delta_head_dim": layers.get("linear_value_head_dim") or 0,
+        "delta_taps": layers.get("linear_conv_kernel_dim") or 0,
     }
 
 
@@ -148,11 +167,12 @@ def check_split(description: ModelDescription, *, tensor: int, expert: int = 1, 
     expert, expert_tensor: expert-parallel ranks, and ranks that each expert is split over.
     """
     layers, hybrid = description.transformer, description.hybrid
-    symbols = "*-" if hybrid is None else hybrid.pattern
+    symbols = "*-G" if hybrid is None else hybrid.pattern
     dense = {
         "*": ("num_attention_heads", "num_query_groups"),
         "-": ("ffn_hidden_size",),
         "M": ("mamba_num_heads", "mamba_num_groups"),
+        "G": ("linear_num_key_heads", "linear_num_value_heads"),
     }
     keys = [key for symbol, several in dense.items() if symbol in symbols for key in several]
     split = [(key, tensor, "tensor-parallel") for key in (*keys, "moe_shared_expert_intermediate_size")]
