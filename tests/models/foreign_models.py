@@ -23,7 +23,8 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.layer_probes import module_probes, trace_forward
 from megatron_infer.models.moe import DeviceAgnosticRouter
-from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import DELTA, EXPERTS, stock_spec, tiny_gpt, tiny_hybrid
 
 PROMPT = [5, 17, 3, 99, 42, 8, 8, 61]
 
@@ -99,6 +100,21 @@ def refused(model, *words):
         raise AssertionError("adopted")
 
 
+def delta_nets(**settings):
+    """megatron-core's own GatedDeltaNet, and ours with its weights, which trains without flash-linear-attention."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+    with cpu_shim(3):
+        spec = variants.get_transformer_block_with_experimental_attention_variant_spec
+        model = tiny_gpt(spec=lambda config: spec(config), **DELTA | settings)
+        same_tokens(model, "GatedDeltaNet", "TELayerNormColumnParallelLinear")
+        x = torch.randn(9, 2, 64)
+        theirs, ours = (one.decoder.layers[0].self_attention for one in (model, tiny_gpt(**DELTA | settings)))
+        norm = torch.nn.functional.rms_norm(x, (64,), theirs.in_proj.layer_norm_weight + 1, theirs.in_proj.eps)
+        ours.load_state_dict({name: one for name, one in theirs.state_dict().items() if "layer_norm" not in name})
+        torch.testing.assert_close(ours(norm, None)[0], theirs(x, None)[0], rtol=0, atol=1e-5)
+
+
 def double_norm():
     model = tiny_gpt(spec=te_spec)
     model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(64)
@@ -165,6 +181,10 @@ CASES = {
     ),
     "adopted: hybrid": lambda: same_tokens(
         tiny_hybrid("M*-M", spec=te_hybrid_spec), "TELayerNormColumnParallelLinear", "TERowParallelLinear"
+    ),
+    "adopted: gated delta nets": delta_nets,
+    "adopted: gated delta nets in every second layer": lambda: delta_nets(
+        linear_attention_freq=2, linear_num_value_heads=2, linear_conv_kernel_dim=3
     ),
     "refused: a norm twice": double_norm,
     "refused: weights of eight bits": eight_bits,

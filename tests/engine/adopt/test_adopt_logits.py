@@ -24,7 +24,7 @@ from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransfor
 from megatron_infer.models.rotary import rotary_table
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import EXPERTS, YARN, stock_spec, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import DELTA, EXPERTS, YARN, stock_spec, tiny_gpt, tiny_hybrid
 
 try:
     from megatron.core.inference.utils import InferenceMode  # 0.19: a flag of the process tells GPTModel.forward
@@ -148,6 +148,18 @@ ARCHITECTURES = {
     },
     "norms_after": {"extensions": Extensions(norms="after", embedding_scale=3.0), "add_bias_linear": True},
     "whole_head_norms": {"extensions": Extensions(whole_head_norms=True), "qk_layernorm": True, **EXPERTS},
+    "gated": {"attention_output_gate": True},
+    "gated_mqa_bias": {
+        "attention_output_gate": True,
+        "num_query_groups": 1,
+        "add_qkv_bias": True,
+        "qk_layernorm": True,
+    },
+    "delta": DELTA,
+    "delta_alone": {**DELTA, "linear_attention_freq": [1, 1, 1]},
+    "delta_every_second": {**DELTA, "linear_attention_freq": 2, "layernorm_zero_centered_gamma": False},
+    "delta_one_head_a_group": {**DELTA, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
+    "delta_experts": {**DELTA, **EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
     "latent_yarn": LATENT,
     "latent_rope": {**LATENT, "rope_type": "rope", "rotary_scaling_factor": 1.0},
     "latent_whole_queries": {**LATENT, "q_lora_rank": None},
@@ -226,6 +238,7 @@ def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
     "name",
     [
         *("gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms", "latent_yarn", "softcapped", "norms_after"),
+        "delta",
         *("hybrid_rope", "hybrid_experts", "hybrid_mamba", "hybrid_layer_norm"),
     ],
 )

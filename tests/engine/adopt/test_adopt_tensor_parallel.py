@@ -14,7 +14,7 @@ from model_kinds import SOFTCAPPED
 
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.extensions import Extensions, extensions_of
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid
 
 MODELS = {
     "swiglu": functools.partial(tiny_gpt, qk_layernorm=True, share_embeddings_and_output_weights=True),
@@ -31,6 +31,8 @@ MODELS = {
         tiny_gpt, extensions=Extensions(norms="after", whole_head_norms=True), qk_layernorm=True, add_bias_linear=True
     ),
     "groups": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
+    "delta": tiny_delta,
+    "gated": functools.partial(tiny_gpt, attention_output_gate=True),
     "norm_over_two_groups_each": functools.partial(tiny_hybrid, "MM", mamba_num_groups=4, norm_groups=2),
 }
 
@@ -45,6 +47,10 @@ def share(name: str, whole: torch.Tensor, model, rank: int, size: int) -> torch.
     parts, dim = [len(whole)], 0
     if name.endswith("mixer.in_proj.weight"):
         parts = [wide, wide, state, state, heads]
+    elif name.endswith("self_attention.in_proj.weight"):
+        parts = [32, 32, 32, 32, 4, 4]
+    elif "self_attention.conv1d" in name:
+        parts = [32, 32, 32]
     elif "conv1d" in name:
         parts = [wide, state, state]
     elif "linear_fc1." in name and config.gated_linear_unit:
@@ -91,7 +97,8 @@ def run_rank(rank: int, size: int, folder: str) -> None:
         adopted = adopt(model)
         shape = adopted.shape
         assert shape.num_kv_heads == (2 // size if shape.num_attention_layers else 1)
-        assert shape.state is None or shape.state.ssm_shape == (16 // size, 8, 16)
+        heads = 4 if name == "delta" else 16
+        assert shape.state is None or shape.state.ssm_shape == (heads // size, 8, 16)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.copy_(share(key, weights[key], model, rank, size))
@@ -108,15 +115,20 @@ def check_equal_start(name: str, folder: str, rank: int, size: int) -> None:
     model = MODELS[name](tensor_model_parallel_size=size, randomize=False)
     start = torch.load(f"{folder}/{name}.start.pt")
     for key, parameter in model.named_parameters():
-        if "mixer" in key and "in_proj" not in key:
+        if ("mixer" in key or is_delta(key)) and "in_proj" not in key:
             assert torch.equal(parameter, share(key, start[key], model, rank, size)), key
+
+
+def is_delta(key: str) -> bool:
+    """Whether it is of a gated delta net."""
+    return any(f"self_attention.{part}" in key for part in ("in_proj", "conv1d", "A_log", "dt_bias", "out_"))
 
 
 def mixer_shapes(model) -> dict:
     """Checkpoint key -> shape over all ranks, of the mixers."""
     found = {}
     for key, value in model.sharded_state_dict().items():
-        if "mixer" in key:
+        if "mixer" in key or is_delta(key):
             for part in value.build() if hasattr(value, "build") else [value]:
                 if hasattr(part, "global_shape"):
                     found[part.key] = part.global_shape

@@ -22,6 +22,7 @@ from megatron_infer.testing.tiny import (
     randomize_vectors,
     stock_spec,
     tiny_config,
+    tiny_delta,
     tiny_gpt,
     tiny_hybrid,
 )
@@ -46,6 +47,7 @@ GPT = {
     "softcapped": SOFTCAPPED,
 }
 MODELS = {name: functools.partial(tiny_gpt, spec=unpaged_spec, **settings) for name, settings in GPT.items()} | {
+    "delta": tiny_delta,
     "mamba": functools.partial(tiny_hybrid, "MMM"),
     "hybrid": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
     "hybrid experts": functools.partial(tiny_hybrid, "M*ME"),
@@ -125,7 +127,8 @@ def test_generation_between_optimizer_steps_follows_the_weights_and_leaves_train
             optimizer.step()
             model.eval()
         assert torch.equal(*losses)
-        assert adopted.scan_weights_differ() == ("decoder.layers.0.mixer.A_log" if adopted.ssm_specs else None)
+        part = "self_attention" if name == "delta" else "mixer"
+        assert adopted.scan_weights_differ() == (f"decoder.layers.0.{part}.A_log" if adopted.ssm_specs else None)
     for ours, theirs in zip(with_us.parameters(), without.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     adopted.refresh_scan_weights()

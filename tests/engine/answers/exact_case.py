@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "attention",
         {"extensions": Extensions(norms="after", whole_head_norms=True), "qk_layernorm": True},
     ),
+    "delta": ("delta", {}),
+    "delta bf16": ("delta", {**EXPERTS, **BF16}),
     "latent": ("latent", {}),
     "latent bf16": ("latent", {**EXPERTS, **SIGMOID, **BF16, "q_lora_rank": None}),
 }

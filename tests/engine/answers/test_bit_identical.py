@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 mamba": ("mamba", BF16),
     "fp32 softcapped": ("softcapped", {}),
     "bf16 softcapped": ("softcapped", BF16),
+    "fp32 delta": ("delta", {}),
+    "bf16 delta": ("delta", {**EXPERTS, **GATED, **BF16}),
     "fp32 latent": ("latent", {}),
     "bf16 latent": ("latent", BF16),
 }
