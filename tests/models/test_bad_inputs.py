@@ -149,6 +149,10 @@ def test_names_without_the_body_prefix_load(tmp_path):
         ("nemotron_h_experts", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, it must be 1 to 6"),
         ("granite", {"logits_scaling": 0}, "'logits_scaling' must be a positive number, got 0"),
         ("nemotron_h", {"mamba_dt_limit": [0.1, 0.2]}, "time_step_limit"),
+        ("gemma2", {"sliding_window": "x"}, "config.json: .*'sliding_window' is 'x': TypeError"),
+        ("nemotron_h_experts", {"num_experts_per_tok": "x"}, "config.json: .*'num_experts_per_tok' is 'x': TypeError"),
+        ("llama", {"rms_norm_eps": [1]}, r"config.json: 'rms_norm_eps' .*\[1\]"),
+        ("llama", {"architectures": {"a": 1}}, "'architectures' is {'a': 1}, it must be a list of names"),
     ],
 )
 def test_configs_that_cannot_be_done_exactly_are_refused_by_name(case, change, message, tmp_path):

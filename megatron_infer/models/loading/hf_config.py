@@ -78,7 +78,18 @@ def description_from_config(
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
     keys = Keys(config)
-    parts = _parts(family, keys)
+    try:
+        parts = _parts(family, keys)
+    except ModelError:
+        raise
+    except _WRONG_TYPES as error:
+        wrong = [
+            f"{key!r} is {config[key]!r:.100}"
+            for key in keys.read & config.keys()
+            if _has_wrong_type(key, family, config)
+        ]
+        shown = f"{', '.join(sorted(wrong))}: " if wrong else ""
+        raise ModelError(f"{name or 'model'}: config.json: {shown}{type(error).__name__}: {error}") from error
     check_rest(keys, architecture)
     bos = config.get("bos_token_id")
     pad = config.get("pad_token_id")
@@ -96,13 +107,33 @@ def description_from_config(
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The name of the architecture, else that of the model's type."""
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"config.json: 'architectures' is {names!r:.100}, it must be a list of names")
     if names:
         return str(names[0])
     kind = config.get("model_type")
-    return MODEL_TYPES.get(kind, str(kind)) if kind else "(none named in config.json)"
+    return MODEL_TYPES.get(str(kind), str(kind)) if kind else "(none named in config.json)"
 
 
 # ---------------------------------------------------------------------- reading
+
+
+_WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What reading raises for a value of a type that nobody would write."""
+
+
+def _has_wrong_type(key: str, family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether the key's value has a wrong type: it is no positive number, and reading goes on where it is missing."""
+    value = config[key]
+    if isinstance(value, int | float) and value is not True and value > 0:
+        return False
+    try:
+        _parts(family, Keys({name: value for name, value in config.items() if name != key}))
+    except ModelError:
+        return True
+    except _WRONG_TYPES:
+        return False
+    return True
 
 
 def _parts(family: Family, keys: Keys) -> dict[str, Any]:
