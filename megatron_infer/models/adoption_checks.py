@@ -22,7 +22,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "fp4": "quantised linears are not supported",
     "quant_recipe": "linears with recipes of their own are not supported",
     "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder too; set it to 'none'",
-    "heterogeneous_block_specs": "layers of different shapes are not supported",
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
     "batch_invariant_mode": "it is for megatron-core's CUDA kernels; ours: InferenceConfig(batch_invariant=True)",
     "use_kitchen": "Kitchen's linears are not known",

@@ -1470,7 +1470,7 @@ _LLAMA4 = (
 REFUSED = {
     "Ernie4_5_MoeForCausalLM": "its router adds a correction bias to softmax scores, which megatron-core's does to "
     "sigmoid scores only",
-    "DeciLMForCausalLM": "its layers have different shapes",
+    "DeciLMForCausalLM": "its layers have different shapes, which no model description says; give a live model",
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "

@@ -219,7 +219,6 @@ REFUSED = {
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
     "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
     "context_parallel": (lambda: set_config(context_parallel_size=2), "context_parallel_size=2"),
-    "heterogeneous": (lambda: set_config(heterogeneous_block_specs=True), "layers of different shapes"),
     "batch_invariant": (lambda: set_config(batch_invariant_mode=True), "batch_invariant_mode"),
     "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
     "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
