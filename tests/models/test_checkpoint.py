@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import random_model
+from model_kinds import LATENT
 from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
@@ -283,8 +284,10 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
         {"rotary_percent": 0.5, **YARN},
         {"activation_func": quick_gelu, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
         {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2},
+        LATENT,
+        {**LATENT, "q_lora_rank": None, "rope_type": "rope", "rotary_scaling_factor": 1.0, "qk_layernorm": False},
     ],
-    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks"],
+    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries"],
 )
 def test_a_live_model_is_described_with_all_that_it_computes(settings, tmp_path):
     model = tiny_gpt(**settings)

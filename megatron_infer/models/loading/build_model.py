@@ -240,9 +240,7 @@ def latent_rope(description: ModelDescription) -> dict[str, Any]:
     if scaling is None:
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     rounds = scaling.kind == "yarn" and scaling.truncate
-    plain = scaling.mscale_all_dim or scaling.mscale == 1.0
-    ratio = _yarn_weight(scaling, scaling.mscale) / _yarn_weight(scaling, scaling.mscale_all_dim)
-    if not rounds or not plain or not math.isclose(ratio, scaling.attention_factor, rel_tol=1e-6):
+    if not rounds or not math.isclose(scaling.mscale_ratio, scaling.attention_factor, rel_tol=1e-6):
         raise ModelError(
             f"{description.name}: latent attention has no rope, or yarn of whole frequencies with mscale and "
             f"mscale_all_dim or neither, got {scaling}"
@@ -256,10 +254,6 @@ def latent_rope(description: ModelDescription) -> dict[str, Any]:
         "mscale": scaling.mscale,
         "mscale_all_dim": scaling.mscale_all_dim,
     }
-
-
-def _yarn_weight(scaling: RopeScaling, weight: float) -> float:
-    return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
 
 
 def rotary_frequencies(description: ModelDescription) -> Tensor:

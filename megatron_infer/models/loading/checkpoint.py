@@ -243,7 +243,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         if is_bridge(module):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             raise ModelError(f"{name} is a {kind}, which a model description cannot express yet")
-    for key in ("num_moe_experts", "multi_latent_attention"):
+    for key in ("num_moe_experts",):
         if getattr(config, key, None) and key not in fields:
             value = getattr(config, key)
             raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
@@ -262,14 +262,17 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
     transformer |= {key: True for key in _WHERE_TRUE if getattr(config, key, False)}
-    rope = getattr(model, "rotary_pos_emb", None)
+    rotary = _rope_of(getattr(model, "rotary_pos_emb", None), model)
+    if config.multi_latent_attention:
+        latent, rotary = _latent_of(model)
+        transformer |= latent
     return ModelDescription(
         architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
         transformer=transformer,
         vocab_size=getattr(model, "true_vocab_size", model.vocab_size),
         max_sequence_length=model.max_sequence_length,
         position_embedding="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
-        **_rope_of(rope, model),
+        **rotary,
         hybrid=hybrid,
         extensions=extensions_of(config),
         tied_embeddings=model.share_embeddings_and_output_weights,
@@ -297,6 +300,35 @@ def description_by_names(model: nn.Module, names: Iterable[str]) -> ModelDescrip
             "plan=open_source(directory).config()"
         )
     return replace(description, architecture=architecture)
+
+
+def _latent_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of TransformerConfig, fields of a description) of a model with latent attention."""
+    config = model.config
+    if config.rotary_percent != 1.0:
+        raise ModelError(f"latent attention with rotary_percent={config.rotary_percent}, which no description says yet")
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    layers = {"multi_latent_attention": True, **{name: getattr(config, name) for name in names}}
+    layers["kv_channels"] = config.qk_head_dim + config.qk_pos_emb_head_dim
+    scaling = None
+    if config.rope_type == "yarn":
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=config.rotary_scaling_factor,
+            original_max_position=config.original_max_position_embeddings,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            mscale=config.mscale,
+            mscale_all_dim=config.mscale_all_dim,
+        )
+        scaling = replace(scaling, attention_factor=scaling.mscale_ratio)
+    norms = [one.eps for name, one in model.named_modules() if name.endswith(".kv_layernorm") and hasattr(one, "eps")]
+    epsilon = next((one for one in norms if one != config.layernorm_epsilon), None)
+    return layers, {
+        "rotary_base": float(config.rotary_base),
+        "rope_scaling": scaling,
+        "latent_norm_epsilon": epsilon,
+    }
 
 
 def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:

@@ -1491,8 +1491,10 @@ MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {
 
 
 def family_of(description: ModelDescription) -> Family:
-    """The row of a description. An architecture without a row, such as megatron-core's own, has Llama's."""
-    return FAMILIES.get(description.architecture, _LLAMA)
+    """The row of a description. An architecture without a row, such as megatron-core's own, has Llama's, or with latent
+    attention DeepSeek-V3's."""
+    is_latent = bool(description.transformer.get("multi_latent_attention"))
+    return FAMILIES.get(description.architecture, _DEEPSEEK_V3 if is_latent else _LLAMA)
 
 
 def is_hf_name(name: str) -> bool:

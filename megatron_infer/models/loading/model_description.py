@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -38,6 +39,15 @@ class RopeScaling:
     """yarn and longrope multiply rotated queries and keys by it each; softmax_scale has its square."""
     is_in_rotation: bool = False
     """softmax_scale does not have it, cosines and sines do: heads or layers do not rotate as a whole."""
+
+    @property
+    def mscale_ratio(self) -> float:
+        """What megatron-core makes of mscale and mscale_all_dim: the factor of latent attention's cosines and sines."""
+
+        def of(weight: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+        return of(self.mscale) / of(self.mscale_all_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,16 @@ def test_the_base_is_frozen_and_its_state_dict_is_as_before(tmp_path):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "gpt2", "nemotron_h_experts", "bamba", "granite_factors"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "qwen3", "phi3", "gpt2", "nemotron_h_experts", "bamba", "granite_factors", "deepseek_v3"],
+)
 def test_a_saved_adapter_is_the_trained_one_in_peft(kind, tmp_path):
     peft = pytest.importorskip("peft")
     model = built(tmp_path, kind)
     targets = TARGETS if kind != "nemotron_h_experts" else TARGETS[:-1]  # PEFT refuses this family's out_proj
+    if kind == "deepseek_v3":
+        targets = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj"]
     adapter = attach_lora(model, rank=4, alpha=6, targets=targets, rslora=kind == "qwen3")
     randomise(adapter)
     adapter.save(tmp_path / "out")

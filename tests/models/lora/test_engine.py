@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import finish, logprobs_of, suspending
 from lora_cases import merged, random_adapter
+from model_kinds import LATENT
 from rehearsal import DRAFTS, check_drafted, rehearse
 
 from megatron_infer import InferenceConfig, LoRAConfig, SamplingParams
@@ -23,6 +24,7 @@ from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 MODELS = {
     "gqa": lambda **how: tiny_gpt(**how),
     "hybrid": lambda **how: tiny_hybrid("M*-M", **how),
+    "latent": lambda **how: tiny_gpt(**LATENT, **how),
     "experts": lambda **how: tiny_hybrid("M*-ME", moe_shared_expert_intermediate_size=32, **how),
     "gelu with biases": lambda **how: tiny_gpt(
         gated_linear_unit=False, activation_func=torch.nn.functional.gelu, add_bias_linear=True, **how
