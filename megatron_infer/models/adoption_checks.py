@@ -98,8 +98,6 @@ def check_model(model: Any) -> None:
     for method in _DRIVEN:
         if getattr(type(model), method, None) is not getattr(base, method, None):
             raise AdoptionError("", f"{qualified(model)} overrides {method}, which the paged path does not call")
-    if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
-        raise AdoptionError("mtp", "MTP layers of a hybrid model are not supported")
     if global_hooks():
         raise AdoptionError("", "torch has forward hooks of all modules, which the paged path would skip; remove them")
     check_called_by_none(model, "")

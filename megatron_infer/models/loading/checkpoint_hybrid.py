@@ -56,7 +56,7 @@ def _whole_pattern(model: Any) -> str:
     """The symbol of each layer, over all pipeline stages."""
     given = getattr(model, "hybrid_override_pattern", None) or getattr(model, "hybrid_layer_pattern", None)
     if given:
-        return "".join(given).replace("|", "")
+        return "".join(given).partition("/")[0].replace("|", "")  # behind it the patterns of MTP layers
     kinds = "".join(model.decoder.layer_type_list)
     if len(kinds) != model.config.num_layers:
         ratios = {"hybrid_attention_ratio": model.hybrid_attention_ratio, "hybrid_mlp_ratio": model.hybrid_mlp_ratio}
