@@ -144,8 +144,11 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
     shared: list[Any] = []
     if experts.shared is not None:
         shared = [_PROGRAM_OPS.get(type(one), lambda _: None)(one) for one in experts.shared.flat()]
-        if experts.has_shared_gate or None in shared:
+        if None in shared:
             return None
+    gate: tuple[LinearOp, ...] = ()
+    if experts.has_shared_gate:
+        gate = (LinearOp(weight=(experts.shared_module._parameters, "gate_weight"), bias=None),)
     around = [] if experts.down is None or experts.up is None else [_linear(experts.down), _linear(experts.up)]
     if None in around:
         return None
@@ -159,6 +162,7 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         rules=rules,
         weights=experts.grouped,
         shared=tuple(shared),
+        gate=gate,
         around=tuple(one for one in around if isinstance(one, LinearOp)),
     )
 

@@ -332,12 +332,11 @@ class FusedExperts(LayerOp):
         assert self.shared is not None
         out_TD: Tensor = self.shared.run(step, x_TD)[0]
         if self.has_shared_gate:
-            # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on the number of tokens.
             weight = self.shared_module.gate_weight
             if self.shared_with_experts and self.reduce is not None:
                 weight = self.reduce.spread(weight)
             gate_T1 = step.ops.linear(x_TD, weight)
-            out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
+            out_TD = step.ops.sigmoid_mul(out_TD, gate_T1.expand_as(out_TD).contiguous())
         return out_TD
 
     def linears(self) -> Iterator[FusedLinear]:

@@ -24,6 +24,8 @@ extern "C" {
     int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
                                    uint64_t* needs, int64_t tokens, int64_t inner, int64_t rows, int threads);             \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);                           \
+    void mi_sigmoid_mul_##SUFFIX(const void* x, const void* gate, int64_t gate_stride, void* out, int64_t rows,            \
+                                 int64_t dim, int threads);                                                                \
     void mi_gelu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);                           \
     void mi_lora_##SUFFIX(const mi::LoraWeights* weights, const mi::LoraStep* step, void* y, const void* x,                \
                           int64_t y_stride, int64_t x_stride);

@@ -28,6 +28,7 @@ struct ExpertsOp {  // mirrored in native_experts.py
     Routing routing;
     Experts experts;
     const LayerOp *router, *shared;  // linear; operations of the shared expert, num_shared of them
+    const LayerOp* gate;             // null, or the linear whose sigmoid each token weighs the shared expert by
     const LayerOp* around;           // null, or two linears: into the latent space of the experts, and out of it
     int64_t num_shared;
     int64_t number;                  // among the model's mixtures of experts
@@ -65,6 +66,7 @@ struct Kernels;
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
         static constexpr auto gelu_mul = mi_gelu_mul_##SUFFIX;      \
+        static constexpr auto sigmoid_mul = mi_sigmoid_mul_##SUFFIX; \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
         static constexpr auto route = mi_route_##SUFFIX;            \
         static constexpr auto add_experts = mi_add_experts_##SUFFIX; \
@@ -147,6 +149,15 @@ static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t toke
         T* to = i + 1 < op.num_shared ? between[i & 1].get<T>(tokens * op.shared[i].outer) : last;
         run_linear(call, op.shared[i], tokens, from, to);
         from = to;
+    }
+    if (op.gate) {
+        static thread_local Buffer gates, rows;
+        const int64_t width = router.inner;
+        T *gate = gates.get<T>(tokens), *row = rows.get<T>(tokens * width);
+        run_linear(call, *op.gate, tokens, x, gate);
+        for (int64_t t = 0; t < tokens; ++t)
+            for (int64_t i = 0; i < width; ++i) row[t * width + i] = gate[t];
+        Kernels<T>::sigmoid_mul(last, row, width, last, tokens, width, threads);
     }
     const ExpertsCall experts = {&op.experts, call.linear, top_k, call.threads, op.has_wide_router};
     const int64_t width = op.experts.outer;

@@ -35,7 +35,7 @@ class ExpertsStruct(ctypes.Structure):
         ("routing", RoutingStruct),
         *((name, _P) for name in ("fc1", "fc2", "fc1_bias", "fc2_bias")),
         *((name, _I) for name in ("first", "count", "inner", "fc1_rows", "ffn", "outer", "activation")),
-        *((name, _P) for name in ("router", "shared", "around")),
+        *((name, _P) for name in ("router", "shared", "gate", "around")),
         *((name, _I) for name in ("num_shared", "number", "has_wide_router")),
     ]
 

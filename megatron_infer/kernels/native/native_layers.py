@@ -123,6 +123,8 @@ class ExpertsOp:
     weights: ExpertWeights
     shared: tuple[LinearOp | GatedOp | ActivateOp, ...]
     """Operations of the shared expert; none: there is none."""
+    gate: tuple[LinearOp, ...] = ()
+    """The linear whose sigmoid is each token's weight of the shared expert; none: that is 1."""
     around: tuple[LinearOp, ...] = ()
     """The linears into the experts' latent space and out of it; none: they have the hidden state itself."""
 
@@ -137,7 +139,7 @@ class LayerProgram:
         """ends_model: its output is the model's final hidden states."""
         self.ops = tuple(ops)
         experts = [op for op in ops if isinstance(op, ExpertsOp)]
-        self.nested = tuple(one for op in experts for one in (op.router, *op.shared, *op.around))
+        self.nested = tuple(one for op in experts for one in (op.router, *op.shared, *op.gate, *op.around))
         """The operations that operations consist of."""
         self.is_first_norm = isinstance(self.ops[0], NormOp) and not self.ops[0].alone
         attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
@@ -347,8 +349,9 @@ class NativeLayers:
             struct.experts = ctypes.addressof(own)
             own.router = ctypes.addressof(structs) + place * size
             own.shared, own.num_shared = own.router + size, len(op.shared)
-            own.around = own.shared + len(op.shared) * size if op.around else None
-            for nested in ((op.router,), op.shared, op.around):
+            own.gate = own.shared + len(op.shared) * size if op.gate else None
+            own.around = own.shared + (len(op.shared) + len(op.gate)) * size if op.around else None
+            for nested in ((op.router,), op.shared, op.gate, op.around):
                 self._fill_some(structs[place : place + len(nested)], nested, copies, block_size, struct.inner)
                 place += len(nested)
             self._fill_experts(own, op, tables, struct.inner)

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias": {"add_bias_linear": True},
     "layer norm": {"normalization": "LayerNorm"},
     "experts": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_router_pre_softmax": True},
+    "experts, gate": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
     "experts, groups": MANY
     | {
         "moe_router_score_function": "sigmoid",
