@@ -204,6 +204,7 @@ def test_an_aborted_group_is_delivered_with_the_tokens_it_drew(roll, engine):
     assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
         g.num_tokens for g in groups
     )
+    assert not roll.tracker.aborted, "the delivered group is remembered for ever"
     with pytest.raises(UnknownRequest, match="in flight: none"):
         roll.abort("rollout/none")
 
