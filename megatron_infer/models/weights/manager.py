@@ -179,10 +179,8 @@ class WeightManager:
     def update_graphs(self) -> None:
         """Captured steps read weights at the addresses that these had at the capture: drop those that have moved."""
         if self._show_to_graphs is not None:
-            # Packed copies have new addresses after every change.
-            copies = self.num_updates if self._packed.num_bytes else 0
             quantised = () if self._adopted.fp8 is None else self._adopted.fp8.addresses
-            self._show_to_graphs((self._adopted.num_adoptions, self.guard.addresses, copies, quantised))
+            self._show_to_graphs((self._adopted.num_adoptions, self.guard.addresses, quantised))
 
     def verify(self) -> None:
         """Raise StaleCache if a derived copy does not belong to the weights as they are now, or a module is not the
