@@ -66,6 +66,19 @@ def delta_spec_of(net: Any) -> DeltaSpec:
     )
 
 
+def projected_parts(net: Any) -> dict[str, int]:
+    """Rows of this rank's in_proj, by the names that megatron-core's checkpoints have for their parts."""
+    spec = delta_spec_of(net)
+    keys = spec.num_groups * spec.state_dim
+    values = {"value": spec.inner_width, "z": spec.inner_width}
+    return {"query": keys, "key": keys} | values | {"beta": spec.num_heads, "alpha": spec.num_heads}
+
+
+def convolved_parts(net: Any) -> dict[str, int]:
+    """The same of the convolution's channels."""
+    return {part: size for part, size in projected_parts(net).items() if part in ("query", "key", "value")}
+
+
 class TorchDeltaNet(mcore.MegatronModule):
     """A gated delta net in differentiable torch: convolution, delta rule, norm, gate. [S, b, D] -> ([S, b, D], bias).
 
@@ -106,7 +119,7 @@ class TorchDeltaNet(mcore.MegatronModule):
         self.in_proj = mcore.build_module(
             submodules.in_proj,
             config.hidden_size,
-            ranks * sum(self.parts().values()),
+            ranks * sum(projected_parts(self).values()),
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
@@ -118,7 +131,7 @@ class TorchDeltaNet(mcore.MegatronModule):
         with init_generator(config):
             self.conv1d = draw_convolution(
                 config,
-                [self.parts()[part] for part in ("query", "key", "value")],
+                list(convolved_parts(self).values()),
                 taps=self.conv_kernel_dim,
                 ranks=drawn,
                 rank=place,
@@ -150,13 +163,6 @@ class TorchDeltaNet(mcore.MegatronModule):
     @property
     def spec(self) -> DeltaSpec:
         return delta_spec_of(self)
-
-    def parts(self) -> dict[str, int]:
-        """Rows of this rank's in_proj, by the names that megatron-core's checkpoints have for their parts."""
-        spec = self.spec
-        keys = spec.num_groups * spec.state_dim
-        values = {"value": spec.inner_width, "z": spec.inner_width}
-        return {"query": keys, "key": keys} | values | {"beta": spec.num_heads, "alpha": spec.num_heads}
 
     def forward(
         self,
@@ -216,10 +222,10 @@ class TorchDeltaNet(mcore.MegatronModule):
                 sharded |= mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, group)
             else:
                 sharded |= mcore.sharded_state_dict_default(module, where, sharded_offsets, metadata, tp_group=group)
-        parts = self.parts()
-        convolved = {part: parts[part] for part in ("query", "key", "value")}
-        for key, of in (("in_proj", parts), ("conv1d", convolved)):
-            split_in_parts(sharded, f"{prefix}{key}.weight", of)
+        for key, parts in (("in_proj", projected_parts(self)), ("conv1d", convolved_parts(self))):
+            for kind in ("weight", "bias"):
+                if f"{prefix}{key}.{kind}" in sharded:
+                    split_in_parts(sharded, f"{prefix}{key}.{kind}", parts)
         return sharded
 
 

@@ -13,7 +13,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.checkpoint import CheckpointSource, save_checkpoint
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid
 
 COMMON = {"init_method_std": 0.05, "seed": 11}
 WHOLE = {
@@ -22,6 +22,7 @@ WHOLE = {
     "experts": lambda: tiny_hybrid(
         "*E*E", moe_shared_expert_intermediate_size=40, moe_latent_size=24, **ROUTER, **COMMON
     ),
+    "delta": lambda: tiny_delta(linear_attention_freq=[1, 0, 1, 1], num_layers=4, **COMMON),
     "hybrid": lambda: tiny_hybrid("M*-ME-", position_embedding_type="rope", **ROUTER, **COMMON),
 }
 ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

@@ -23,6 +23,8 @@ MOVES = [
     ("tied", {"pp": 2}, {"tp": 2}),
     ("tied", {"tp": 2}, {"pp": 2}),
     ("experts", {"ep": 2}, {}),
+    ("delta", {"tp": 2}, {}),
+    ("delta", {"pp": 2}, {"tp": 2}),
     ("hybrid", {"tp": 2}, {}),
     ("hybrid", {"pp": 2}, {"tp": 2}),
 ]

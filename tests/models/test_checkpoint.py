@@ -24,7 +24,7 @@ from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.hf_export import write_hugging_face
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.mcore_compat import quick_gelu
-from megatron_infer.testing.tiny import YARN, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import DELTA, YARN, tiny_gpt, tiny_hybrid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level
@@ -48,7 +48,7 @@ def same(a, b):
 CASES = [
     *("llama_all_biases", "qwen3", "qwen2_window_from_layer", "llama3_rope", "gpt2", "mamba2_tied", "mamba2_biases"),
     *("mamba2_limits", "nemotron_h_biases", "nemotron_h_time_step", "nemotron_h_experts_scaled", "bamba_full_rotary"),
-    *("bamba_linear_rope", "granite_factors_tied", "granite_experts"),
+    *("bamba_linear_rope", "granite_factors_tied", "granite_experts", "qwen3_5", "qwen3_5_bias"),
 ]
 
 
@@ -286,8 +286,9 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
         {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2},
         LATENT,
         {**LATENT, "q_lora_rank": None, "rope_type": "rope", "rotary_scaling_factor": 1.0, "qk_layernorm": False},
+        DELTA,
     ],
-    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries"],
+    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries", "delta nets"],
 )
 def test_a_live_model_is_described_with_all_that_it_computes(settings, tmp_path):
     model = tiny_gpt(**settings)

@@ -34,6 +34,8 @@ FAMILIES = (
     "qwen3_moe",
     "glm4_moe",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
 )
 NORM = "decoder.final_norm.weight"
 

@@ -228,7 +228,11 @@ _WHERE_GIVEN = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale", "mtp_num_layers"),
     *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
 )
-_WHERE_TRUE = ("layernorm_zero_centered_gamma", "rotary_interleaved")
+_WHERE_TRUE = ("layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate")
+_OF_DELTA_NETS = (
+    *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
@@ -262,6 +266,8 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
     transformer |= {key: True for key in _WHERE_TRUE if getattr(config, key, False)}
+    if getattr(config, "experimental_attention_variant", None) == "gated_delta_net":
+        transformer |= {key: getattr(config, key) for key in _OF_DELTA_NETS}
     rotary = _rope_of(getattr(model, "rotary_pos_emb", None), model)
     if config.multi_latent_attention:
         latent, rotary = _latent_of(model)

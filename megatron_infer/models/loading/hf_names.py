@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_infer.models.loading.families import Family, family_of
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.parameter_layouts import LAYOUTS, Layout, sizes_of
+from megatron_infer.models.stage_layers import delta_layers
 
 Span = tuple[int, int]
 
@@ -104,6 +105,10 @@ class Recipes:
         self._model_vocab: int = getattr(model, "vocab_size", description.vocab_size)
         self._kv_heads: int = description.transformer["num_query_groups"]
         self._has_whole_head_norms = description.extensions.whole_head_norms
+        layers = description.transformer
+        is_delta = delta_layers(layers["num_layers"], layers.get("linear_attention_freq"))
+        self._is_delta = is_delta if description.hybrid is None else None
+        """Which layers have a delta net in the place of attention; None: a hybrid's pattern says what they are."""
         self._place = ExpertPlace.of(model)
 
     def recipe(self, name: str, layer: int | None = None) -> Recipe | None:
@@ -118,6 +123,9 @@ class Recipes:
         sources = self._sources(module, kind, layer)
         hybrid = self.description.hybrid
         if not sources or (layer is not None and hybrid is not None and hybrid.pattern[layer] not in layout.layers):
+            return None
+        in_attention = layer is not None and module.startswith("self_attention.")
+        if in_attention and self._is_delta is not None and self._is_delta[layer] != (layout.layers == "G"):
             return None
         if kind == "bias":
             if layout.bias == "none":

@@ -13,6 +13,7 @@ from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, PackedPair, PairBlock
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
+from megatron_infer.models.delta_net import projected_parts
 from megatron_infer.models.fused_layers import FusedLinear
 from megatron_infer.models.lora.adapter import Adapter, JoinedPair, LoRAPair
 from megatron_infer.models.tp_collectives import Reducer
@@ -150,11 +151,13 @@ def _part_of(linear: FusedLinear, live: Any) -> _Part:
 
 
 def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
-    """Gate and up of a gated linear_fc1, and what a Mamba mixer's in_proj computes, are divided one by one."""
+    """Gate and up of a gated linear_fc1, and what an in_proj computes, are divided one by one."""
     if name.endswith("linear_fc1") and live.config.gated_linear_unit:
         return length // 2, length // 2
     if name.endswith("in_proj"):
         mixer = live.get_submodule(name.rpartition(".")[0])
+        if name.endswith(".self_attention.in_proj"):
+            return tuple(projected_parts(mixer).values())
         state = mixer.ngroups_local_tp * mixer.d_state
         parts = (mixer.d_inner_local_tp, mixer.d_inner_local_tp, state, state, mixer.nheads_local_tp)
         assert sum(parts) == length, f"{name}: {length} rows, parts {parts}"

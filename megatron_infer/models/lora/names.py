@@ -28,6 +28,7 @@ PARTS = (
     *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
     *(f"self_attention.linear_{one}" for one in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj")),
     *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mixer.in_proj", "mixer.out_proj"),
+    *("self_attention.in_proj", "self_attention.out_proj"),
 )
 """megatron-core's linears of a layer that an adapter may change. Not latent attention's linear_kv_up_proj: no vector is
 multiplied by it as it is."""

@@ -4,7 +4,7 @@
                                    local           [ gate 1 ]    [ up 1 ]        two spans along dimension 0
 
 A rank's part is a list of spans along one dimension: Q, K, V interleaved by group and vocabulary are one span, gate and
-up two, a Mamba in_proj (z, x, B, C, dt) five. Layers and experts have their numbers in the whole model.
+up two, a Mamba in_proj (z, x, B, C, dt) five, a delta net's six. Layers and experts are numbered in the whole model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.te_tensors import is_quantised
 from megatron_infer.models.attached_lora import attached_tensors
+from megatron_infer.models.delta_net import convolved_parts, projected_parts
 from megatron_infer.models.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -30,13 +31,16 @@ _FIRST = (
     "word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight", "linear_qkv.bias",
     "linear_fc1.weight", "linear_fc1.bias", "mixer.in_proj.weight", "mixer.in_proj.bias", "mixer.conv1d.weight",
     "mixer.conv1d.bias", "mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.norm.weight",
+    *(f"self_attention.{part}" for part in ("in_proj.weight", "in_proj.bias", "conv1d.weight", "conv1d.bias")),
+    "self_attention.A_log", "self_attention.dt_bias",
 )  # fmt: skip
-_SECOND = ("linear_proj.weight", "linear_fc2.weight", "mixer.out_proj.weight")
+_SECOND = ("linear_proj.weight", "linear_fc2.weight", "mixer.out_proj.weight", "self_attention.out_proj.weight")
 """Parameters that tensor parallelism splits along their first and second dimension; the others are not split."""
 
 _ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
     "mixer.in_proj.layer_norm_weight": "norm.weight",
@@ -289,6 +293,11 @@ def _parts(model: Any, name: str, whole: str, length: int) -> Sequence[int]:
         state = mixer.ngroups_local_tp * mixer.d_state
         channels = (mixer.d_inner_local_tp, state, state)
         parts = channels if ".conv1d." in whole else (mixer.d_inner_local_tp, *channels, mixer.nheads_local_tp)
+        assert sum(parts) == length, f"{whole}: {length} rows, parts {parts}"
+        return parts
+    if whole.endswith(".self_attention.in_proj") or ".self_attention.in_proj." in whole or ".conv1d." in whole:
+        net = model.decoder.layers[int(name.split(".")[2])].self_attention
+        parts = tuple((convolved_parts if ".conv1d." in whole else projected_parts)(net).values())
         assert sum(parts) == length, f"{whole}: {length} rows, parts {parts}"
         return parts
     return (length,)

@@ -38,6 +38,8 @@ CASES = {
     "phi3": ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {}),
     "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True}),
     "mamba2": ("mamba2", ["in_proj"], {}),
+    "qwen3_5": ("qwen3_5", [*DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"], {}),
+    "qwen3_next": ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"], {}),
     "nemotron_h": (
         "nemotron_h_experts",
         r".*\.mixer\.(in_proj|q_proj|k_proj|v_proj|o_proj)|.*shared_experts\.(up_proj|down_proj)",
@@ -77,7 +79,8 @@ def test_an_adapter_computes_what_it_computes_in_peft(case, tmp_path):
     expected = logits_of(wrapped, IDS)
     assert (without - expected).abs().max() > 0.1, "the adapter changes nothing"
     scale = expected.abs().max()
-    assert (full_logits(merged(model, adapter), IDS) - expected).abs().max() < 1e-5 * max(scale, 1)
+    rounding = 3e-5 if kind == "qwen3_next" else 1e-5  # its norms divide by small states
+    assert (full_logits(merged(model, adapter), IDS) - expected).abs().max() < rounding * max(scale, 1)
 
 
 def test_kv_groups_that_a_model_is_padded_with_get_zeros(tmp_path):
