@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_kinds import SOFTCAPPED
+from model_kinds import LATENT, SOFTCAPPED
 from plain_forward import full_logits
 from session_case import VOCAB, batch, make_session
 
@@ -15,6 +15,7 @@ from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 MAKERS = {
     "attention": lambda **how: tiny_gpt(init_method_std=0.2, **how),
     "softcapped": lambda **how: tiny_gpt(**SOFTCAPPED, **how),
+    "latent": lambda **how: tiny_gpt(**LATENT, init_method_std=0.2, **how),
     "experts": lambda **how: tiny_gpt(**EXPERTS, **how),
     "hybrid": lambda **how: tiny_hybrid("M*-M", init_method_std=0.2, **how),
 }

@@ -8,12 +8,14 @@ import functools
 import paged_step
 import pytest
 import torch
-from model_kinds import SOFTCAPPED
+from model_kinds import LATENT, SOFTCAPPED
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import Float16Module, TransformerLayer
 from megatron_infer.models.paged_layers import PagedAttention, PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import (
@@ -46,8 +48,17 @@ GPT = {
     "moe": EXPERTS,
     "softcapped": SOFTCAPPED,
 }
+
+
+def latent_gpt():
+    """megatron-core's own class of latent attention, which asks for CUDA when it is built as it is."""
+    with mcore.latent_attention_on_cpu(DeviceAgnosticRotary, DeviceAgnosticYarn):
+        return tiny_gpt(spec=unpaged_spec, **LATENT)
+
+
 MODELS = {name: functools.partial(tiny_gpt, spec=unpaged_spec, **settings) for name, settings in GPT.items()} | {
     "delta": tiny_delta,
+    "latent": latent_gpt,
     "mamba": functools.partial(tiny_hybrid, "MMM"),
     "hybrid": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
     "hybrid experts": functools.partial(tiny_hybrid, "M*ME"),

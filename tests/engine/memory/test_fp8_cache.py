@@ -97,6 +97,15 @@ def test_a_hybrid_keeps_its_states_exact_and_its_keys_in_eight_bits():
     assert store.kv_cache.dtype is FP8 and store.states.conv_SLCW.dtype is torch.float32
 
 
+def test_latents_in_eight_bits_give_the_same_answers_in_any_schedule():
+    model = make_model("latent")
+    want = run(make_engine(model))
+    for settings in ({"max_tokens": 16, "overlap": True} | LRU, FEATURES["tiny_pool_swap"]):
+        engine = make_engine(model, **settings)
+        check_same(run(engine), want)
+        assert inspect(engine).store.kv_cache.dtype is FP8 and inspect(engine).store.kv_cache.shape[1] == 1
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_log_probabilities_differ_little_from_those_of_an_exact_cache(seed):
     model, generator = make_model("attention"), torch.Generator().manual_seed(seed)
