@@ -1439,6 +1439,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "GptOssForCausalLM": _GPT_OSS,
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,  # K-EXAONE's spelling
     "HYV3ForCausalLM": _HY_V3,
     "Dots1ForCausalLM": _DOTS1,
     "NemotronForCausalLM": _NEMOTRON,
