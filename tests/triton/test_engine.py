@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from model_kinds import SOFTCAPPED
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -51,6 +52,11 @@ KINDS = {
     "window and sinks": Layers(
         model={"window_size": (11, 0), "softmax_type": "learnable", "rotary_percent": 0.5},
         engine=(CHUNKS, CHUNKS | PREFIXES),
+    ),
+    "caps and two ropes": Layers(
+        model=SOFTCAPPED | {"window_size": (11, 0), "share_embeddings_and_output_weights": False},
+        engine=(CHUNKS | PREFIXES,),
+        ran=("decode_kernel", "prefill_kernel", *NORMS),
     ),
     "FP8 cache": Layers(model={}, engine=(CHUNKS | PREFIXES,), always={"kv_cache_dtype": "fp8_e4m3"}),
     "layer norm, GELU, biases": Layers(
