@@ -31,6 +31,7 @@ from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
 from megatron_infer.models.loading.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.models.loading.checkpoint_files import tensors_only
 from megatron_infer.models.loading.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.models.loading.checkpoint_keys import by_keys_of
 from megatron_infer.models.loading.families import FAMILIES, architecture_named_by
 from megatron_infer.models.loading.find import damage_named, description_of_directory
 from megatron_infer.models.loading.head_padding import allow_padding, unpadded
@@ -169,16 +170,18 @@ class CheckpointSource:
             with tensors_only(self.path) as folder, warnings.catch_warnings():
                 # megatron-core calls functions that torch has renamed; a user can do nothing about it
                 warnings.filterwarnings("ignore", category=FutureWarning)
-                state, missing, unexpected = dist_checkpointing.load(
-                    wanted, str(folder), strict=StrictHandling.RETURN_ALL
+                held = dist_checkpointing.load_tensors_metadata(str(folder))
+                state, unasked, absent = dist_checkpointing.load(
+                    by_keys_of(wanted, held), str(folder), strict=StrictHandling.RETURN_ALL
                 )
         except TorchCheckpointException as error:  # a BaseException with the errors of the ranks
             reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
             raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {reason}") from error
         except (CheckpointingException, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
             raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {error}") from error
-        missing = sorted(key for key in missing if "_extra_state" not in key)
-        unexpected = sorted(key for key in unexpected if "_extra_state" not in key and not key.startswith(_OPTIMIZER))
+        beside = _OPTIMIZER if self._description.transformer.get("mtp_num_layers") else (*_OPTIMIZER, _DRAFTING)
+        missing = sorted(key for key in absent if "_extra_state" not in key)
+        unexpected = sorted(key for key in unasked if "_extra_state" not in key and not key.startswith(beside))
         problems = [
             f"{kind} ({len(keys)}): {', '.join(keys)}"
             for kind, keys in (("missing", missing), ("unexpected", unexpected))
@@ -235,6 +238,8 @@ _OF_DELTA_NETS = (
 )
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_DRAFTING = "mtp."
+"""The prefix of layers that only draft, which a description without them leaves out."""
 
 
 def description_from_model(model: nn.Module) -> ModelDescription:
