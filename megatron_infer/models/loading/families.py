@@ -1348,7 +1348,7 @@ _DELTA_REFUSALS = (
     ),
 )
 _DELTA_WRITTEN: dict[str, Derived] = {
-    "layer_types": lambda v: [list(_DELTA_TYPES)[1 - one] for one in v["linear_attention_freq"]]
+    "layer_types": lambda v: [list(_DELTA_TYPES)[1 - one] for one in v.get("linear_attention_freq", ())]
 }
 _QWEN3_5 = Family(
     model_type="qwen3_5_text",
