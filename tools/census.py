@@ -25,7 +25,6 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,12 @@ SAME = 1e-4
 """Largest difference of log probabilities from the model's own forward."""
 
 
+def figure(value: float) -> str:
+    """A difference rounded up to a power of ten: what another CPU gives too."""
+    power = next((power for power in range(8, 0, -1) if value <= 10.0**-power), 0)
+    return "0" if value < 1e-9 else f"1e-{power}" if power else f"{value:.1f}"
+
+
 @dataclass
 class Outcome:
     """What one way to the answers gave. reason: why it is refused, or what went wrong."""
@@ -72,9 +77,20 @@ class Outcome:
     tokens_wrong: int = 0
     checks: dict[str, bool] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        if self.kind != "served":
+            return self.kind
+        wrong = [name for name, is_kept in self.checks.items() if not is_kept]
+        wrong += [f"{self.tokens_wrong} tokens"] if self.tokens_wrong else []
+        return figure(self.difference) + (f" wrong: {', '.join(wrong)}" if wrong else "")
+
     @property
     def holds(self) -> bool:
         return self.kind == "served" and self.difference <= SAME and not self.tokens_wrong and all(self.checks.values())
+
+
+WAYS = ("live model", "its checkpoint", "directory", "torch_dist and back")
+"""Columns of the table, each with an outcome."""
 
 
 @dataclass
@@ -82,14 +98,19 @@ class Row:
     """A family. guard: the own forward's difference from transformers, or why there is none."""
 
     name: str
-    is_variant: bool
-    guard: float | str = "not compared"
-    live: Outcome = field(default_factory=Outcome)
-    directory: Outcome = field(default_factory=Outcome)
+    guard: float | str = "not built"
+    ways: dict[str, Outcome] = field(default_factory=dict)
 
     @property
     def is_guarded(self) -> bool:
         return isinstance(self.guard, float) and self.guard <= GUARD
+
+    @property
+    def cells(self) -> list[str]:
+        guard = "-" if isinstance(self.guard, str) else figure(self.guard)
+        form = " (form)" if FAMILIES[self.name].variant else ""
+        mark = "" if isinstance(self.guard, str) or self.is_guarded else " (another model)"
+        return [self.name + form, guard + mark, *(str(self.ways[way]) for way in WAYS)]
 
 
 def prepare(packages: list[Path]) -> None:
@@ -114,17 +135,21 @@ def reference_model(family: Family, folder: Path) -> Any:
     import transformers
     from safetensors.torch import load_file, save_file
 
-    config = {key: value for key, value in (family.config | family.reference).items() if value is not ...}
+    config = family.config | family.reference
     (folder / "config.json").write_text(json.dumps(config))
     known = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(1)
     model = getattr(transformers, config["architectures"][0])._from_config(known, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if family.ones and family.ones in name:
+                continue
             if parameter.ndim < 2 or not parameter.any():
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif "embed" not in name:
                 parameter.mul_(4)
+            elif family.ones:
+                parameter.mul_(50)  # epsilon is then nothing beside it
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.add_(0.1 * torch.randn_like(buffer))
@@ -293,60 +318,95 @@ def live(model: Any) -> Outcome:
     return outcome
 
 
-def directory(folder: Path, forward: Callable[[Any], Any]) -> Outcome:
+def of_checkpoint(model: Any, folder: Path) -> Outcome:
+    """Save the recipe's model in megatron-core's format, read it with the directory's description."""
+    from megatron_infer import build_model, open_source
+    from megatron_infer.models.loading.checkpoint import save_checkpoint
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    description = open_source(folder).config()
+    with cpu_shim(3):
+        save_checkpoint(model, folder / "of_recipe", description=description)
+    forget_backends()
+    outcome = Outcome(kind="served")
+    compare(engine_of(build_model(open_source(folder / "of_recipe"))), own_forward(model), outcome)
+    return outcome
+
+
+def of_directory(folder: Path, forward: Callable[[Any], Any]) -> Outcome:
     """Load the directory as the command line does, and compare with transformers."""
     from megatron_infer import build_model, open_source
 
     forget_backends()
-    engine = engine_of(build_model(open_source(folder), dtype="float32"))
+    source = open_source(folder)
     outcome = Outcome(kind="served")
-    compare(engine, forward, outcome)
+    compare(engine_of(build_model(source, dtype="float32")), forward, outcome)
     return outcome
 
 
-@contextmanager
-def noted(outcome: Outcome, folder: Path) -> Iterator[None]:
-    """Within the block an error is `outcome`'s reason: a refusal, if it is one of the package."""
+def there_and_back(folder: Path) -> Outcome:
+    """Write the directory as torch_dist and that as a directory; the figure is the largest difference of a tensor."""
+    from safetensors.torch import load_file
+
+    from megatron_infer import build_model, open_source
+    from megatron_infer.models.loading.checkpoint import save_checkpoint
+    from megatron_infer.models.loading.hf_export import write_hugging_face
+
+    forget_backends()
+    source = open_source(folder)
+    save_checkpoint(build_model(source, dtype="float32"), folder / "torch_dist", description=source.config())
+    write_hugging_face(open_source(folder / "torch_dist"), folder / "back", dtype=None, max_shard_bytes=2**30)
+    given, back = (load_file(at / "model.safetensors") for at in (folder, folder / "back"))
+    left_out = sorted(given.keys() - back.keys())
+    difference = max((given[name] - back[name]).abs().max().item() for name in back)
+    reason = f"not written: {len(left_out)} tensors, {left_out[0]} and so on" if left_out else ""
+    return Outcome("served", reason, difference, checks={"all tensors": not left_out, "bits": difference == 0})
+
+
+def tried(run: Callable[[], Any], folder: Path) -> tuple[Any, Outcome]:
+    """(what `run` gives, or None and the outcome with the reason): a refusal is an error of the package's own."""
     from megatron_infer.errors import InferenceError
 
     try:
-        yield
+        return run(), Outcome()
     except Exception as error:
-        outcome.kind = "refused" if isinstance(error, InferenceError) else "failed"
-        name = "" if outcome.kind == "refused" else f"{type(error).__name__}: "
-        text = f"{name}{error}".replace(f"{folder}: ", "").replace(str(folder), "DIRECTORY")
-        outcome.reason = " ".join(re.sub("; supported: .*", "", text).split())
+        is_refused = isinstance(error, InferenceError)
+        text = f"{'' if is_refused else type(error).__name__ + ': '}{error}".replace(f"{folder}: ", "")
+        text = re.sub("; supported: .*", "", text.replace(str(folder), "DIRECTORY"))
+        text = re.sub("it can be written as .*", "only directories of other families are written", text)
+        reason = " ".join(text.split())
         if os.environ.get("CENSUS_TRACEBACK"):
             traceback.print_exc()
+        return None, Outcome(kind="refused" if is_refused else "failed", reason=reason)
 
 
-def row_of(name: str, family: Family) -> Row:
-    row = Row(name, family.variant)
-    with tempfile.TemporaryDirectory() as folder_name:
-        folder = Path(folder_name)
-        problem, theirs = Outcome(), None
-        with noted(problem, folder):
-            theirs = reference_model(family, folder)
-        forward = (lambda ids: theirs(ids, use_cache=False).logits) if theirs is not None else None
-        built, model, bridge = Outcome(), None, None
-        with noted(built, folder):
-            bridge = bridge_of(family, folder)
-            model = recipe_model(bridge)
-        if model is None:
-            row.live, row.guard = built, "not built"
+def row_of(name: str, folder: Path) -> Row:
+    row, family = Row(name), FAMILIES[name]
+    theirs, no_reference = tried(lambda: reference_model(family, folder), folder)
+
+    def forward(ids: Any) -> Any:
+        return theirs(ids, use_cache=False).logits
+
+    bridge, unknown = tried(lambda: bridge_of(family, folder), folder)
+    model, not_built = tried(lambda: recipe_model(bridge), folder) if bridge is not None else (None, unknown)
+    if model is not None and theirs is not None:
+        row.guard, not_loaded = tried(lambda: guard_of(bridge, model, forward), folder)
+        row.guard = f"Megatron-Bridge does not load it: {not_loaded.reason}" if row.guard is None else row.guard
+    elif model is not None:
+        row.guard = no_reference.reason
+    (folder / "config.json").write_text(json.dumps(family.config | family.hub))
+    ways: dict[str, Callable[[], Outcome]] = {
+        "live model": lambda: live(model),
+        "its checkpoint": lambda: of_checkpoint(model, folder),
+        "directory": lambda: of_directory(folder, forward),
+        "torch_dist and back": lambda: there_and_back(folder),
+    }
+    for way, run in ways.items():
+        if model is None and way in WAYS[:2]:
+            row.ways[way] = Outcome("not built", not_built.reason)
         else:
-            if forward is None:
-                row.guard = problem.reason
-            else:
-                loaded = Outcome()
-                with noted(loaded, folder):
-                    row.guard = guard_of(bridge, model, forward)
-                row.guard = f"not loaded by the bridge: {loaded.reason}" if loaded.reason else row.guard
-            row.live = outcome_of(lambda: live(model), folder)
-        if forward is not None:
-            row.directory = outcome_of(lambda: directory(folder, forward), folder)
-        else:
-            row.directory = problem
+            outcome, wrong = tried(run, folder)
+            row.ways[way] = wrong if outcome is None else outcome
     return row
 
 
@@ -359,7 +419,8 @@ def rows_of(names: list[str]) -> Iterator[Row]:
     def run(name: str, sender: Any) -> None:
         torch.set_num_threads(1)
         init_single_process()
-        sender.send(row_of(name, FAMILIES[name]))
+        with tempfile.TemporaryDirectory() as folder:
+            sender.send(row_of(name, Path(folder)))
 
     context = multiprocessing.get_context("fork")
     for name in names:
@@ -378,55 +439,22 @@ def rows_of(names: list[str]) -> Iterator[Row]:
 def guard_of(bridge: Any, model: Any, forward: Callable[[Any], Any]) -> float:
     from megatron_infer.testing.cpu_shim import cpu_shim
 
+    loader = bridge._model_bridge
+    tasks = loader.build_conversion_tasks  # None for a parameter that it does not know, which the load then asks
+    loader.build_conversion_tasks = lambda *args, **options: list(filter(None, tasks(*args, **options)))
     with cpu_shim(3):
-        bridge._model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, [model])
+        loader.load_weights_hf_to_megatron(bridge.hf_pretrained, [model])
     own = own_forward(model)
     return max((log_probs(own, ids) - log_probs(forward, ids)).abs().max().item() for ids in PROMPTS)
-
-
-def outcome_of(run: Callable[[], Outcome], folder: Path) -> Outcome:
-    outcome = Outcome()
-    with noted(outcome, folder):
-        return run()
-    return outcome
 
 
 # ---------------------------------------------------------------------- the table
 
 
-def figure(value: float) -> str:
-    """A difference rounded up to a power of ten: what another CPU gives too."""
-    power = next((power for power in range(8, 0, -1) if value <= 10.0**-power), 0)
-    return "0" if value < 1e-9 else f"1e-{power}" if power else f"{value:.1f}"
-
-
-def cell(outcome: Outcome) -> str:
-    if outcome.kind != "served":
-        return outcome.kind
-    wrong = [name for name, is_kept in outcome.checks.items() if not is_kept]
-    wrong += [f"{outcome.tokens_wrong} tokens"] if outcome.tokens_wrong else []
-    return figure(outcome.difference) + (f" wrong: {', '.join(wrong)}" if wrong else "")
-
-
 def table_of(rows: list[Row]) -> list[str]:
-    lines = ["| family | own, transformers | live model | directory |", "|---|---|---|---|"]
-    for row in rows:
-        guard = (
-            figure(row.guard) + ("" if row.is_guarded else " (another model)") if isinstance(row.guard, float) else "-"
-        )
-        name = f"{row.name} (form)" if row.is_variant else row.name
-        lines.append(f"| {name} | {guard} | {cell(row.live)} | {cell(row.directory)} |")
-    return lines
-
-
-def sum_of(rows: list[Row]) -> tuple[int, int, int]:
-    """(families, adopted and guarded, directories served); forms of a family are not counted."""
-    counted = [row for row in rows if not row.is_variant]
-    return (
-        len(counted),
-        sum(row.live.holds and row.is_guarded for row in counted),
-        sum(row.directory.holds for row in counted),
-    )
+    header = ["family", "own, transformers", *WAYS]
+    lines = [header, ["---"] * len(header), *(row.cells for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 INTRODUCTION = """# Census of models
@@ -441,7 +469,9 @@ prints this table.
 |---|---|
 | own, transformers | of the recipe's model in its own forward, from transformers with the same weights |
 | live model | of the engine from the model's own forward, before and after a step of training |
+| its checkpoint | of the live model saved by megatron-core and loaded anew, from the live model's own forward |
 | directory | of what `megatron-infer generate DIRECTORY` loads, from transformers |
+| torch_dist and back | of tensors, after the directory was written as torch_dist and that as a directory |
 
 A row counts if its first figure is at most {guard:g}. Figures are rounded up to a power of ten. Tokens are those of the
 compared forward, a training step has the same bits with the engine attached, and rollouts follow new weights, unless a
@@ -451,26 +481,19 @@ packages are stand-ins in torch.
 
 
 def page_of(rows: list[Row]) -> str:
-    families, adopted, served = sum_of(rows)
-    differing = {row.name: FAMILIES[row.name].differs for row in rows if FAMILIES[row.name].differs}
+    counted = [row for row in rows if not FAMILIES[row.name].variant]
+    adopted = sum(row.ways["live model"].holds and row.is_guarded for row in counted)
+    served = sum(row.ways["directory"].holds for row in counted)
+    unguarded = {row.name: row.guard for row in rows if isinstance(row.guard, str)}
+    notes = unguarded | {row.name: FAMILIES[row.name].differs for row in rows if FAMILIES[row.name].differs}
     parts = [
-        INTRODUCTION.format(families=families, adopted=adopted, served=served, guard=GUARD),
+        INTRODUCTION.format(families=len(counted), adopted=adopted, served=served, guard=GUARD),
         *table_of(rows),
         "",
-        "## Why not",
+        *[line for way in WAYS for line in (f"## Why not: {way}", "", *reasons(rows, way), "")],
+        "## Compared with transformers",
         "",
-        "### Live models",
-        "",
-        *reasons(rows, lambda row: row.live),
-        "",
-        "### Directories",
-        "",
-        *reasons(rows, lambda row: row.directory),
-        "",
-        "### Without transformers' answers",
-        "",
-        *[f"* {row.name}: {row.guard}" for row in rows if isinstance(row.guard, str)],
-        *[f"* {name}: {text}" for name, text in differing.items()],
+        *[f"* {name}: {text}" for name, text in notes.items()],
         "",
         "## Not in the census",
         "",
@@ -480,11 +503,11 @@ def page_of(rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
-def reasons(rows: list[Row], of: Callable[[Row], Outcome]) -> list[str]:
+def reasons(rows: list[Row], way: str) -> list[str]:
     """A line for each reason, with the families that it keeps out."""
     named: dict[str, list[str]] = {}
     for row in rows:
-        if reason := of(row).reason.replace(f"'{FAMILIES[row.name].architecture}'", "..."):
+        if reason := row.ways[way].reason.replace(f"'{FAMILIES[row.name].architecture}'", "..."):
             named.setdefault(reason, []).append(row.name)
     return [f"* {', '.join(names)}: {reason}" for reason, names in named.items()]
 

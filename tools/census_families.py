@@ -25,6 +25,10 @@ class Family:
     """The name of queries', keys' and values' projections as one tensor below a layer."""
     copied: tuple[tuple[str, str], ...] = ()
     """(regular expression, replacement): tensors that are there a second time, for layers that only draft."""
+    ones: str = ""
+    """A part of the names of vectors that the reference keeps as they start."""
+    hub: Config = field(default_factory=dict)
+    """Keys of a hub's config.json that differ from what the bridge is found by."""
     differs: str = ""
     """What the bridge's recipe computes otherwise than transformers, where that is known."""
     variant: bool = False
@@ -76,6 +80,7 @@ DEEPSEEK_YARN = {
     "type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+SARVAM_YARN = DEEPSEEK_YARN | {"factor": 40, "original_max_position_embeddings": 4096}
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
@@ -91,6 +96,10 @@ NEMOTRON_H = {
     "moe_intermediate_size": 32, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 32,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, **ONE_GROUP,
 }  # fmt: skip
+TWO_NORMS = (
+    "without q_lora_rank megatron-core 0.19.2 norms the input of the queries a second time, by a weight that the "
+    "bridge does not load; the reference's input norms are one, where both compute the same"
+)
 NEMOTRON_H_LACKS = ("nemotron_h", "NemotronHForCausalLM", "rope_theta", "hidden_act", "rms_norm_eps")
 LING_NAMES = (
     (r"model\.embed_tokens", "model.word_embeddings"),
@@ -266,6 +275,8 @@ FAMILIES: dict[str, Family] = {
             norm_topk_prob=False, routed_scaling_factor=1.0, moe_layer_freq=1, aux_loss_alpha=0.001,
             **(LATENT | {"q_lora_rank": None}), **EXPERTS, **ONE_GROUP,
         ),
+        ones="input_layernorm",
+        differs=TWO_NORMS,
         variant=True,
     ),
     "deepseek_v3": Family(_of("deepseek_v3", "DeepseekV3ForCausalLM", "head_dim", "num_key_value_heads", **DEEPSEEK)),
@@ -287,6 +298,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": Family(
         _of("kimi_k2", "KimiK2ForCausalLM", "head_dim", "num_key_value_heads", **(DEEPSEEK | ONE_GROUP)),
         reference={"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+        hub={"architectures": ["DeepseekV3ForCausalLM"]},
     ),
     "ernie4_5_moe": Family(
         _of(
@@ -357,10 +369,13 @@ FAMILIES: dict[str, Family] = {
         _of(
             "sarvam_mla", "SarvamMLAForCausalLM", "head_dim", "num_key_value_heads", num_experts=8,
             num_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
-            moe_shared_expert_intermediate_size=32, q_head_dim=24, **(LATENT | {"q_lora_rank": None}), **EXPERTS,
+            moe_shared_expert_intermediate_size=32, q_head_dim=24,
+            **(LATENT | {"q_lora_rank": None, "rope_scaling": SARVAM_YARN | {"type": "deepseek_yarn"}}), **EXPERTS,
         ),
         reference={"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8,
-                   "n_shared_experts": 1, **ONE_GROUP},
+                   "n_shared_experts": 1, "rope_scaling": SARVAM_YARN, **ONE_GROUP},
+        ones="input_layernorm",
+        differs=TWO_NORMS,
     ),
     "llama_nemotron": Family(
         _of(

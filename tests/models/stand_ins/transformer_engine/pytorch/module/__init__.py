@@ -56,11 +56,17 @@ class _Base(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fp8 = self.fp8_initialized = self.save_original_input = False
+        self.fp8 = self.fp8_initialized = self.fp8_calibration = self.save_original_input = False
         self.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
         self.quantizers = {"scaling_fwd": []}
         self._fp8_workspaces = {}
         self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state is None or not state.numel()
 
     def init_fp8_metadata(self, num_gemms=1):
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
