@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from hf_models import CASES, logits_of, random_model
+from hf_models import CASES, SIZES, logits_of, random_model
 from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
@@ -76,7 +76,11 @@ def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_p
 
 def test_every_family_has_a_case():
     kinds = {getattr(transformers, kind).model_type for kind, _ in CASES.values()}
-    assert kinds == {family.model_type for family in FAMILIES.values()} - {"mimo"}  # it has a test of its own
+    assert kinds == {family.model_type for family in FAMILIES.values()} - {
+        "mimo",
+        "bailing_moe_v2",
+        "sarvam_moe",
+    }  # below
 
 
 def test_mimo_is_qwen2_with_layers_that_draft(tmp_path):
@@ -92,6 +96,41 @@ def test_mimo_is_qwen2_with_layers_that_draft(tmp_path):
     source = open_source(tmp_path)
     assert source.config().architecture == "MiMoForCausalLM"
     assert (full_logits(build_model(source), IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("BailingMoeV2ForCausalLM", {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}),
+        ("SarvamMoEForCausalLM", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    ],
+)
+def test_ling_and_sarvam_are_glm_with_other_names_and_a_fused_projection(architecture, options, tmp_path):
+    """transformers has no classes of them; their own modelling files compute what GLM-4.5's does."""
+    theirs = random_model("glm4_moe", use_qk_norm=True, routed_scaling_factor=2.5, **options)
+    theirs.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    config = {key: given[key] for key in SIZES | options | {"head_dim": 0, "rms_norm_eps": 0, "num_experts_per_tok": 0}}
+    config |= {"moe_intermediate_size": 24, "num_experts": 6, "num_shared_experts": 2, "routed_scaling_factor": 2.5}
+    config |= {"architectures": [architecture], "use_qk_norm": True, "norm_topk_prob": True, "use_bias": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}"
+        parts = [tensors.pop(f"{prefix}.self_attn.{name}_proj.weight") for name in "qkv"]
+        tensors[f"{prefix}.attention.query_key_value.weight"] = torch.cat(parts)
+    names = {
+        "embed_tokens": "word_embeddings",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "e_score_correction_bias": "expert_bias",
+    }
+    for old, new in names.items():
+        tensors = {name.replace(old, new): value for name, value in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    built = build_model(open_source(tmp_path))
+    assert (full_logits(built, IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
 
 
 def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_without_them(tmp_path):

@@ -774,6 +774,45 @@ _DOTS1 = replace(
     renamed_keys={"num_local_experts": "n_routed_experts"},
     required=_NO_LINEAR_BIASES,
 )
+_BAILING_MOE_V2 = replace(
+    _GLM4_MOE,
+    model_type="bailing_moe_v2",
+    fields=_GLM4_MOE.fields
+    | {
+        "num_query_groups": _kv_heads(_same("num_attention_heads")),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-6, "positive"),
+        "qk_layernorm": Key("use_qk_norm", True, "flag"),
+        "num_moe_experts": Key("num_experts"),
+        "moe_router_topk": Key("num_experts_per_tok"),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size"),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
+        "_num_shared": Key("num_shared_experts", 1),
+    },
+    tensors=_GLM4_MOE.tensors
+    | {
+        "embedding.word_embeddings": "model.word_embeddings",
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "self_attention.q_layernorm": "attention.query_layernorm",
+        "self_attention.k_layernorm": "attention.key_layernorm",
+        "mlp.router.expert_bias": "mlp.gate.expert_bias",
+    },
+    marks=("attention.query_key_value.",),
+    is_written=False,
+    written={},
+    biases={"use_qkv_bias": ("qkv",)},
+    ignored_keys=(
+        *_GLM4_MOE.ignored_keys, "moe_shared_expert_intermediate_size", "router_dtype", "rotary_dim", "use_rmsnorm",
+        "embedding_dropout", "output_dropout", "max_window_layers", "mtp_loss_scaling_factor",
+    ),
+    required={
+        "use_bias": ((None, False), "megatron-core's shared experts have no biases, as other linears then"),
+        "score_function": ((None, "sigmoid"), "a correction bias is added to sigmoid scores"),
+        "moe_router_enable_expert_bias": ((None, True), "the family's routers have one"),
+        "use_sliding_window": ((None, False), "the modelling file has no sliding windows"),
+    },
+)  # fmt: skip
+_SARVAM_MOE = replace(_BAILING_MOE_V2, model_type="sarvam_moe", marks=(), rope=Rope(partial=True))
 _GPT_OSS = Family(
     model_type="gpt_oss",
     fields={"_normalised": True}
@@ -1444,6 +1483,8 @@ FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": _DOTS1,
     "NemotronForCausalLM": _NEMOTRON,
     "MiMoForCausalLM": _MIMO,
+    "BailingMoeV2ForCausalLM": _BAILING_MOE_V2,
+    "SarvamMoEForCausalLM": _SARVAM_MOE,
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
