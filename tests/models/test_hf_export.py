@@ -86,6 +86,7 @@ def test_command_writes_what_transformers_and_the_engine_read(llama, tmp_path, c
     [
         *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers"),
         *("glm4_moe_bias", "gpt_oss", "gpt_oss_limit", "exaone_moe", "hy_v3", "dots1", "nemotron_biases"),
+        *("deepseek_v3", "deepseek_v3_one_group"),
     ],
 )
 @pytest.mark.parametrize("through_checkpoint", [False, True])

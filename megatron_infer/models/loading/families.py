@@ -926,6 +926,16 @@ _DEEPSEEK_V3 = Family(
     },
     tensors=_LATENT_TENSORS | _LATENT_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
+    is_written=True,
+    written=_FIRST_DENSE
+    | {
+        "norm_topk_prob": lambda v: v["moe_router_topk"] > 1,
+        "n_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"],
+        "num_key_value_heads": lambda v: v["num_attention_heads"],
+        "q_lora_rank": lambda v: v["q_lora_rank"],
+        "n_group": lambda v: v.get("moe_router_num_groups") or 1,
+        "topk_group": lambda v: v.get("moe_router_group_topk") or 1,
+    },
     rope=Rope(mscales=True),
     ignored_keys=(*_LATENT_IGNORED, "num_nextn_predict_layers", "num_mtp_layers"),
     required=_LATENT_REQUIRED
@@ -938,6 +948,7 @@ _DEEPSEEK_V3 = Family(
 _GLM4_MOE_LITE = replace(
     _DEEPSEEK_V3,
     model_type="glm4_moe_lite",
+    is_written=False,
     fields=_DEEPSEEK_V3.fields
     | {
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),

@@ -506,7 +506,11 @@ def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescr
     reasons = []
     for architecture in sorted(written, key=lambda name: name != own):
         family = FAMILIES[architecture]
-        config = {"architectures": [architecture], "model_type": family.model_type, **_written(family, description)}
+        try:
+            config = {"architectures": [architecture], "model_type": family.model_type, **_written(family, description)}
+        except KeyError as missing:  # a field that only models of this family have
+            reasons.append(f"{architecture}: it has no {missing}")
+            continue
         ids = (("bos", description.bos_id), ("eos", list(description.eos_ids) or None), ("pad", description.pad_id))
         config |= {f"{name}_token_id": value for name, value in ids if value is not None}
         try:
@@ -543,6 +547,8 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
         scaling = description.rope_scaling
         if scaling is not None and scaling.kind in _ROPE_TYPES:
             factors = {key: _json(getattr(scaling, name)) for name, key in _ROPE_TYPES[scaling.kind].items()}
+            if family.rope.mscales and scaling.mscale_all_dim:
+                factors |= {key: getattr(scaling, key) for key in _YARN_WEIGHTS}
             config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
     if family.window is not None:
         config |= _written_window(family.window, layers)
@@ -598,4 +604,6 @@ def _plain(description: ModelDescription) -> dict[str, Any]:
     if description.position_embedding != "rope":
         description = replace(description, rotary_base=0.0, rotary_percent=1.0, rope_scaling=None)
     values = layers | {name: getattr(description, name) for name in _ARITHMETIC}
+    if layers.get("multi_latent_attention"):
+        values["latent_norm_epsilon"] = description.latent_norm_epsilon or layers.get("layernorm_epsilon", 1e-5)
     return {name: value for name, value in values.items() if value not in (None, False)}
