@@ -9,6 +9,7 @@ from typing import Any
 from megatron_infer.config.mamba_state import LAYER_SYMBOLS
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
@@ -99,6 +100,8 @@ def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **
     norm_groups and mixer_options (d_conv, bias, norm_epsilon, dt_limit, ...: options of megatron-core's mixer that are
     in no config): see `mamba_mixer.TorchMambaMixer`.
     """
+    if extensions_of(config) != Extensions():
+        raise ConfigError("a hybrid with the extensions of a config is not supported")
     plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
     mixer = ModuleSpec(
         module=SlottedMambaMixer,

@@ -219,7 +219,13 @@ def layer_spec(
         attention.q_layernorm, attention.kv_layernorm = (IdentityOp if config.q_lora_rank is None else norm), norm
     elif qk_layernorm and not config.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    if qk_layernorm and extensions.whole_head_norms:
+    if extensions.whole_head_norms and not qk_layernorm:
+        raise ConfigError("whole_head_norms=True needs qk_layernorm=True")
+    if extensions.local_rotary_base is not None and config.window_size is None:
+        raise ConfigError(
+            f"local_rotary_base={extensions.local_rotary_base:g} needs layers with a window (window_size)"
+        )
+    if extensions.whole_head_norms:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if extensions.norms != "before":
         if num_experts is not None:

@@ -165,6 +165,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3_no_window": ("Gemma3TextConfig", {"head_dim": 16, "layer_types": ["full_attention"] * 3}),
     "olmo2": ("Olmo2Config", {}),
     "olmo2_bias": ("Olmo2Config", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3Config", {"sliding_window": 7, "num_hidden_layers": 5}),

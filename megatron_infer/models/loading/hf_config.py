@@ -178,6 +178,8 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
         values["no_rope_freq"] = _unrotated(keys, values["num_layers"])
     if family.window is not None:
         values |= _windows(keys, family, family.window, values)
+        if "window_size" not in values:
+            values.pop("extensions.local_rotary_base", None)
     if family.pattern is not None:
         values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
         values["num_layers"] = len(pattern)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from model_kinds import LATENT, LATENT_EXPERTS, SOFTCAPPED
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_infer.errors import AdoptionError
+from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.extensions import Extensions
@@ -225,6 +225,18 @@ def test_paged_logits_equal_the_full_forward(name):
     if name in HYBRIDS:
         pattern, _ = HYBRIDS[name]
         assert (len(adopted.specs), len(adopted.ssm_specs)) == (pattern.count("*"), pattern.count("M"))
+
+
+@pytest.mark.parametrize(("extensions", "settings", "message"), [
+    ({"whole_head_norms": True}, {}, "needs qk_layernorm=True"),
+    ({"local_rotary_base": 100.0}, {}, "local_rotary_base=100 needs layers with a window"),
+    ({"norms": "both"}, EXPERTS, "norms both experts are not supported"),
+])  # fmt: skip
+def test_extensions_that_would_have_no_effect_or_a_part_of_it_are_refused(extensions, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_gpt(extensions=Extensions(**extensions), **settings)
+    with pytest.raises(ConfigError, match="a hybrid with the extensions"):
+        tiny_hybrid("M*", extensions=Extensions(**extensions))
 
 
 def test_a_fused_activation_that_clamps_before_the_bias_is_refused():

@@ -12,7 +12,7 @@ import engines
 import pytest
 import torch
 from lora_cases import random_adapter
-from model_kinds import make_model
+from model_kinds import SOFTCAPPED, make_model
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"add_bias_linear": True},
     "layer norm": {"normalization": "LayerNorm"},
+    "norms on both sides": SOFTCAPPED | {"qk_layernorm": False},
     "experts": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_router_pre_softmax": True},
     "experts, gate": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
     "experts, groups": MANY
