@@ -33,6 +33,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """How a layer chooses the keys that a query attends to, by index keys in the cache.
+
+    A key's score is the sum over index heads of weight * (query . index key), of its positive part where `relu`. The
+    `top_k` highest are chosen; of equal scores the earlier key. Source: DeepSeek Sparse Attention, DeepSeek-V3.2.
+    """
+
+    num_heads: int
+    dim: int
+    """Width of an index query and of an index key: the last dims of what the cache keeps of a token."""
+    top_k: int
+    rotary_dim: int
+    """Leading dims of both that the step's cos/sin rotate."""
+    rotary_interleaved: bool
+    relu: bool = True
+
+
+@dataclass(slots=True)
+class IndexQueries:
+    """The index queries of a step, not rotated, and the weights of their heads; I index heads."""
+
+    q_TIH: Tensor
+    weights_TI: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttendSpec:
     """The parameters of one attention layer; built once at adoption."""
 
@@ -54,6 +80,9 @@ class AttendSpec:
     value_start: int | None = None
     """Set for latent attention: a key's dims from there on, which do not rotate, are its value, and the cache has one
     plane. None: values are vectors of their own."""
+    index: IndexSpec | None = None
+    """Set for sparse attention over latents: head_dim counts an index key after a key's dims, which queries and values
+    do not have. None: a query attends to all keys it sees."""
 
     @property
     def sinks_N(self) -> Tensor | None:
@@ -66,12 +95,21 @@ class AttendSpec:
     @property
     def value_dim(self) -> int:
         """Width of a value, and so of a query head's output (V below)."""
-        return self.head_dim - (self.value_start or 0)
+        return self.query_dim - (self.value_start or 0)
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query head: head_dim without an index key."""
+        return self.head_dim - (0 if self.index is None else self.index.dim)
 
     @property
     def planes(self) -> int:
         """Vectors that the cache keeps of a token and KV head."""
         return 2 if self.value_start is None else 1
+
+
+NO_INDEXER = "chooses no keys by an indexer"
+"""Why a dense backend cannot run a layer with an `AttendSpec.index`."""
 
 
 def _none() -> np.ndarray:
@@ -313,6 +351,27 @@ class AttentionBackend(Protocol):
         ...
 
 
+class SparseAttentionBackend(AttentionBackend, Protocol):
+    """Paged attention that also runs layers with an `AttendSpec.index`."""
+
+    def run_sparse(
+        self,
+        q_TKGH: Tensor,
+        k_TKH: Tensor,
+        kv_cache: Tensor,
+        *,
+        layer: int,
+        spec: AttendSpec,
+        index: IndexQueries | None,
+    ) -> Tensor:
+        """`run`, but a query attends to the keys that its index queries choose; to all, where it sees at most top_k.
+
+        q: [T, 1, G, query_dim]; k: [T, 1, head_dim], its index key not rotated. index: None for a layer that attends to
+        the choice of the layer before it.
+        """
+        ...
+
+
 class StepInputs(Protocol):
     """What a paged layer sees of the step; the decoder passes it as `inference_context`."""
 
@@ -331,6 +390,12 @@ class StepInputs(Protocol):
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""
+        ...
+
+    def attend_to_chosen(
+        self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, spec: AttendSpec, index: IndexQueries | None
+    ) -> Tensor:
+        """Sparse attention layer number `layer` of this rank (see `SparseAttentionBackend.run_sparse`)."""
         ...
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import backend_candidates, packing
 from megatron_infer.kernels.attention_phases import PhasedAttention
-from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
+from megatron_infer.kernels.base import NO_INDEXER, Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
@@ -40,6 +40,7 @@ from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
+from megatron_infer.kernels.torch.sparse_attention import SparseAttention
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 from megatron_infer.kernels.torch.ssm_torch import TorchScan
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention, ReferenceOps
@@ -223,6 +224,9 @@ def _choose_attention(
     of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`). Where nothing is named on a GPU, prompts may
     run on another backend than decode rows.
     """
+    chooses = next((spec.index for spec in specs if spec.index is not None), None)
+    if chooses is not None:
+        return _choose_sparse(library, device, specs, of, reasons, forced, asked, in_torch, chooses.top_k)
     reasons, dtype = dict(reasons), of["dtype"]
     forced, by = _named(ATTENTION_OPTION, asked, forced)
     if forced == "reference":
@@ -255,6 +259,37 @@ def _choose_attention(
     tried = {chosen.name, *reasons}
     reasons |= {one.name: one.rank for one in backend_candidates.ATTENTION if one.name not in tried}
     return _choose_for_prompts(chosen, device, dtype, refuses, reasons)
+
+
+def _choose_sparse(
+    library: ctypes.CDLL | None,
+    device: torch.device,
+    specs: Sequence[AttendSpec],
+    of: dict[str, Any],
+    reasons: dict[str, str],
+    forced: str | None,
+    asked: str,
+    in_torch: TorchKernels,
+    top_k: int,
+) -> tuple[list[BackendChoice], AttentionBackend]:
+    """Sparse attention around the native, torch or reference backend. Raises ConfigError for another one by name."""
+    forced, by = _named(ATTENTION_OPTION, asked, forced)
+    backends: list[AttentionBackend] = [] if library is None else [NativePagedAttention(library, of["dtype"])]
+    named = [*backends, in_torch.attention(), ReferenceAttention()]
+    if forced is not None:
+        named = [backend for backend in named if backend.name == forced]
+        if not named:
+            raise ConfigError(f"{by}={forced}, but sparse attention runs on native, torch or reference attention")
+    reasons, refused = reasons | dict.fromkeys(backend_candidates.NAMES, NO_INDEXER), dict[str, str]()
+    sparse = [SparseAttention(backend, top_k=top_k) for backend in named]
+
+    def refuses(backend: SparseAttention) -> str | None:
+        return next((reason for spec in specs if (reason := backend.supports(spec, **of)) is not None), None)
+
+    chosen = _first_of(sparse, refuses, refused, best=None)
+    if chosen is None:
+        raise ConfigError(f"attention {'; '.join(refused.values())}")
+    return [BackendChoice(ATTENTION, chosen.name, reasons | refused)], chosen
 
 
 def _choose_for_prompts(
@@ -523,7 +558,7 @@ def choose(
     of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
     attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention, in_torch)
     rows = attends if specs or not ssm_specs else []
-    if specs and fused_rope is not False:
+    if specs and fused_rope is not False and specs[0].index is None:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
         rows.append(row)
     scan: ScanBackend | None = None

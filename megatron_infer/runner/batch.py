@@ -14,14 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
+from megatron_infer.kernels.base import (
+    AttendSpec,
+    AttentionBackend,
+    IndexQueries,
+    Ops,
+    RotaryTable,
+    SparseAttentionBackend,
+    StateCaptures,
+    StepMetadata,
+)
 from megatron_infer.kernels.native.native_layers import LayerProgram, NativeLayers
 from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend, SsmWeights
 from megatron_infer.kernels.step_gather import StepTables
@@ -122,6 +131,14 @@ class Batch:
         if self.restore is not None:
             self.restore.wait_for_layer(("blocks", layer))
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
+
+    def attend_to_chosen(
+        self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, spec: AttendSpec, index: IndexQueries | None
+    ) -> Tensor:
+        if self.restore is not None:
+            self.restore.wait_for_layer(("blocks", layer))
+        backend = cast(SparseAttentionBackend, self.attention)
+        return backend.run_sparse(q_TKGH, k_TKH, self.kv_cache, layer=layer, spec=spec, index=index)
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
         assert self.scan is not None and self.states is not None, "a recurrent layer in a model adopted without any"

@@ -37,7 +37,7 @@ struct Call {  // once per layer; strides in elements, the last dimension is con
     int64_t q_token, q_kv, q_group, k_token, k_head, v_token, v_head;
 };
 
-constexpr int kMaxHeadDim = 576;
+constexpr int kMaxHeadDim = 704;
 
 // Workspace of one backend object; never shared between engines.
 struct Context {

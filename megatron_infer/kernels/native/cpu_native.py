@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
-from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.native.native_experts import NativeRouter
@@ -29,7 +29,7 @@ LINEAR_TOKENS = 32
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 FP32_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16_f32"}
 """Suffixes of the linear kernels that store their fp32 sums."""
-MAX_HEAD_DIM = 576
+MAX_HEAD_DIM = 704
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
 PANELS = "native panels"
@@ -466,6 +466,8 @@ class NativePagedAttention:
             return f"built for {self._dtype}, got {dtype}"
         if (reason := only_own_dtype(dtype, kv_dtype)) is not None:
             return reason
+        if spec.index is not None:
+            return NO_INDEXER
         if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
             return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:

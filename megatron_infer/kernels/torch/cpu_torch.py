@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
@@ -196,7 +196,7 @@ class TorchPagedAttention:
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        return None
+        return None if spec.index is None else NO_INDEXER
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
@@ -126,7 +126,7 @@ class ReferenceAttention:
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        return None
+        return None if spec.index is None else NO_INDEXER
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step
