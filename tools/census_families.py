@@ -256,7 +256,7 @@ FAMILIES: dict[str, Family] = {
         _of(
             "glm_moe_dsa", "GlmMoeDsaForCausalLM", "head_dim", "num_key_value_heads", num_hidden_layers=4,
             first_k_dense_replace=3, n_routed_experts=4, n_shared_experts=1, index_topk=8, index_head_dim=16,
-            index_n_heads=4, indexer_rope_interleave=True, norm_topk_prob=True, routed_scaling_factor=2.5,
+            index_n_heads=24, indexer_rope_interleave=True, norm_topk_prob=True, routed_scaling_factor=2.5,
             **LATENT, **EXPERTS, **ONE_GROUP,
         )
     ),

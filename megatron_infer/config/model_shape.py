@@ -81,8 +81,8 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Latent attention: a layer keeps one vector of a token, [rotary part | latent], which is the key of all heads; its
-    latent part is the value. Every tensor-parallel rank keeps all of it.
+    """Latent attention: a layer keeps one vector of a token, [rotary part | latent | index key], whose first two parts
+    are the key of all heads; its latent part is the value. Every tensor-parallel rank keeps all of it.
 
     Source: multi-head latent attention of DeepSeek-V2, arXiv:2405.04434.
     """
@@ -95,6 +95,8 @@ class LatentShape:
     """Width of a head's full key, which is not kept."""
     value_dim: int
     """Width of a head's full value."""
+    index_dim: int = 0
+    """Width of the index key of sparse attention, which a token keeps after its latent; 0: attention is not sparse."""
 
     @property
     def full_width(self) -> int:

@@ -302,10 +302,11 @@ def _how_block_bytes(config: InferenceConfig, shape: ModelShape) -> str:
     places = f"x {shape.num_attention_layers} attention layers x {config.block_size_tokens} tokens"
     if (latent := shape.latent) is None:
         return f"{element} x 2 (K, V) {places} x {shape.num_kv_heads} kv heads x {shape.head_dim}"
+    index = f", an index key of {latent.index_dim}" if latent.index_dim else ""
     return (
         f"{element} {places} x {shape.head_dim} (a latent of {latent.rank} and a rotary part of "
-        f"{shape.head_dim - latent.rank}, all on each rank; full keys and values of {latent.num_heads} heads would be "
-        f"{latent.full_width:,})"
+        f"{shape.head_dim - latent.rank - latent.index_dim}{index}, all on each rank; full keys and values of "
+        f"{latent.num_heads} heads would be {latent.full_width:,})"
     )
 
 

@@ -163,7 +163,9 @@ class LayerParameters:
 
     norm: int
     qkv: int
-    """With the norms of queries and keys."""
+    """With the norms of queries and keys, and the indexer of sparse attention."""
+    indexer: int
+    """Of sparse attention; part of qkv."""
     proj: int
     mlp: int
     router: int

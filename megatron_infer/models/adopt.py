@@ -195,6 +195,10 @@ def _read(
 def _check_one_rotation(layers: Sequence[LayerAdoption]) -> None:
     """Raise AdoptionError unless all layers with latent attention, which have a rotary embedding each, rotate alike."""
     latent = [layer for layer in layers if isinstance(layer.attention, FusedLatentAttention)]
+    if latent and latent[0].attention.attend.reuses_choice:
+        raise AdoptionError(
+            f"{latent[0].name}.self_attention", "attends to keys that a layer of another pipeline stage chooses"
+        )
     for layer in latent[1:]:
         first, other = (one.layer.self_attention.rotary_pos_emb for one in (latent[0], layer))
         if not rotate_alike(first, other):

@@ -36,7 +36,7 @@ def check_config(config: Any) -> None:
     """Raise AdoptionError for a setting that has no effect in the paged path."""
     for field, reason in REFUSED_SETTINGS.items():
         value = getattr(config, field, None)
-        if field == "experimental_attention_variant" and value == "gated_delta_net":
+        if field == "experimental_attention_variant" and value in ("gated_delta_net", "dsa"):
             continue  # layers that are none of megatron-core's are refused by their class
         if not _is_off(field, getattr(value, "value", value)):
             raise AdoptionError("config", f"{field}={value!r}: {reason}")

@@ -6,6 +6,7 @@ those around its decoder. Parameter names beyond megatron-core's are those of Me
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     LanguageModelEmbedding,
+    MLATransformerConfig,
     RowParallelLinear,
     SelfAttention,
     TransformerConfig,
@@ -33,6 +35,18 @@ class ExtendedConfig(TransformerConfig):
     """A TransformerConfig that also has `Extensions`."""
 
     extensions: Extensions = field(default_factory=Extensions)
+
+
+@dataclass
+class ExtendedLatentConfig(MLATransformerConfig):
+    """An MLATransformerConfig that also has `Extensions`."""
+
+    extensions: Extensions = field(default_factory=Extensions)
+
+
+def extended_config(settings: Mapping[str, Any]) -> type[TransformerConfig]:
+    """The class of a config with these fields and `extensions`."""
+    return ExtendedLatentConfig if settings.get("multi_latent_attention") else ExtendedConfig
 
 
 class NormedRowParallelLinear(RowParallelLinear):

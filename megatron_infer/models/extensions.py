@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
@@ -22,6 +22,23 @@ class Extensions:
     """c: logits are c * tanh(logit / c)."""
     local_rotary_base: float | None = None
     """The base of a second rope, unscaled, for the layers with a window."""
+    index_interleaved: bool = False
+    """The indexers of sparse attention turn neighbouring dims, else dim i with dim i + half."""
+    index_norm_epsilon: float | None = None
+    """Of the norm of index keys; None: that of the layers' norms."""
+    index_shared: tuple[bool, ...] = ()
+    """Which layers attend to the keys that the indexer of an earlier layer chose, and have none; () none."""
+
+    @property
+    def of_indexers_alone(self) -> bool:
+        """Nothing but the fields of indexers is on."""
+        off = Extensions()
+        return self == replace(
+            off,
+            index_interleaved=self.index_interleaved,
+            index_norm_epsilon=self.index_norm_epsilon,
+            index_shared=self.index_shared,
+        )
 
 
 def extensions_of(config: Any) -> Extensions:

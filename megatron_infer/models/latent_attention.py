@@ -14,9 +14,11 @@ rotary part and its value.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.config.model_shape import LatentShape
@@ -31,6 +33,7 @@ from megatron_infer.models.fused_layers import (
     LayerOps,
     norm_unless_none,
 )
+from megatron_infer.models.indexer import FusedIndexer, index_spec, indexer_of, is_sparse
 from megatron_infer.models.rotary import ROTARY_CLASSES, rotary_dim
 from megatron_infer.models.te_apex import WHOLE, has_norm_inside, linear_role, qualified
 from megatron_infer.models.tp_collectives import Reducer
@@ -84,14 +87,19 @@ class LatentHeads(LayerOp):
         self.q_up = FusedLinear(getattr(attention, last), f"{name}.{last}", tp=tp, norm_apart=True)
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Heads, Tensor | None]:
+        return self.heads(step, x_TD, self.q_latent(step, x_TD)), residual_TD
+
+    def q_latent(self, step: StepInputs, x_TD: Tensor) -> Tensor:
+        """What queries and index queries are made of: the normed latent, or x where queries have none."""
         q_TX = x_TD if self.q_down is None else self.q_down.run(step, x_TD)
-        if self.q_norm is not None:
-            q_TX = self.q_norm.norm(step.ops, q_TX)
+        return q_TX if self.q_norm is None else self.q_norm.norm(step.ops, q_TX)
+
+    def heads(self, step: StepInputs, x_TD: Tensor, q_TX: Tensor) -> Heads:
         q_TX, _ = self.q_up.run(step, q_TX, None)
         q_TNX = step.ops.into_latent(q_TX.unflatten(1, (self.num_heads, -1)), self.up.key_NKL())
         key_TH = self._key(step.ops, self.kv_down.run(step, x_TD))
         key_TKH = (key_TH if self._tp is None else self._tp.spread(key_TH)).unsqueeze(1)
-        return (q_TNX.unsqueeze(1), key_TKH, key_TKH[..., -self.rank :]), residual_TD
+        return q_TNX.unsqueeze(1), key_TKH, key_TKH[..., -self.rank :]
 
     def _key(self, ops: Ops, kv_TX: Tensor) -> Tensor:
         """[latent | rotary part] -> [rotary part | normed latent]."""
@@ -116,10 +124,62 @@ class LatentAttend(Attend):
         super().__init__(layer, spec)
         self.up = up
 
+    @property
+    def reuses_choice(self) -> bool:
+        """Whether queries attend to the keys that an earlier layer's indexer chose."""
+        return False
+
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         mixed_TX, _ = super().run(step, qkv, residual_TD)
+        return self._out(step, mixed_TX), residual_TD
+
+    def _out(self, step: StepInputs, mixed_TX: Tensor) -> Tensor:
         mixed_TNL = mixed_TX.unflatten(1, (self.spec.group_size, -1))
-        return step.ops.out_of_latent(mixed_TNL, self.up.value_NVL()), residual_TD
+        return step.ops.out_of_latent(mixed_TNL, self.up.value_NVL())
+
+
+class SparseHeads(LatentHeads):
+    """`LatentHeads` with index queries: the key has an index key after its latent, of zeros without an indexer."""
+
+    __slots__ = ("index_dim", "indexer")
+
+    def __init__(
+        self, attention: Any, name: str, *, up: UpProjection, tp: Reducer | None, indexer: FusedIndexer | None, dim: int
+    ) -> None:
+        super().__init__(attention, name, up=up, tp=tp)
+        self.indexer, self.index_dim = indexer, dim
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
+        latent_TX = self.q_latent(step, x_TD)
+        q_TKGH, key_TKH, _ = self.heads(step, x_TD, latent_TX)
+        if self.indexer is None:
+            return (q_TKGH, F.pad(key_TKH, (0, self.index_dim)), None), residual_TD
+        key_TKH = torch.cat((key_TKH, self.indexer.key(step, x_TD).unsqueeze(1)), dim=-1)
+        return (q_TKGH, key_TKH, self.indexer.queries(step, x_TD, latent_TX)), residual_TD
+
+    def linears(self) -> Iterator[FusedLinear]:
+        yield from super().linears()
+        if self.indexer is not None:
+            yield from self.indexer.linears()
+
+
+class SparseAttend(LatentAttend):
+    """What `SparseHeads` gives -> attention over the latents that an indexer chooses, and out of their space."""
+
+    __slots__ = ("_reuses",)
+
+    def __init__(self, layer: int, spec: AttendSpec, up: UpProjection, *, reuses_choice: bool) -> None:
+        super().__init__(layer, spec, up)
+        self._reuses = reuses_choice
+
+    @property
+    def reuses_choice(self) -> bool:
+        return self._reuses
+
+    def run(self, step: StepInputs, qkv: Any, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q_TKGH, k_TKH, index = qkv
+        mixed_TX = step.attend_to_chosen(self.layer, q_TKGH, k_TKH, self.spec, index)
+        return self._out(step, mixed_TX), residual_TD
 
 
 class FusedLatentAttention(LayerOps):
@@ -151,9 +211,18 @@ class FusedLatentAttention(LayerOps):
         if up_linear.attached is not None:
             raise AdoptionError(up_name, "has an adapter, which the products of latent attention would leave out")
         up = UpProjection(up_linear, num_heads=num_heads, key_dim=config.qk_head_dim)
-        self.attend = LatentAttend(layer, spec, up)
         proj = FusedLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
-        super().__init__(LatentHeads(attention, name, up=up, tp=tp), self.attend, *proj.flat())
+        heads: LatentHeads
+        if is_sparse(attention.core_attention):
+            index = index_spec(attention, name, rotary_dim=spec.rotary_dim)
+            spec = replace(spec, index=index, head_dim=spec.head_dim + index.dim)
+            self.shape = replace(self.shape, index_dim=index.dim)
+            indexer = indexer_of(attention, name, tp=tp)
+            heads = SparseHeads(attention, name, up=up, tp=tp, indexer=indexer, dim=index.dim)
+            self.attend: LatentAttend = SparseAttend(layer, spec, up, reuses_choice=indexer is None)
+        else:
+            heads, self.attend = LatentHeads(attention, name, up=up, tp=tp), LatentAttend(layer, spec, up)
+        super().__init__(heads, self.attend, *proj.flat())
 
 
 def _norm(attention: Any, norm: str, linear: str, name: str) -> FusedNorm | None:

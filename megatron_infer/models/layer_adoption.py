@@ -39,6 +39,7 @@ from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mix
 from megatron_infer.models.moe import FusedExperts, LatentMoELayer
 from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_attention_class
 from megatron_infer.models.rotary import ropes_of, rotary_dim
+from megatron_infer.models.sparse_module import TorchSparseAttention
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -198,7 +199,7 @@ def _attention(
     """The operations of this layer's attention; raises AdoptionError where they are not known."""
     attention, where = layer.self_attention, f"{name}.self_attention"
     _check_attention(attention, where)
-    if isinstance(attention, mcore.MLASelfAttention):
+    if isinstance(attention, mcore.LATENT_ATTENTIONS):
         return FusedLatentAttention(attention, where, layer=index, tp=tp)
     return FusedAttention(attention, where, layer=index, spec=_attention_spec(layer, name, model), tp=tp)
 
@@ -210,7 +211,7 @@ def _check_attention(attention: Any, where: str) -> None:
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
     latent = bool(attention.config.multi_latent_attention)
-    if latent is not isinstance(attention, mcore.MLASelfAttention):
+    if latent is not isinstance(attention, mcore.LATENT_ATTENTIONS):
         raise AdoptionError(where, f"multi_latent_attention={latent}, but it is of class {qualified(attention)}")
     core = attention.core_attention
     if stock and not isinstance(attention, PagedAttention) and not _is_known_core(core):
@@ -258,7 +259,8 @@ def _is_stock_delta(cls: type) -> bool:
 
 def _is_known_core(core: Any) -> bool:
     is_bridge = is_of(core, PATTERNED_CORE, *CAPPED_CORES)
-    return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core) or is_bridge
+    known = (mcore.DotProductAttention, TorchCoreAttention, TorchSparseAttention, mcore.DSAttention)
+    return type(core) in known or is_te_attention(core) or is_bridge
 
 
 def _softmax_of(core: Any, config: Any, number: int, where: str) -> tuple[float, int | None, float | None]:

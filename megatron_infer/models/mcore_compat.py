@@ -118,6 +118,20 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     except ImportError:
         GatedDeltaNet = GatedDeltaNetSubmodules = None
 
+    try:
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+    except ImportError:
+        DSAttention = None
+    try:  # from 0.19 on, of models with sparse attention
+        from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+    except ImportError:
+        AbsorbedMLASelfAttention = None
+
+LATENT_ATTENTIONS: tuple[type, ...] = (
+    (MLASelfAttention,) if AbsorbedMLASelfAttention is None else (MLASelfAttention, AbsorbedMLASelfAttention)
+)
+"""megatron-core's classes of attention over latents."""
+
 _NOISY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.hybrid.hybrid_model",

@@ -56,6 +56,8 @@ class MTPHead:
         )
         if self._layer.attention is None or self._layer.fused is None:
             raise AdoptionError(f"{name}.{inner}", "not a transformer layer with attention")
+        if self.spec.index is not None:
+            raise AdoptionError(f"{name}.{inner}", "MTP layers with sparse attention are not supported")
         operations = self._layer.fused.flat()
         last_norm = FusedNorm(layer.final_layernorm, f"{name}.final_layernorm")
         self._all = LayerOps(*with_programs([*operations, last_norm], end_model=False))

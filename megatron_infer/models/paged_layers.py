@@ -18,6 +18,7 @@ from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.fused_layers import FusedAttention, FusedLayer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mcore_compat import (
+    LATENT_ATTENTIONS,
     MambaLayer,
     MLASelfAttention,
     MLPLayer,
@@ -87,7 +88,14 @@ class PagedLatentAttention(PagedAttention, MLASelfAttention):
     """Stock latent attention with the paged path for a step."""
 
 
-PAGED_ATTENTION: dict[type, type] = {SelfAttention: PagedSelfAttention, MLASelfAttention: PagedLatentAttention}
+PAGED_ATTENTION: dict[type, type] = {
+    SelfAttention: PagedSelfAttention,
+    MLASelfAttention: PagedLatentAttention,
+} | {
+    attention: type(f"Paged{attention.__name__}", (PagedAttention, attention), {"__module__": __name__})
+    for attention in LATENT_ATTENTIONS
+    if attention is not MLASelfAttention
+}
 """Stock attention class -> ours."""
 
 

@@ -39,6 +39,7 @@ from megatron_infer.models.paged_layers import (
     PagedTransformerLayer,
     paged_attention_class,
 )
+from megatron_infer.models.sparse_module import TorchSparseAttention
 from megatron_infer.models.stage_layers import delta_layers, expert_layers
 
 
@@ -211,10 +212,12 @@ def layer_spec(
         return with_inference(spec)
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
-    if config.multi_latent_attention and extensions != Extensions():
+    if config.multi_latent_attention and not extensions.of_indexers_alone:
         raise ConfigError("latent attention with the extensions of a config is not supported")
     if config.multi_latent_attention:
         layer.self_attention.module = TorchLatentAttention
+        if getattr(config, "experimental_attention_variant", None) == "dsa":
+            attention.core_attention = TorchSparseAttention
         norm = TorchNorm if qk_layernorm else IdentityOp
         attention.q_layernorm, attention.kv_layernorm = (IdentityOp if config.q_lora_rank is None else norm), norm
     elif qk_layernorm and not config.qk_l2_norm:

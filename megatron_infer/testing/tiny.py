@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from megatron_infer.errors import unknown_name
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.extended_modules import ExtendedConfig, extend
+from megatron_infer.models.extended_modules import extend, extended_config
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.loading.build_model import UNFUSED
 from megatron_infer.models.rotary import cpu_rotary
@@ -135,7 +135,7 @@ def tiny_config(**overrides: Any) -> Any:
     if extensions is None:
         config = mcore.config_class(settings)(**settings)
     else:
-        config = ExtendedConfig(extensions=extensions, **settings)
+        config = extended_config(settings)(extensions=extensions, **settings)
     vars(config).update(extra)
     return config
 

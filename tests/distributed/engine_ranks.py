@@ -66,7 +66,7 @@ def take_part(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
                 name = name.replace(f"local_experts.{expert}.", f"local_experts.{expert + own * groups.ep.rank()}.")
             whole = weights[name]
             is_replicated = name.endswith(REPLICATED) and "mixer" not in name and parameter.shape == whole.shape
-            if tp.size() > 1 and not is_replicated:
+            if tp.size() > 1 and not is_replicated and ".indexer." not in name:
                 whole = share(name, whole, model, tp.rank(), tp.size())
             parameter.copy_(whole)
 

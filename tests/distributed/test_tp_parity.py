@@ -31,6 +31,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "hybrid": lambda **sizes: tiny_hybrid("M*-M", **ranks.HYBRID, **sizes),
     "latent": lambda **sizes: tiny_gpt(**LATENT, **SHAPE, max_sequence_length=512, **sizes),
     "softcapped": lambda **sizes: make_model("softcapped", **sizes),
+    "sparse": lambda **sizes: make_model("sparse", **sizes),
     "norms after": lambda **sizes: tiny_gpt(
         **ranks.GPT, extensions=Extensions(norms="after", whole_head_norms=True), **sizes
     ),
@@ -142,6 +143,7 @@ def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
         if kind == "attention":  # the kinds beside it have some
             at = PLAIN_PARTS[part][0]
             found["softcapped"] = {name: PLAIN[name] for name in names[at::EACH]}
+            found["sparse"] = {names[at + 1]: PLAIN[names[at + 1]]}
             found["norms after"] = {names[at + 2]: PLAIN[names[at + 2]]}
         found[kind] = {name: PLAIN[name] for at in PLAIN_PARTS[part] for name in names[(at + shift) % EACH :: EACH]}
     return found

@@ -56,6 +56,7 @@ LATENT = {
     "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+SPARSE = {"index_topk": 7, "index_head_dim": 32, "index_n_heads": 16}  # many heads: of few all scores may be 0
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3_LONG = {"pad_token_id": 0, "eos_token_id": 2, "original_max_position_embeddings": 32}
 LONGROPE = {
@@ -254,6 +255,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron": ("NemotronConfig", {"eos_token_id": 3}),
     "nemotron_biases": ("NemotronConfig", {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0}),
+    "deepseek_v32": ("DeepseekV32Config", LATENT | SPARSE | {"rope_parameters": LATENT_YARN}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", LATENT | SPARSE | {"n_group": 1, "topk_group": 1}),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsaConfig",
+        LATENT | SPARSE | {"n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full"]},
+    ),
     "dense_granite": ("GraniteConfig", FACTORS | {"attention_bias": True, "mlp_bias": True}),
     "dense_granite_tied": ("GraniteConfig", FACTORS | {"tie_word_embeddings": True}),
     "granite_moe": ("GraniteMoeConfig", FACTORS | {"num_local_experts": 5, "intermediate_size": 24}),

@@ -15,9 +15,9 @@ from megatron_infer.models.extensions import Extensions
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
-KINDS = ("attention", "hybrid", "mamba", "latent", "delta", "softcapped")
+KINDS = ("attention", "hybrid", "mamba", "latent", "delta", "softcapped", "sparse")
 """Attention with MLPs; Mamba, attention with sinks, MLP and latent experts in one stack; Mamba alone; latent attention
-with MLPs; delta nets and gated attention; all that Gemma's families have."""
+with MLPs; delta nets and gated attention; all that Gemma's families have; latent attention to chosen keys."""
 RECURRENT = ("hybrid", "mamba", "delta")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
@@ -37,6 +37,13 @@ LATENT: dict[str, Any] = {
     "mscale_all_dim": 0.5,
 }
 """Latent attention, as DeepSeek-V3's with yarn."""
+SPARSE: dict[str, Any] = LATENT | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 16,  # of few heads all may score 0, and of equal scores the model's own choice is open
+    "dsa_indexer_head_dim": 32,
+    "dsa_indexer_topk": 12,
+}
+"""Sparse attention over latents, as DeepSeek-V3.2's."""
 LATENT_EXPERTS: dict[str, Any] = {"moe_latent_size": 24, "moe_shared_expert_intermediate_size": 32}
 """Experts in a latent space, as Nemotron 3 Super's."""
 SOFTCAPPED: dict[str, Any] = {
@@ -65,6 +72,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         return tiny_hybrid(HYBRID_PATTERN, **own | settings)
     if kind == "latent":
         return tiny_gpt(**LATENT | settings)
+    if kind == "sparse":
+        return tiny_gpt(**SPARSE | settings)
     if kind == "delta":
         return tiny_delta(**settings)
     if kind == "softcapped":

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from step_rows import step_of
 from torch import Tensor
 
+from megatron_infer.kernels.base import IndexSpec
 from megatron_infer.kernels.ssm import LayerStates
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 
@@ -183,10 +184,42 @@ class Step:
             out[first:end] = torch.einsum("kgqp,pkh->qkgh", probs, values)
         return out.flatten(1)
 
+    def attend_to_chosen(self, layer, q, k, spec, index):
+        indexer = spec.index
+        assert q.shape[1:] == (1, spec.group_size, spec.query_dim) and k.shape[1:] == (1, spec.head_dim)
+        q, main, index_k = self._rotate(q, spec), self._rotate(k[..., : -indexer.dim], spec), k[..., -indexer.dim :]
+        if index is not None:
+            assert index.q_TIH.shape == (len(q), indexer.num_heads, indexer.dim)
+            index_q, index_k = self._rotate(index.q_TIH, indexer), self._rotate(index_k, indexer)
+            self.chosen = []
+        out = q.new_empty(len(q), spec.group_size, spec.value_dim)
+        for piece, (first, end, start, table) in enumerate(self.pieces):
+            length = start + end - first
+            for token in range(first, end):
+                block, offset = divmod(start + token - first, self.cache.block)
+                self.cache.kv[layer, 0, table[block], offset] = torch.cat((main[token], index_k[token]), -1)
+            keys = self.cache.kv[layer, 0, table].flatten(0, 1)[:length, 0]
+            if index is not None:
+                heads = torch.einsum("qih,ph->qip", index_q[first:end], keys[:, -indexer.dim :])
+                heads = heads.relu() if indexer.relu else heads
+                scores = torch.einsum("qip,qi->qp", heads, index.weights_TI[first:end])
+                seen = torch.arange(length)[None] <= torch.arange(start, length)[:, None]
+                scores = scores.masked_fill(~seen, float("-inf"))
+                best = scores.topk(min(indexer.top_k, length), -1).indices
+                self.chosen.append(torch.zeros_like(seen).scatter_(1, best, True) & seen)
+            keys = keys[:, : -indexer.dim]
+            scores = torch.einsum("qgh,ph->qgp", q[first:end, 0], keys) * spec.scale
+            probs = scores.masked_fill(~self.chosen[piece][:, None], float("-inf")).softmax(-1)
+            out[first:end] = torch.einsum("qgp,ph->qgh", probs, keys[:, spec.value_start :])
+        return out.flatten(1)
+
     def _rotate(self, x, spec):
         lead = (len(x),) + (1,) * (x.ndim - 2) + (spec.rotary_dim,)
-        columns = slice(spec.rotary_at, spec.rotary_at + spec.rotary_dim)
-        cos, sin = (part[self.positions_T, columns].view(lead) for part in (self.cache.cos, self.cache.sin))
+        at = getattr(spec, "rotary_at", 0)  # an indexer turns by the layer's own columns
+        cos, sin = (part[self.positions_T, at : at + spec.rotary_dim] for part in (self.cache.cos, self.cache.sin))
+        if isinstance(spec, IndexSpec) and not spec.rotary_interleaved:
+            cos, sin = (torch.cat((part[:, ::2],) * 2, -1) for part in (cos, sin))
+        cos, sin = cos.view(lead), sin.view(lead)
         turn, rest = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
         if spec.rotary_interleaved:
             other = torch.stack((-turn[..., 1::2], turn[..., 0::2]), -1).flatten(-2)

@@ -194,7 +194,7 @@ def transformer_config(
     **overrides: Any,
 ) -> TransformerConfig:
     """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions."""
-    from megatron_infer.models.extended_modules import ExtendedConfig
+    from megatron_infer.models.extended_modules import extended_config
     from megatron_infer.models.mcore_compat import config_class
 
     kwargs = dict(description.transformer)
@@ -221,7 +221,7 @@ def transformer_config(
     if "cuda_graph_scope" not in overrides and getattr(make, "cuda_graph_scope", None) == "full":
         kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
     if description.extensions != Extensions():
-        make = functools.partial(ExtendedConfig, extensions=description.extensions)
+        make = functools.partial(extended_config(kwargs), extensions=description.extensions)
     config = make(**(kwargs | overrides))
     scaling = description.rope_scaling
     if scaling is not None and scaling.is_in_rotation:

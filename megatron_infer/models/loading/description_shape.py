@@ -49,9 +49,14 @@ def shape_of(
     latent = None
     if layers.get("multi_latent_attention") and attends:
         latent = LatentShape(
-            rank=layers["kv_lora_rank"], num_heads=heads, key_dim=layers["kv_channels"], value_dim=layers["v_head_dim"]
+            rank=layers["kv_lora_rank"],
+            num_heads=heads,
+            key_dim=layers["kv_channels"],
+            value_dim=layers["v_head_dim"],
+            index_dim=layers["dsa_indexer_head_dim"] if layers.get("experimental_attention_variant") == "dsa" else 0,
         )
-        per_rank = (heads // tensor_parallel_size, 1, latent.rank + layers["qk_pos_emb_head_dim"])
+        width = latent.rank + layers["qk_pos_emb_head_dim"] + latent.index_dim
+        per_rank = (heads // tensor_parallel_size, 1, width)
     query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
         num_layers=end - begin,
@@ -121,6 +126,7 @@ def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage:
     total = attends * (of.norm + of.qkv + of.proj) + of.num_mlps * (of.norm + of.mlp)
     total += of.num_moes * (of.norm + of.router + of.num_experts * of.expert + of.shared_experts)
     total += of.num_mixers * (of.norm + of.mixer)
+    total -= sum(description.extensions.index_shared[begin:end]) * of.indexer
     if is_first:
         positions = description.max_sequence_length if description.position_embedding == "learned_absolute" else 0
         total += (description.vocab_size + positions) * hidden
@@ -178,6 +184,7 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     return LayerParameters(
         norm=count("input_layernorm"),
         qkv=count(*qkv),
+        indexer=count(*(f"self_attention.{name}" for name in _INDEXER)),
         proj=count(*proj),
         mlp=count(*mlp),
         router=count("mlp.router", *latent),
@@ -192,6 +199,11 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     )
 
 
+_INDEXER = tuple(
+    f"core_attention.indexer.{name}" for name in ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")
+)
+
+
 def _inputs_of_attention(layers: Mapping[str, Any]) -> list[str]:
     """The modules of an attention layer before its attention."""
     if not layers.get("multi_latent_attention"):
@@ -199,14 +211,17 @@ def _inputs_of_attention(layers: Mapping[str, Any]) -> list[str]:
     whole = layers.get("q_lora_rank") is None
     queries = ["linear_q_proj"] if whole else ["linear_q_down_proj", "linear_q_up_proj"]
     norms = ["kv_layernorm", *([] if whole else ["q_layernorm"])] if layers.get("qk_layernorm") else []
-    return [*queries, "linear_kv_down_proj", "linear_kv_up_proj", *norms]
+    indexer = _INDEXER if layers.get("experimental_attention_variant") == "dsa" else ()
+    return [*queries, "linear_kv_down_proj", "linear_kv_up_proj", *norms, *indexer]
 
 
 def _biased(description: ModelDescription) -> set[str]:
     """What has a bias once built: modules, and names in `Layout.bias`. megatron-core gives biases to all linears
     outside of mixers or to qkv alone."""
     layers, hybrid = description.transformer, description.hybrid
-    found = {"input_layernorm"} if layers.get("normalization", "LayerNorm") == "LayerNorm" else set()
+    found = {"self_attention.core_attention.indexer.k_norm"}
+    if layers.get("normalization", "LayerNorm") == "LayerNorm":
+        found.add("input_layernorm")
     if layers.get("add_bias_linear"):
         found |= {"qkv", "proj", "fc1", "fc2", "router", "experts"}
     elif layers.get("add_qkv_bias") or "qkv" in description.linear_biases:

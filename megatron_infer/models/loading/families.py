@@ -1003,6 +1003,90 @@ _DEEPSEEK_V2 = Family(
     },
     refusals=(_LATENT_KV_HEADS, _sums_of_groups(1)),
 )
+# ---------------------------------------------------------------------- sparse attention over latents
+
+_SPARSE = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": Key("index_n_heads", 64),
+    "dsa_indexer_head_dim": Key("index_head_dim", 128),
+    "dsa_indexer_topk": Key("index_topk", 2048),
+    "extensions.index_norm_epsilon": 1e-6,
+    "_types": Key("mlp_layer_types", None, "any"),
+    "moe_layer_freq": lambda v: [
+        int(v["_types"][layer] == "sparse" if v["_types"] else layer >= (v["_num_dense"] or 0))
+        for layer in range(v["num_layers"])
+    ],
+}
+_INDEXER_TENSORS = {
+    f"self_attention.core_attention.indexer.{ours}": f"self_attn.indexer.{theirs}"
+    for ours, theirs in (
+        ("linear_wq_b", "wq_b"),
+        ("linear_wk", "wk"),
+        ("k_norm", "k_norm"),
+        ("linear_weights_proj", "weights_proj"),
+    )
+}
+_NO_LATENT_QUERIES = (
+    lambda v: v["q_lora_rank"] is None,
+    "q_lora_rank=null is not supported: index queries are made of the latent of queries",
+)
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    fields=_DEEPSEEK_V3.fields | _SPARSE | {"max_sequence_length": Key("max_position_embeddings", 163840)},
+    tensors=_DEEPSEEK_V3.tensors | _INDEXER_TENSORS,
+    marks=("self_attn.indexer.wq_b",),
+    # the modelling file gives MLPs no biases, and all layers indexers
+    ignored_keys=(*_DEEPSEEK_V3.ignored_keys, "mlp_bias", "layer_types"),
+    refusals=(*_DEEPSEEK_V3.refusals, _NO_LATENT_QUERIES),
+)
+
+
+def _shared_choices(v: Values) -> tuple[bool, ...]:
+    """Which layers of a GLM-5 attend to an earlier indexer's choice, as its modelling file finds them."""
+    kinds, pattern, num_layers = v["_index_types"], v["_index_pattern"], v["num_layers"]
+    if kinds is None and pattern is not None:
+        kinds = ["shared" if one in ("S", "shared") else "full" for one in pattern]
+    if kinds is None:
+        freq, offset = max(v["_index_freq"], 1), v["_index_offset"]
+        kinds = ["full" if max(layer - offset + 1, 0) % freq == 0 else "shared" for layer in range(num_layers)]
+    shared = tuple(kind == "shared" for kind in kinds)
+    return shared if any(shared) else ()
+
+
+_GLM_MOE_DSA = replace(
+    _DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    fields=_DEEPSEEK_V32.fields
+    | {
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "q_lora_rank": Key("q_lora_rank", 2048, "any"),
+        "qk_head_dim": Key("qk_nope_head_dim", 192),
+        "v_head_dim": Key("v_head_dim", 256),
+        "max_sequence_length": Key("max_position_embeddings", 202752),
+        "dsa_indexer_n_heads": Key("index_n_heads", 32),
+        "extensions.index_interleaved": True,
+        "_num_groups": Key("n_group", 1, "any"),
+        "_group_topk": Key("topk_group", 1, "any"),
+        "_index_types": Key("indexer_types", None, "any"),
+        "_index_pattern": Key("index_topk_pattern", None, "any"),
+        "_index_freq": Key("index_topk_freq", 1, "any"),
+        "_index_offset": Key("index_skip_topk_offset", 2, "any"),
+        "extensions.index_shared": _shared_choices,
+    },
+    required=_DEEPSEEK_V32.required
+    | {"indexer_rope_interleave": ((None, True), "the modelling file pairs neighbouring dims")},
+    refusals=(
+        *_DEEPSEEK_V32.refusals,
+        (
+            lambda v: (
+                len(v["extensions.index_shared"]) not in (0, v["num_layers"])
+                or v["extensions.index_shared"][:1] == (True,)
+            ),
+            "indexer_types has to name each of {num_layers} layers, the first of them full",
+        ),
+    ),
+)
 
 _MINIMAX_M2 = Family(
     model_type="minimax_m2",
@@ -1502,6 +1586,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5ForCausalLM": _QWEN3_5,
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
     "Qwen2MoeForCausalLM": _QWEN2_MOE,
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "OlmoeForCausalLM": _OLMOE,

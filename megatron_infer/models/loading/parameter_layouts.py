@@ -69,6 +69,16 @@ LAYOUTS = {
         rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
     ),
     "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*"),
+    "self_attention.core_attention.indexer.linear_wq_b": Layout(
+        rows=("index_queries",), columns=("q_rank",), cut="nothing", layers="*"
+    ),
+    "self_attention.core_attention.indexer.linear_wk": Layout(
+        rows=("index_key",), columns=("hidden",), cut="nothing", layers="*"
+    ),
+    "self_attention.core_attention.indexer.k_norm": Layout(rows=("index_key",), cut="nothing", layers="*"),
+    "self_attention.core_attention.indexer.linear_weights_proj": Layout(
+        rows=("index_heads",), columns=("hidden",), cut="nothing", layers="*"
+    ),
     "self_attention.linear_proj": Layout(
         rows=("hidden",), columns=("mixed",), cut="columns", layers="*", bias="proj", scale="residual"
     ),
@@ -128,6 +138,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
     queries, keys = (count * layers["kv_channels"] for count in (heads, layers.get("num_query_groups") or heads))
     q_rank, kv_rank = layers.get("q_lora_rank") or 0, layers.get("kv_lora_rank") or 0
     is_latent = bool(layers.get("multi_latent_attention"))
+    index_heads, index_key = layers.get("dsa_indexer_n_heads") or 0, layers.get("dsa_indexer_head_dim") or 0
     q_norm, k_norm = (queries, keys) if description.extensions.whole_head_norms else (layers["kv_channels"],) * 2
     return {
         "one": 1,
@@ -141,6 +152,9 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "mixed": heads * layers["v_head_dim" if is_latent else "kv_channels"],
         "q_rank": q_rank,
         "kv_rank": kv_rank,
+        "index_heads": index_heads,
+        "index_key": index_key,
+        "index_queries": index_heads * index_key,
         "kv_down": kv_rank + layers["qk_pos_emb_head_dim"] if is_latent else 0,
         "kv_up": heads * (layers["qk_head_dim"] + layers["v_head_dim"]) if is_latent else 0,
         "keys": keys,

@@ -10,7 +10,7 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import LATENT, LATENT_EXPERTS, SOFTCAPPED
+from model_kinds import LATENT, LATENT_EXPERTS, SOFTCAPPED, SPARSE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.errors import AdoptionError, ConfigError
@@ -160,6 +160,14 @@ ARCHITECTURES = {
     "delta_every_second": {**DELTA, "linear_attention_freq": 2, "layernorm_zero_centered_gamma": False},
     "delta_one_head_a_group": {**DELTA, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
     "delta_experts": {**DELTA, **EXPERTS, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+    "sparse": {**SPARSE, "dsa_indexer_topk": 4},
+    "sparse_shared_choice": {
+        **SPARSE,
+        "dsa_indexer_topk": 4,
+        "num_layers": 4,
+        "extensions": Extensions(index_interleaved=True, index_shared=(False, True, False, True)),
+    },
+    "sparse_whole_queries": {**SPARSE, "dsa_indexer_topk": 4, "q_lora_rank": None, "rope_type": "rope"},
     "latent_yarn": LATENT,
     "latent_rope": {**LATENT, "rope_type": "rope", "rotary_scaling_factor": 1.0},
     "latent_whole_queries": {**LATENT, "q_lora_rank": None},

@@ -8,12 +8,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from model_kinds import LATENT
+from model_kinds import LATENT, SPARSE
 from test_adopt_hybrid import unpaged
 
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -41,6 +42,13 @@ def set_config(**values):
     model = stock()
     for name, value in values.items():
         setattr(model.config, name, value)
+    return model
+
+
+def other_index_rope():
+    """A model with sparse attention whose second indexer has a rope of its own."""
+    model = tiny_gpt(**SPARSE)
+    model.decoder.layers[1].self_attention.core_attention.indexer.rotary_pos_emb.inv_freq_inter *= 2
     return model
 
 
@@ -204,6 +212,11 @@ REFUSED = {
         lambda: changed(other_rope, spec=None, **LATENT),
         "layers.1.self_attention.rotary_pos_emb: rotates otherwise",
     ),
+    "sparse_shared_over_stages": (
+        lambda: tiny_gpt(**SPARSE, extensions=Extensions(index_shared=(True, False))),
+        "layers.0.self_attention: attends to keys that a layer of another pipeline stage chooses",
+    ),
+    "sparse_ropes": (other_index_rope, "indexer.rotary_pos_emb: rotates otherwise than the attention's"),
     "output_gate": (lambda: set_config(attention_output_gate=True), "linear_qkv: 128 rows, expected 192 of"),
     "sinks": (
         lambda: set_config(softmax_type="learnable"),

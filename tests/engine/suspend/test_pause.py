@@ -227,9 +227,16 @@ def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     assert set(engine.weights.derived.names) == {"packed weights", "rotary tables", *scan}
     mixer = recurrent_part(model) if scan else None
     attention = None if scan else model.decoder.layers[0].self_attention
-    linear = mixer.in_proj if scan else attention.linear_q_up_proj if kind == "latent" else attention.linear_qkv
-    own = {"mamba": [], "latent": ["inv_freq_extra"], "softcapped": ["inv_freq", "rope_local.inv_freq"]}
-    rope = attention.rotary_pos_emb if kind == "latent" else getattr(model, "rotary_pos_emb", None)
+    linear = (
+        mixer.in_proj if scan else attention.linear_q_up_proj if kind in ("latent", "sparse") else attention.linear_qkv
+    )
+    own = {
+        "mamba": [],
+        "latent": ["inv_freq_extra"],
+        "sparse": ["inv_freq_extra"],
+        "softcapped": ["inv_freq", "rope_local.inv_freq"],
+    }
+    rope = attention.rotary_pos_emb if kind in ("latent", "sparse") else getattr(model, "rotary_pos_emb", None)
     plants: dict[str, list[torch.Tensor]] = {
         "packed weights": [linear.weight.data] if packed.num_weights else [],
         "rotary tables": [operator.attrgetter(name)(rope) for name in own.get(kind, ["inv_freq"])],
