@@ -160,5 +160,5 @@ def test_weights_that_will_be_loaded_need_no_seeded_generator(monkeypatch, drawn
     asked = []
     tracker = types.SimpleNamespace(fork=lambda: asked.append(True) or contextlib.nullcontext())
     monkeypatch.setattr(mamba_mixer.mcore, "get_cuda_rng_tracker", lambda: tracker)
-    with mamba_mixer._generator(types.SimpleNamespace(use_cpu_initialization=False, perform_initialization=drawn)):
+    with mamba_mixer.init_generator(types.SimpleNamespace(use_cpu_initialization=False, perform_initialization=drawn)):
         assert bool(asked) is asks
