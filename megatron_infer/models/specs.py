@@ -209,6 +209,8 @@ def layer_spec(
             raise ConfigError("gated delta nets with the extensions of a config are not supported")
         parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=TorchNorm, out_proj=RowParallelLinear)
         layer.self_attention = ModuleSpec(module=SlottedDeltaNet, submodules=parts)
+        norm = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}  # as Transformer Engine's spec saves it
+        layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | norm
         return with_inference(spec)
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention

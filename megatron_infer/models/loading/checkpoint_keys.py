@@ -9,6 +9,7 @@ from typing import Any
 NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     ("q_layernorm.", "linear_q_up_proj.layer_norm_"),
     ("kv_layernorm.", "linear_kv_up_proj.layer_norm_"),
 )
