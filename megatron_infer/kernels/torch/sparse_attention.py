@@ -210,8 +210,8 @@ def _index_rotation(step: StepMetadata, spec: AttendSpec, indexer: IndexSpec) ->
 def _choose(q_tIH: Tensor, weights_tI: Tensor, part: _SparseQueries, pages: Tensor, indexer: IndexSpec) -> Tensor:
     """Positions [t, C] of the keys that each query attends to. pages: a layer's [blocks, B, 1, W]."""
     num_blocks = -(-part.kv_len // pages.shape[1])
-    keys = movable(pages)[:, :, 0].index_select(0, part.table[:num_blocks].long()).view(pages.dtype)
-    key_PH = keys[..., -indexer.dim :].flatten(0, 1)[: part.kv_len].float()
+    keys = movable(pages)[:, :, 0, -indexer.dim :].index_select(0, part.table[:num_blocks].long()).view(pages.dtype)
+    key_PH = keys.flatten(0, 1)[: part.kv_len].float()
     position_P = torch.arange(part.kv_len, device=pages.device)
     first = part.kv_len - len(q_tIH)
     at_once = max(1, MOST_ENTRIES // (indexer.num_heads * part.kv_len))
@@ -232,11 +232,11 @@ def _attend(q_tGH: Tensor, chosen_tC: Tensor, part: _SparseQueries, pages: Tenso
     """Rotated queries against their chosen keys -> [t, G, V]."""
     size = pages.shape[1]
     place_tC = part.table.long()[chosen_tC // size] * size + chosen_tC % size
-    rows = movable(pages).flatten(0, 2)
+    rows = movable(pages).flatten(0, 2)[:, : spec.query_dim]
     at_once = max(1, MOST_ENTRIES // (spec.head_dim * chosen_tC.shape[1]))
     mixed = []
     for q, place in zip(q_tGH.float().split(at_once), place_tC.split(at_once), strict=True):
-        kept = rows.index_select(0, place.flatten()).view(pages.dtype)[:, : spec.query_dim]
+        kept = rows.index_select(0, place.flatten()).view(pages.dtype)
         key_tCH = kept.float().unflatten(0, place.shape)
         weight_tGC = (q @ key_tCH.transpose(1, 2) * spec.scale).softmax(-1)
         mixed.append(weight_tGC @ key_tCH[..., spec.value_start :])
