@@ -20,22 +20,26 @@ from megatron_infer.errors import RankFailure
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.inspect import run_one_by_one
-from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import DELTA, EXPERTS, tiny_gpt, tiny_hybrid
 
 SETTINGS = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
 SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}
+
+NETS = DELTA | {"linear_attention_freq": [1, 0, 1, 0], "num_layers": 4}
+"""A gated delta net, then gated attention, in each of two stages."""
 
 
 def gpt(experts: dict[str, Any] | None = None, *, stage: int = 0, **sizes: Any) -> torch.nn.Module:
     def spec(config: Any) -> Any:
         return gpt_spec(config, pp_rank=stage)
 
-    return tiny_gpt(spec=spec, num_layers=2, **SETTINGS, **(experts or {}), **sizes)
+    return tiny_gpt(spec=spec, **{"num_layers": 2} | SETTINGS | (experts or {}) | sizes)
 
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "gpt": gpt,
     "moe": lambda **sizes: gpt(EXPERTS | SHARED, **sizes),
+    "delta": lambda **sizes: gpt(NETS | EXPERTS | SHARED, **sizes),
     "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", moe_latent_size=24, **SETTINGS, **sizes),
     "latent": lambda **sizes: gpt(EXPERTS | LATENT, **sizes),
 }
@@ -61,9 +65,15 @@ BUSY = {
 OVERLAPPED = BUSY | {"overlap": True, "preemption_mode": "recompute"}
 DRAFTED = OVERLAPPED | {"speculative": {"num_speculative_tokens": 3}}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
-    "TP2 x PP2": {"gpt": BUSY, "moe": OVERLAPPED, "hybrid": BUSY | {"overlap": True}, "latent": BUSY},
-    "EP2 x PP2": {"moe": BUSY, "hybrid": DRAFTED},
-    "TP2 x EP2": {"moe": DRAFTED, "hybrid": BUSY, "latent": DRAFTED},
+    "TP2 x PP2": {
+        "delta": OVERLAPPED,
+        "gpt": BUSY,
+        "moe": OVERLAPPED,
+        "hybrid": BUSY | {"overlap": True},
+        "latent": BUSY,
+    },
+    "EP2 x PP2": {"delta": BUSY, "moe": BUSY, "hybrid": DRAFTED},
+    "TP2 x EP2": {"delta": BUSY, "moe": DRAFTED, "hybrid": BUSY, "latent": DRAFTED},
     "DP2 x TP2": {"gpt": OVERLAPPED | {"drafts_for_itself": True}, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
 }
 """Each with EVENTS on the way."""
@@ -83,7 +93,8 @@ LEARNING_RATE = 0.1
 
 
 def make_engine(model: torch.nn.Module, settings: dict[str, Any]) -> DynamicInferenceEngine:
-    if not any(hasattr(layer, "mixer") for layer in model.decoder.layers):
+    has_states = any(hasattr(layer, "mixer") for layer in model.decoder.layers)
+    if not has_states and not model.config.linear_attention_freq:
         settings = {key: value for key, value in settings.items() if key != "prefix_caching_mamba_gb"}
     return ranks.make_engine(model, **settings)
 
@@ -160,7 +171,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
                 assert found.num_accepted > 50, found
             engine.rank_group.lockstep.close()
         if layout in SPLIT:
-            check_split(rank, sizes, folder, [kind for kind in [*MODELS][part::2] if kind != "latent"])
+            check_split(rank, sizes, folder, [kind for kind in [*MODELS][part::2] if kind not in ("latent", "delta")])
     new_groups(**LAYOUTS[SPLIT[0]])
     check_one_sided_failure(rank)  # last: it breaks the groups
 
