@@ -21,6 +21,7 @@ from megatron_infer.models.mcore_compat import (
     AttnMaskType,
     ColumnParallelLinear,
     DotProductAttention,
+    DSAttention,
     GPTModel,
     HybridStack,
     LanguageModelEmbedding,
@@ -49,6 +50,13 @@ def other_index_rope():
     """A model with sparse attention whose second indexer has a rope of its own."""
     model = tiny_gpt(**SPARSE)
     model.decoder.layers[1].self_attention.core_attention.indexer.rotary_pos_emb.inv_freq_inter *= 2
+    return model
+
+
+def megatrons_sparse_core():
+    """A model with megatron-core's own sparse attention, which multiplies by a Hadamard matrix unless told not to."""
+    model = tiny_gpt(**SPARSE)
+    model.decoder.layers[0].self_attention.core_attention.__class__ = DSAttention
     return model
 
 
@@ -215,6 +223,10 @@ REFUSED = {
     "sparse_shared_over_stages": (
         lambda: tiny_gpt(**SPARSE, extensions=Extensions(index_shared=(True, False))),
         "layers.0.self_attention: attends to keys that a layer of another pipeline stage chooses",
+    ),
+    "sparse_hadamard": (
+        megatrons_sparse_core,
+        "core_attention: (the indexer of megatron-core before 0.19 rotates last|dsa_indexer_rotate_activation=True)",
     ),
     "sparse_ropes": (other_index_rope, "indexer.rotary_pos_emb: rotates otherwise than the attention's"),
     "output_gate": (lambda: set_config(attention_output_gate=True), "linear_qkv: 128 rows, expected 192 of"),
