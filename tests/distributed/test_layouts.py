@@ -13,7 +13,7 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
-from model_kinds import LATENT
+from model_kinds import LATENT, SPARSE
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "delta": lambda **sizes: gpt(NETS | EXPERTS | SHARED, **sizes),
     "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", moe_latent_size=24, **SETTINGS, **sizes),
     "latent": lambda **sizes: gpt(EXPERTS | LATENT, **sizes),
+    "sparse": lambda **sizes: gpt(EXPERTS | SPARSE, **sizes),
 }
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -72,7 +73,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "hybrid": BUSY | {"overlap": True},
         "latent": BUSY,
     },
-    "EP2 x PP2": {"delta": BUSY, "moe": BUSY, "hybrid": DRAFTED},
+    "EP2 x PP2": {"delta": BUSY, "moe": BUSY, "hybrid": DRAFTED, "sparse": DRAFTED},
     "TP2 x EP2": {"delta": BUSY, "moe": DRAFTED, "hybrid": BUSY, "latent": DRAFTED},
     "DP2 x TP2": {"gpt": OVERLAPPED | {"drafts_for_itself": True}, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
 }
@@ -146,6 +147,11 @@ def runs_of(part: int) -> list[tuple[str, str]]:
     return [(layout, kind) for layout in RUNS for kind in RUNS[layout]][part::2]
 
 
+def trained_in(part: int) -> list[str]:
+    """Models that also train with split sequences in this part."""
+    return [kind for kind in [*MODELS][part::2] if kind not in ("latent", "delta", "sparse")]
+
+
 def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
     work = ranks.workload(WORK)
     for layout, sizes in LAYOUTS.items():
@@ -171,7 +177,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
                 assert found.num_accepted > 50, found
             engine.rank_group.lockstep.close()
         if layout in SPLIT:
-            check_split(rank, sizes, folder, [kind for kind in [*MODELS][part::2] if kind not in ("latent", "delta")])
+            check_split(rank, sizes, folder, trained_in(part))
     new_groups(**LAYOUTS[SPLIT[0]])
     check_one_sided_failure(rank)  # last: it breaks the groups
 
@@ -309,6 +315,6 @@ def test_mixed_layouts_give_what_one_process_gives(tmp_path: Path, part: int) ->
         work = ranks.workload(WORK)
         want = play(make_engine(model, {}), work, list(range(len(work))), eventful=False)
         torch.save((weights, want), tmp_path / f"{kind}.pt")
-        if kind in [*MODELS][part::2]:
+        if kind in trained_in(part):
             torch.save(rounds(model, train_whole), tmp_path / f"{kind}.rounds.pt")
     run_on_ranks(on_rank, 4, tmp_path, part)
