@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.models.loading.families import FAMILIES
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models_census.md"
 PACKAGES = os.environ.get("MEGATRON_INFER_CENSUS", str(Path(sys.prefix) / "census"))
@@ -35,6 +37,7 @@ def test_readme_and_the_page_say_the_sum_of_the_table():
     assert f"**{served} Hugging Face directories**" in text
     readme = (ROOT / "README.md").read_text()
     assert f"{adopted} of Megatron-Bridge's {len(rows)} text families, [as their recipes build them]" in readme
+    assert f"[{len(FAMILIES)} architectures](docs/supported.md#hugging-face)" in readme
 
 
 @pytest.mark.long

@@ -1,1 +1,1 @@
-"""What megatron-core takes of flash-linear-attention, in plain torch: the definitions, token by token."""
+"""A stand-in in plain torch for what megatron-core takes from flash-linear-attention."""

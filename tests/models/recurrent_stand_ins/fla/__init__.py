@@ -1,1 +1,0 @@
-"""A stand-in in plain torch for what megatron-core takes from flash-linear-attention."""
