@@ -82,6 +82,20 @@ def test_experts_and_weights_are_those_of_the_router(experts, device, name, rout
     assert torch.equal(choice.count_CE.sum(0).long(), torch.bincount(ids.flatten(), minlength=num_experts))
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_scores_that_are_not_rounded_choose_as_those_in_single_precision(experts, device, name):
+    """Some differ by less than half precision has between two numbers."""
+    rules, num_experts, has_bias = RULES[name]
+    logits = (1 + distinct(9, num_experts, torch.float32) * 2**-10).half().to(device)
+    bias = torch.linspace(-1e-4, 1e-4, num_experts, device=device) if has_bias else None
+    want = experts.choose(logits.float(), bias, rules)
+    got = experts.choose(logits, bias, rules._replace(rounds_scores=False))
+    assert torch.equal(got.ids_TK, want.ids_TK)
+    assert torch.equal(got.weight_TK, want.weight_TK.half().float())
+    if has_bias and rules.top_k < num_experts:
+        assert not torch.equal(experts.choose(logits, bias, rules).numbers, got.numbers)
+
+
 def test_of_equal_scores_the_lower_id_is_chosen_and_no_number_is_the_largest(experts, device):
     rules = RoutingRules(top_k=2, score_function="softmax", num_groups=2, group_topk=1)
     nan, inf = float("nan"), float("inf")

@@ -70,12 +70,14 @@ def _choose(
     logits_ptr, bias_ptr, choice_ptr, num_tokens, logits_stride,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_TOPK: tl.constexpr,
     GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    ROUNDS_SCORES: tl.constexpr, SCALING: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """ids[t, k], ascending, weight[t, k], count[run, e]: see ExpertChoice.numbers."""
     dtype = logits_ptr.dtype.element_ty
     num_pairs = num_tokens * TOP_K
     exact = tl.float64 if dtype == tl.float64 else tl.float32
+    kept = dtype if ROUNDS_SCORES else exact
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
     column = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
     expert = column // BLOCK_S * GROUP_SIZE + column % BLOCK_S
@@ -83,18 +85,18 @@ def _choose(
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf"))
     score, raw = logits.to(exact), logits.to(tl.float32)
     if SIGMOID:
-        score = (1.0 / (1.0 + tl.exp(-raw))).to(dtype).to(exact)
+        score = (1.0 / (1.0 + tl.exp(-raw))).to(kept).to(exact)
     elif PRE_SOFTMAX:
         top = tl.where(token < num_tokens, tl.max(raw, axis=1, keep_dims=True), 0.0)
         raised = tl.where(real, tl.exp(raw - top), 0.0)
-        score = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(dtype).to(exact)
+        score = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(kept).to(exact)
     key = score
     if HAS_BIAS:
         key = score + tl.load(bias_ptr + expert, mask=real, other=0.0).to(exact)
     key = _as_keys(key)
     among = real
     if GROUP_TOPK > 0:
-        rounded = tl.float32 if HAS_BIAS and exact == tl.float32 else dtype
+        rounded = tl.float32 if HAS_BIAS and exact == tl.float32 else kept
         among = _of_best_groups(key, real, rounded, GROUP_TOPK, GROUP_BEST, BLOCK_T, BLOCK_G, BLOCK_S)
     taken = real & (real == 0)
     for _ in tl.static_range(TOP_K):
@@ -104,12 +106,12 @@ def _choose(
     weight = score
     if SIGMOID:
         if TOP_K > 1:
-            total = tl.sum(tl.where(taken, score, 0.0), axis=1, keep_dims=True).to(dtype).to(exact)
-            weight = (score / (total + 1e-20).to(dtype).to(exact)).to(dtype).to(exact)
+            total = tl.sum(tl.where(taken, score, 0.0), axis=1, keep_dims=True).to(kept).to(exact)
+            weight = (score / (total + 1e-20).to(kept).to(exact)).to(kept).to(exact)
     elif not PRE_SOFTMAX:
         top = tl.max(tl.where(taken, raw, float("-inf")), axis=1, keep_dims=True)
         raised = tl.where(taken, tl.exp(raw - tl.where(token < num_tokens, top, 0.0)), 0.0)
-        weight = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(dtype).to(exact)
+        weight = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(kept).to(exact)
     if SCALING != 0.0:
         weight = weight * SCALING
     place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
@@ -161,6 +163,7 @@ def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[s
         "SIGMOID": rules.score_function == "sigmoid",
         "PRE_SOFTMAX": rules.pre_softmax,
         "HAS_BIAS": has_bias,
+        "ROUNDS_SCORES": rules.rounds_scores,
         "SCALING": rules.scaling_factor,
         "BLOCK_T": _run_of(block_g * block_s),
         "BLOCK_G": block_g,
