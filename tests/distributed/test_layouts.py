@@ -143,13 +143,13 @@ def check_counters(counters: dict[str, int], mode: str, where: Any) -> None:
 
 
 def runs_of(part: int) -> list[tuple[str, str]]:
-    """Layouts and models: every other one; those of both parts together are all."""
-    return [(layout, kind) for layout in RUNS for kind in RUNS[layout]][part::2]
+    """Layouts and models: every third one; those of all parts together are all."""
+    return [(layout, kind) for layout in RUNS for kind in RUNS[layout]][part::NUM_PARTS]
 
 
 def trained_in(part: int) -> list[str]:
     """Models that also train with split sequences in this part."""
-    return [kind for kind in [*MODELS][part::2] if kind not in ("latent", "delta", "sparse")]
+    return [kind for kind in [*MODELS][part::NUM_PARTS] if kind not in ("latent", "delta", "sparse")]
 
 
 def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
@@ -300,11 +300,12 @@ def train_stage(model: torch.nn.Module, step: int) -> float:
 
 
 WORK = 10
+NUM_PARTS = 3
 
 
 @pytest.mark.long
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_mixed_layouts_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
     """GPT, experts and a hybrid, with chunked prefill, prefix hits, swaps or recomputed evictions, pauses, an abort and
     suspends in all modes, against one process with room for everything; and sequence-parallel training in between."""
