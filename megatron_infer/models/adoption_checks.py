@@ -125,6 +125,8 @@ def check_model(model: Any) -> None:
             "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, yarn, learned_absolute and none are supported"
         )
     if kind in ROTARY_CLASSES and not model.config.multi_latent_attention:  # whose layers have one each
+        if "rotary_pos_emb" not in model._modules:
+            raise AdoptionError("rotary_pos_emb", f"position_embedding_type={kind!r}, but the model has no such module")
         check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
         if not is_of(model.rotary_pos_emb, TWO_ROPES):
             _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind], TwoRopes)

@@ -91,17 +91,24 @@ def description_from_config(
         shown = f"{', '.join(sorted(wrong))}: " if wrong else ""
         raise ModelError(f"{name or 'model'}: config.json: {shown}{type(error).__name__}: {error}") from error
     check_rest(keys, architecture)
-    bos = config.get("bos_token_id")
-    pad = config.get("pad_token_id")
     return ModelDescription(
         architecture=architecture,
         eos_ids=end_ids_of(generation_config or {}, config),
-        bos_id=bos[0] if isinstance(bos, list) else bos,
-        pad_id=pad,
+        bos_id=_token_id(config, "bos_token_id"),
+        pad_id=_token_id(config, "pad_token_id"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         name=name,
         **parts,
     )
+
+
+def _token_id(config: Mapping[str, Any], key: str) -> int | None:
+    """A token's id, the first of a list. Raises ModelError for anything else."""
+    found = config.get(key)
+    first = next(iter(found), None) if isinstance(found, list) else found
+    if first is not None and type(first) is not int:
+        raise ModelError(f"config.json: {key!r} is a token id, got {str(found)[:80]!r}")
+    return first
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -118,6 +125,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- reading
 
 
+MAX_LAYERS = 10_000
+"""More than any model has."""
 _WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What reading raises for a value of a type that nobody would write."""
 
@@ -170,6 +179,8 @@ def _values(family: Family, keys: Keys) -> dict[str, Any]:
     for name, source in family.fields.items():
         if isinstance(source, Key):
             values[name] = _value(keys, source, values)
+    if values.get("num_layers", 0) > MAX_LAYERS:  # lists of so many entries would be made
+        raise ModelError(f"config.json: {values['num_layers']} layers, more than {MAX_LAYERS}")
     for name, source in family.fields.items():
         if not isinstance(source, Key):
             values[name] = _resolved(source, values)

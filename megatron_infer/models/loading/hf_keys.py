@@ -6,6 +6,7 @@ Source of the semantics: the models' own config and modelling files in `transfor
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -108,8 +109,10 @@ class Keys:
         value = null if value is None else value
         if value is None:
             raise ModelError(f"config.json: no {key!r}, which this architecture needs")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ModelError(f"config.json: {key!r} must be a positive number, got {value!r}")
+        if kind is int and value != int(value):
+            raise ModelError(f"config.json: {key!r} must be a whole number, got {value!r}")
         return kind(value)
 
 

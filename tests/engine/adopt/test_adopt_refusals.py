@@ -338,6 +338,10 @@ HYBRIDS_REFUSED = {
         lambda model: setattr(model.decoder.layers[0].mixer, "activation", "gelu"),
         "activation 'gelu' behind the convolution",
     ),
+    "no_rope": (  # of 0.16, which builds none for this kind of positions
+        lambda model: setattr(model, "position_embedding_type", "yarn"),
+        "rotary_pos_emb: position_embedding_type='yarn', but the model has no such module",
+    ),
 }
 """Changes of an unpaged hybrid of M*-M."""
 REFUSED |= {
