@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec
+from megatron_infer.kernels.ssm import LayerStates
 from megatron_infer.kernels.triton.launch import listening
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -146,9 +146,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_layers(scan, shape):
-    fields = {name: getattr(SMALL, name) for name in SMALL.__slots__} | SHAPES[shape]
+    spec = replace(SMALL, **SHAPES[shape])
     rows = [(1, 4), (1, 1), (3, 3), (40, 71), (2, 40)]
-    case = make_case(rows, spec=SsmSpec(**fields), captures=[(2, 2), (3, 2), (3, 35)], num_decode=2, num_padding=1)
+    case = make_case(rows, spec=spec, captures=[(2, 2), (3, 2), (3, 35)], num_decode=2, num_padding=1)
     check_case(scan, case, tolerance=3e-5)
 
 
