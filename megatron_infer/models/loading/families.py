@@ -29,10 +29,12 @@ class Key:
     name: str
     default: Any = None
     """The value where the key is absent, or a function of the values so far. A number without a default is needed."""
-    kind: Literal["count", "positive", "real", "flag", "activation", "optional", "auto", "range", "any"] = "count"
-    """`count` is a positive int, `positive` a positive float, `real` any float. `optional` is a count for which null
-    and 0 mean the default, and `auto` one for which null and "auto" do. `range` is a pair (low, high), where high is
-    None for infinity. `any` takes the value as it is."""
+    kind: Literal["count", "nullable", "positive", "real", "flag", "activation", "optional", "auto", "range", "any"] = (
+        "count"
+    )
+    """`count` is a positive int, `nullable` one or null, `positive` a positive float, `real` any float. `optional` is a
+    count for which null and 0 mean the default, and `auto` one for which null and "auto" do. `range` is a pair (low,
+    high), where high is None for infinity. `any` takes the value as it is."""
     null: Any = None
     """The value for a null, or a function of the values so far. None refuses a null number."""
 
@@ -868,7 +870,7 @@ _LATENT = {
     "qk_layernorm": True,
     # The modelling files norm latents with the default of their norm's class.
     "latent_norm_epsilon": 1e-6,
-    "q_lora_rank": Key("q_lora_rank", 1536, "any"),
+    "q_lora_rank": Key("q_lora_rank", 1536, "nullable"),
     "kv_lora_rank": Key("kv_lora_rank", 512),
     "qk_head_dim": Key("qk_nope_head_dim", 128),
     "qk_pos_emb_head_dim": Key("qk_rope_head_dim", 64),
@@ -952,7 +954,7 @@ _GLM4_MOE_LITE = replace(
     fields=_DEEPSEEK_V3.fields
     | {
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "q_lora_rank": Key("q_lora_rank", 768, "any"),
+        "q_lora_rank": Key("q_lora_rank", 768, "nullable"),
         "qk_head_dim": Key("qk_nope_head_dim", 192),
         "v_head_dim": Key("v_head_dim", 256),
         "num_moe_experts": Key("n_routed_experts", 64),
@@ -1060,7 +1062,7 @@ _GLM_MOE_DSA = replace(
     fields=_DEEPSEEK_V32.fields
     | {
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "q_lora_rank": Key("q_lora_rank", 2048, "any"),
+        "q_lora_rank": Key("q_lora_rank", 2048, "nullable"),
         "qk_head_dim": Key("qk_nope_head_dim", 192),
         "v_head_dim": Key("v_head_dim", 256),
         "max_sequence_length": Key("max_position_embeddings", 202752),
@@ -1278,7 +1280,7 @@ _NEMOTRON_H = Family(
         "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 7688, "any"),
         "moe_shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688, "any"),
-        "moe_latent_size": Key("moe_latent_size", None, "any"),
+        "moe_latent_size": Key("moe_latent_size", None, "nullable"),
     }
     | _GROUPS
     | EXPERTS

@@ -237,7 +237,11 @@ def _value(keys: Keys, key: Key, values: Mapping[str, Any]) -> Any:
         case "real":
             return float(null if value is None else value)
         case "flag":
+            if key.name in keys.config and not isinstance(value, bool | int | None):
+                raise ModelError(f"config.json: {key.name!r} must be true or false, got {value!r:.100}")
             return bool(value)
+        case "nullable":
+            return None if value is None else keys.number(key.name, default)
         case "optional" | "auto":
             unset = (None, 0) if key.kind == "optional" else (None, "auto")
             return int(default) if value in unset else keys.number(key.name, default)

@@ -111,8 +111,8 @@ class Keys:
             raise ModelError(f"config.json: no {key!r}, which this architecture needs")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ModelError(f"config.json: {key!r} must be a positive number, got {value!r}")
-        if kind is int and value != int(value):
-            raise ModelError(f"config.json: {key!r} must be a whole number, got {value!r}")
+        if kind is int and (value != int(value) or value >= 2**31):
+            raise ModelError(f"config.json: {key!r} must be a whole number below 2**31, got {value!r}")
         return kind(value)
 
 
