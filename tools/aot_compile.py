@@ -25,6 +25,7 @@ import argparse
 import functools
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -35,7 +36,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -158,7 +159,7 @@ def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, q
 def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
     """Of the jobs those that no outcome answers: all of the same kernel on another architecture where that matters."""
     done = {(one.module, one.variant): one for one in outcomes}
-    asked = [(job, done[job.module, job.variant]) for job in jobs]
+    asked = [(job, done[job.module, job.variant]) for job in jobs if (job.module, job.variant) in done]
     return [
         job
         for job, one in asked
@@ -281,20 +282,25 @@ def compile_job(job: Job) -> Compiled:
     return Compiled(**known, seconds=time.perf_counter() - start, **figures)
 
 
-def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None]) -> list[Compiled]:
-    """Every job's outcome, in the order of `jobs`; a compiler that dies takes down its own job only."""
+def compile_all(
+    jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None], until: float
+) -> dict[Job, Compiled]:
+    """Jobs' outcomes; a compiler that dies takes down its own job only. until: none begins after this time.monotonic()."""
     done: dict[Job, Compiled] = {}
+    left: set[Job] = set()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context, initializer=end_with_parent) as pool:
         futures = {pool.submit(compile_job, job): job for job in jobs}
         for future in as_completed(futures):
+            if time.monotonic() > until:
+                left |= {job for other, job in futures.items() if other.cancel()}
             try:
                 done[futures[future]] = future.result()
-            except BrokenProcessPool:
+            except (BrokenProcessPool, CancelledError):
                 continue
             tell(done[futures[future]])
     for job in jobs:
-        if job in done:
+        if job in done or job in left:
             continue
         with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
             try:
@@ -303,13 +309,19 @@ def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compile
                 died = "the compiler's process died"
                 done[job] = Compiled(module=job.module, variant=job.variant, arch=job.arch, seconds=0.0, error=died)
         tell(done[job])
-    return [done[job] for job in jobs]
+    return done
 
 
 def outcomes_of(
-    jobs: Sequence[Job], table: Figures, *, recheck: int, num_processes: int, tell: Callable[[Compiled], None]
-) -> list[Compiled]:
-    """Every job's outcome, in the order of `jobs`: the table's, or the compiler's.
+    jobs: Sequence[Job],
+    table: Figures,
+    *,
+    recheck: int,
+    num_processes: int,
+    tell: Callable[[Compiled], None],
+    until: float,
+) -> dict[Job, Compiled]:
+    """Jobs' outcomes: the table's, or the compiler's, in an order by chance, of those that begin before `until`.
 
     recheck: so many that the table has are compiled all the same; other figures than the table's are their error.
     """
@@ -319,13 +331,14 @@ def outcomes_of(
         if job.key in table
     }
     again = random.sample(list(done), min(recheck, len(done)))
-    asked = again + [job for job in jobs if job not in done]
-    for job, new in zip(asked, compile_all(asked, num_processes, tell), strict=True):
+    unknown = [job for job in jobs if job not in done]
+    asked = again + random.sample(unknown, len(unknown))
+    for job, new in compile_all(asked, num_processes, tell, until).items():
         old = done.get(job)
         if old is not None and new.error is None and replace(new, seconds=0.0, cubin_bytes=NO_FIGURE) != old:
             new = replace(new, error=f"the table has {table[job.key]}; write it again: make kernels-table")
         done[job] = new
-    return [done[job] for job in jobs]
+    return done
 
 
 def line_of(outcome: Compiled, package: str, max_spill: int) -> str:
@@ -351,6 +364,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--table", type=Path, metavar="FILE", help="what it has is not compiled again")
     parser.add_argument("--recheck", type=int, default=0, metavar="N", help="compile N that the table has all the same")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, metavar="S", help="begin no compilation later; the rest is counted"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a table")
     return parser.parse_args(arguments)
 
@@ -381,17 +397,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(outcome: Compiled) -> None:
         print(line_of(outcome, options.package, options.max_spill), flush=True)
 
-    how = {"num_processes": options.jobs, "tell": tell}
-    outcomes = outcomes_of(jobs, table, recheck=options.recheck, **how)
+    how = {"num_processes": options.jobs, "tell": tell, "until": time.monotonic() + options.seconds}
+    done = outcomes_of(jobs, table, recheck=options.recheck, **how)
     if not options.quick:
         every = jobs_of(modules, archs, only=options.only, quick=False)
-        launched = jobs_left(every, outcomes) + launched
-    outcomes += outcomes_of(launched, table, recheck=options.recheck, **how)
+        launched = jobs_left(every, done.values()) + launched
+    done |= outcomes_of(launched, table, recheck=options.recheck, **how)
+    outcomes = list(done.values())
     if options.write:
-        found = zip(jobs + launched, outcomes, strict=True)
         rows = {
             job.key: (f"{one.module.removeprefix(options.package + '.')}.{one.variant}", asdict(one))
-            for job, one in found
+            for job, one in done.items()
             if one.error is None
         }
         aot_table.write(options.write, rows)
@@ -401,7 +417,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(rows, indent=1))
     wall = time.perf_counter() - start
     known = sum(not one.seconds for one in outcomes)
-    print(f"aot_compile: {len(outcomes) - known} compiled in {wall:.0f} s, {known} in the table, {len(failed)} failed")
+    left = len({*jobs, *launched} - done.keys())
+    print(
+        f"aot_compile: {len(outcomes) - known} compiled in {wall:.0f} s, {known} in the table, {len(failed)} failed"
+        + (f", {left} not compiled: --seconds" if left else "")
+    )
     for outcome in failed:
         print("FAILED", line_of(outcome, options.package, options.max_spill))
     return 1 if failed else 0

@@ -29,6 +29,9 @@ class Extensions:
     index_shared: tuple[bool, ...] = ()
     """Which layers attend to the keys that the indexer of an earlier layer chose, and have none; () none."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index_shared", tuple(self.index_shared))  # JSON has lists
+
     @property
     def of_indexers_alone(self) -> bool:
         """Nothing but the fields of indexers is on."""

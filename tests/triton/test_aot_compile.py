@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,14 @@ def planted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aot")
     process = ran(folder, "--arch", "80", "--json", str(folder / "out.json"))
     return process, {row["variant"]: row for row in json.loads((folder / "out.json").read_text())}
+
+
+def test_what_there_is_no_time_for_is_counted(planted, tmp_path):
+    """What was being compiled, and what waited at once after it, is done; the others are left."""
+    process = ran(tmp_path, "--arch", "80", "--seconds", "0", "--json", str(tmp_path / "out.json"))
+    compiled = json.loads((tmp_path / "out.json").read_text())
+    left = re.search(r"(\d+) not compiled: --seconds", process.stdout)
+    assert left and int(left[1]) > 0 and int(left[1]) + len(compiled) == len(planted[1]), process.stdout
 
 
 def test_kernels_that_compile_pass_with_their_figures(planted):
