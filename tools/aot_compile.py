@@ -285,7 +285,7 @@ def compile_job(job: Job) -> Compiled:
 def compile_all(
     jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None], until: float
 ) -> dict[Job, Compiled]:
-    """Jobs' outcomes; a compiler that dies takes down its own job only. until: none begins after this time.monotonic()."""
+    """Jobs' outcomes; a compiler that dies takes down its own job only. until: by time.monotonic(); none begins later."""
     done: dict[Job, Compiled] = {}
     left: set[Job] = set()
     context = multiprocessing.get_context("spawn")
