@@ -285,7 +285,8 @@ def compile_job(job: Job) -> Compiled:
 def compile_all(
     jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None], until: float
 ) -> dict[Job, Compiled]:
-    """Jobs' outcomes; a compiler that dies takes down its own job only. until: by time.monotonic(); none begins later."""
+    """Jobs' outcomes; a compiler that dies takes down its own job only. No job begins later than `until`, by
+    time.monotonic()."""
     done: dict[Job, Compiled] = {}
     left: set[Job] = set()
     context = multiprocessing.get_context("spawn")
