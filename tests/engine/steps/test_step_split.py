@@ -28,5 +28,5 @@ def test_operations_within_a_call_of_many_layers_are_parts_of_their_own():
     clock = step_split.clock_of(engine)
     seconds = clock.measure(engine.step)
     assert set(step_split.PART_OF_KIND) == set(engine.kernels.layers.take_seconds())
-    assert {"linears", "attention", "norms", "python", "sampling", "rest"} == seconds.keys()
+    assert {"linears", "attention", "norms", "experts", "python", "sampling", "rest"} == seconds.keys()
     assert min(seconds.values()) >= 0
