@@ -137,6 +137,8 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         return None
     if experts.probs_on_input:
         return None
+    if torch.float32 not in (experts.router_dtype, router.weight.dtype):  # see NativeOps.route
+        return None
     if experts.router_dtype not in (None, torch.float32) or experts.grouped.form not in ACTIVATIONS:
         return None
     if any(_linear(linear) is None for one in experts.experts for linear in one.linears()):

@@ -286,9 +286,10 @@ class NativeOps(TorchOps):
     def route(
         self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
     ) -> tuple[Tensor, Tensor]:
-        """A token has the same bits alone and among others where the kernel runs, as it does for logits of any dtype
-        but float64."""
-        found = self._router.choose(logits_TE, bias_E, rules)
+        """A token has the same bits alone and among others where the kernel runs, as it does for logits in float32. Of
+        equal scores, which half precision often has, the trainer takes the one that `formula` takes."""
+        is_fp32 = logits_TE.dtype is torch.float32
+        found = self._router.choose(logits_TE, bias_E, rules) if is_fp32 else None
         return super().route(logits_TE, bias_E, rules, formula) if found is None else found
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 24, "enable
 engine_of = partial(engines.make_engine, **SIZES)
 
 
-MANY = EXPERTS | {"num_moe_experts": 8, "moe_router_topk": 3}
+MANY = EXPERTS | {"num_moe_experts": 8, "moe_router_topk": 3, "moe_router_dtype": "fp32"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"add_bias_linear": True},
@@ -42,7 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_router_num_groups": 4,
         "moe_router_group_topk": 2,
         "moe_router_topk": 4,
-        "moe_router_dtype": "fp32",
         "moe_router_topk_scaling_factor": 2.5,
     },
     "experts, latent": MANY | {"moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16},
@@ -58,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def model_of(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     if kind == "hybrid":
-        return make_model("hybrid").to(dtype)
+        return make_model("hybrid", moe_router_dtype="fp32").to(dtype)
     model = make_model("attention", num_layers=3, **KINDS[kind]).to(dtype)
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:  # which stays in fp32, whatever the model's dtype
