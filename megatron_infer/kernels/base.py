@@ -165,6 +165,9 @@ class Ops(Protocol):
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
     """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest output of `fp32_linear` without a bias;
     bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: that is as fast."""
+    route: Callable[[Tensor, Tensor | None, RoutingRules, Callable[[Tensor], Any]], tuple[Tensor, Tensor]] | None
+    """route(logits [T, E], bias [E], rules, formula) -> a router's choice: (weights in the dtype of the logits, bool),
+    both [T, E]. formula(logits) is that of torch, for what no kernel follows. None: there is no kernel."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -208,15 +211,6 @@ class Ops(Protocol):
         """RMS norm of y * silu(gate) over each group of group_size neighbouring channels; without a weight the product.
 
         gate may be a strided view (last dim contiguous).
-        """
-        ...
-
-    def route(
-        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
-    ) -> tuple[Tensor, Tensor]:
-        """A router's choice -> (weights in the dtype of the logits, bool), both [T, E].
-
-        formula(logits) is that of torch, which is used where no kernel follows these rules.
         """
         ...
 

@@ -137,9 +137,8 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         return None
     if experts.probs_on_input:
         return None
-    if torch.float32 not in (experts.router_dtype, router.weight.dtype):  # see NativeOps.route
-        return None
-    if experts.router_dtype not in (None, torch.float32) or experts.grouped.form not in ACTIVATIONS:
+    is_native = (experts.router_dtype or router.weight.dtype) is torch.float32  # see NativeRouter.choose
+    if not is_native or experts.grouped.form not in ACTIVATIONS:
         return None
     if any(_linear(linear) is None for one in experts.experts for linear in one.linears()):
         return None
@@ -159,7 +158,6 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
         router=LinearOp(
             weight=(router._parameters, "weight"), bias=None if router.bias is None else (router._parameters, "bias")
         ),
-        router_dtype=experts.router_dtype,
         bias=None if router.expert_bias is None else (router._buffers, "expert_bias"),
         rules=rules,
         weights=experts.grouped,

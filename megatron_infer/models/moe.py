@@ -319,7 +319,7 @@ class FusedExperts(LayerOp):
             expert_bias=router.expert_bias,
             fused=config.moe_router_fusion,
         )
-        if self.rules is None:
+        if self.rules is None or ops.route is None:
             return ops.rowwise(route, logits_TE)
         return ops.route(logits_TE, router.expert_bias, self.rules, route)
 

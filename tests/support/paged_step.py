@@ -23,6 +23,7 @@ class PlainOps:
     name = "plain"
     experts = None
     norms = None
+    route = None
     embedding = staticmethod(F.embedding)
 
     def into_latent(self, q, weight):
@@ -56,9 +57,6 @@ class PlainOps:
     def silu_mul(self, x):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
-
-    def route(self, logits, bias, rules, formula):
-        return formula(logits)
 
     def rowwise(self, function, x):
         return function(x)

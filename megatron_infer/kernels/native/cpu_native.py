@@ -286,11 +286,9 @@ class NativeOps(TorchOps):
     def route(
         self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
     ) -> tuple[Tensor, Tensor]:
-        """A token has the same bits alone and among others where the kernel runs, as it does for logits in float32. Of
-        equal scores, which half precision often has, the trainer takes the one that `formula` takes."""
-        is_fp32 = logits_TE.dtype is torch.float32
-        found = self._router.choose(logits_TE, bias_E, rules) if is_fp32 else None
-        return super().route(logits_TE, bias_E, rules, formula) if found is None else found
+        """A token has the same bits alone and among others where the kernel runs, as it does for logits in float32."""
+        found = self._router.choose(logits_TE, bias_E, rules)
+        return self.rowwise(formula, logits_TE) if found is None else found
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         return self._gated(self._silu_mul, x_T2F) if self._ours(x_T2F, x_T2F) else super().silu_mul(x_T2F)

@@ -13,14 +13,6 @@ constexpr int64_t kSerialScores = 4096;  // up to so many scores are looked at b
 constexpr int64_t kMostPairs = 8192;     // pairs whose products are in memory at once
 constexpr int64_t kRun = 256;            // pairs of an expert that one thread takes at once
 
-// x in the precision of the router, where megatron-core rounds what it computes from the logits.
-template <class T>
-static float rounded(float x) {
-    T out;
-    set(out, x);
-    return to_float(out);
-}
-
 static void softmax(float* x, int64_t num) {
     float top = -std::numeric_limits<float>::infinity(), sum = 0;
     for (int64_t i = 0; i < num; ++i)
@@ -40,8 +32,7 @@ static int64_t best_of(const float* key, const uint8_t* free, int64_t num) {
 }
 
 // Frees the experts of the groups whose largest keys have the largest sums.
-template <class Round>
-static void free_best_groups(const Routing& r, const float* key, uint8_t* free, float* score, uint8_t* open, Round&& round) {
+static void free_best_groups(const Routing& r, const float* key, uint8_t* free, float* score, uint8_t* open) {
     const int64_t size = r.num_experts / r.num_groups, best = r.top_k / r.group_topk;
     for (int64_t g = 0; g < r.num_groups; ++g) {
         std::memset(free + g * size, 1, size);
@@ -50,7 +41,7 @@ static void free_best_groups(const Routing& r, const float* key, uint8_t* free, 
             const int64_t at = g * size + best_of(key + g * size, free + g * size, size);
             sum += key[at], free[at] = 0;
         }
-        score[g] = round(sum), open[g] = 1;
+        score[g] = sum, open[g] = 1;
         if (score[g] != score[g]) score[g] = std::numeric_limits<float>::infinity();
     }
     std::memset(free, 0, r.num_experts);
@@ -62,10 +53,8 @@ static void free_best_groups(const Routing& r, const float* key, uint8_t* free, 
 }
 
 // One token: its experts, ascending, and their weights. score: num_experts entries; key, free: twice as many.
-template <class T>
-static void choose(const Routing& r, const T* logits, int32_t* ids, float* weights, float* score, float* key, uint8_t* free) {
+static void choose(const Routing& r, const float* logits, int32_t* ids, float* weights, float* score, float* key, uint8_t* free) {
     const int64_t num = r.num_experts;
-    const auto round = [&](float x) { return r.rounds_scores ? rounded<T>(x) : x; };
     for (int64_t e = 0; e < num; e += W) {
         const vf x = load_any(logits, e, num);
         store_any(score, r.is_sigmoid ? splat(1.0f) / (exp_of(-x) + 1.0f) : x, e, num);
@@ -73,12 +62,11 @@ static void choose(const Routing& r, const T* logits, int32_t* ids, float* weigh
     const bool scores_all = r.is_sigmoid || r.pre_softmax;
     if (r.pre_softmax && !r.is_sigmoid) softmax(score, num);
     for (int64_t e = 0; e < num; ++e) {
-        if (scores_all) score[e] = round(score[e]);
         key[e] = r.is_sigmoid && r.bias ? score[e] + r.bias[e] : score[e];
         if (key[e] != key[e]) key[e] = std::numeric_limits<float>::infinity();  // as torch sorts it
     }
-    if (r.group_topk)  // sums with the fp32 bias are fp32
-        free_best_groups(r, key, free, key + num, free + num, [&](float x) { return r.bias ? x : round(x); });
+    if (r.group_topk)
+        free_best_groups(r, key, free, key + num, free + num);
     else
         std::memset(free, 1, num);
     std::memset(free + num, 0, num);
@@ -91,17 +79,15 @@ static void choose(const Routing& r, const T* logits, int32_t* ids, float* weigh
     if (r.is_sigmoid && r.top_k > 1) {
         float sum = 0;
         for (int64_t k = 0; k < r.top_k; ++k) sum += weights[k];
-        sum = round(round(sum) + 1e-20f);
-        for (int64_t k = 0; k < r.top_k; ++k) weights[k] = round(weights[k] / sum);
+        sum += 1e-20f;
+        for (int64_t k = 0; k < r.top_k; ++k) weights[k] /= sum;
     } else if (!scores_all) {
         softmax(weights, r.top_k);
-        for (int64_t k = 0; k < r.top_k; ++k) weights[k] = round(weights[k]);
     }
-    for (int64_t k = 0; k < r.top_k; ++k) weights[k] = rounded<T>(r.scaling ? weights[k] * r.scaling : weights[k]);
+    for (int64_t k = 0; r.scaling && k < r.top_k; ++k) weights[k] = weights[k] * r.scaling;
 }
 
-template <class T>
-static void route(const Routing& r, const T* logits, int32_t* ids, float* weights, int64_t tokens, int threads) {
+static void route(const Routing& r, const float* logits, int32_t* ids, float* weights, int64_t tokens, int threads) {
     const int64_t num = r.num_experts;
     parallel_ranges(tokens * num <= kSerialScores ? 1 : threads, tokens, [&](int64_t begin, int64_t end) {
         static thread_local Buffer scores, marks;
@@ -128,10 +114,10 @@ struct Run {
     int64_t expert, begin, count;
 };
 
-// bias * weight, in the precision of the weight. Not inlined: the sum after it must not be fused with it.
+// bias * weight. Not inlined: the sum after it must not be fused with it.
 template <class T>
-__attribute__((noinline)) static void scale_bias(const T* bias, float weight, bool wide, float* out, int64_t dim) {
-    for (int64_t i = 0; i < dim; ++i) out[i] = wide ? to_float(bias[i]) * weight : rounded<T>(to_float(bias[i]) * weight);
+__attribute__((noinline)) static void scale_bias(const T* bias, float weight, float* out, int64_t dim) {
+    for (int64_t i = 0; i < dim; ++i) out[i] = to_float(bias[i]) * weight;
 }
 
 // The weighted products of a run, each as if its expert ran alone. from: where each pair's input is.
@@ -160,7 +146,7 @@ static void run_expert(const ExpertsCall& call, const Run& run, const T* x, cons
     if (!e.fc2_bias) return;
     float* bias = biases.get<float>(e.outer);
     for (int64_t p = 0; p < run.count; ++p) {
-        scale_bias((const T*)e.fc2_bias[run.expert], weight[run.begin + p], call.has_wide_weights, bias, e.outer);
+        scale_bias((const T*)e.fc2_bias[run.expert], weight[run.begin + p], bias, e.outer);
         T* row = product + p * e.outer;
         for (int64_t i = 0; i < e.outer; i += W)
             store_any(row, load_any(row, i, e.outer) + load_any(bias, i, e.outer), i, e.outer);
@@ -244,11 +230,11 @@ using namespace mi;
 
 extern "C" {
 
+void mi_route(const Routing* routing, const float* logits, int32_t* ids, float* weights, int64_t tokens, int threads) {
+    route(*routing, logits, ids, weights, tokens, threads);
+}
+
 #define MI_EXPERTS(SUFFIX, T)                                                                                              \
-    void mi_route_##SUFFIX(const Routing* routing, const void* logits, int32_t* ids, float* weights, int64_t tokens,       \
-                           int threads) {                                                                                  \
-        route(*routing, (const T*)logits, ids, weights, tokens, threads);                                                  \
-    }                                                                                                                      \
     void mi_add_experts_##SUFFIX(const ExpertsCall* call, const void* x, const int32_t* ids, const float* weights,         \
                                  void* out, int64_t tokens) {                                                              \
         add_experts(*call, (const T*)x, ids, weights, (T*)out, tokens);                                                    \

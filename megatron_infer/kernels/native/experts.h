@@ -7,9 +7,8 @@ namespace mi {
 
 struct Routing {  // mirrored in native_experts.py, as are all of these
     int64_t num_experts, top_k, is_sigmoid, pre_softmax, num_groups, group_topk;  // group_topk 0: experts of all groups
-    int64_t rounds_scores;  // to the dtype of the logits, before the choice
-    double scaling;         // 0: none
-    const float* bias;      // of sigmoid scores, for the choice alone; may be null
+    double scaling;     // 0: none
+    const float* bias;  // of sigmoid scores, for the choice alone; may be null
 };
 
 enum MLPActivation : int64_t { kSwiGLU, kReLU, kSquaredReLU };
@@ -32,15 +31,13 @@ struct ExpertsCall {
     const Experts* experts;
     Linear* linear;
     int64_t top_k, threads;
-    int64_t has_wide_weights;  // the weights of products are fp32, whatever the model's dtype
 };
 
 }  // namespace mi
 
 extern "C" {
+void mi_route(const mi::Routing* routing, const float* logits, int32_t* ids, float* weights, int64_t tokens, int threads);
 #define MI_EXPERT_OPS(SUFFIX)                                                                                              \
-    void mi_route_##SUFFIX(const mi::Routing* routing, const void* logits, int32_t* ids, float* weights, int64_t tokens,   \
-                           int threads);                                                                                   \
     void mi_add_experts_##SUFFIX(const mi::ExpertsCall* call, const void* x, const int32_t* ids, const float* weights,     \
                                  void* out, int64_t tokens);
 MI_EXPERT_OPS(f32)

@@ -32,7 +32,6 @@ struct ExpertsOp {  // mirrored in native_experts.py
     const LayerOp* around;           // null, or two linears: into the latent space of the experts, and out of it
     int64_t num_shared;
     int64_t number;                  // among the model's mixtures of experts
-    int64_t has_wide_router;         // its logits are fp32, whatever the model's dtype
 };
 
 struct LayerCall {  // mirrored in native_layers.py
@@ -48,7 +47,7 @@ struct LayerCall {  // mirrored in native_layers.py
     int64_t starts_residual; // the first norm sets the residual
     const LoraStep* lora;    // null: no token has an adapter
     Linear *linear, *wide_linear;  // read the copies of the linears' weights; outputs are of the model's dtype, or fp32
-    char* routing;           // the experts of each token and layer are written here; null: nobody asks
+    char* routing;           // routing output, [tokens, layers, top_k]; null: no request returns its routing
     int64_t routing_bytes, routing_token, routing_layer;  // of a number; from a token, and a layer, to the next, in numbers
     const int64_t* kept;     // the tokens that operations from number `narrows_at` on compute, fewer than all
     int64_t num_kept, narrows_at;  // narrows_at 0: all operations compute all tokens
@@ -68,7 +67,6 @@ struct Kernels;
         static constexpr auto gelu_mul = mi_gelu_mul_##SUFFIX;      \
         static constexpr auto sigmoid_mul = mi_sigmoid_mul_##SUFFIX; \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
-        static constexpr auto route = mi_route_##SUFFIX;            \
         static constexpr auto add_experts = mi_add_experts_##SUFFIX; \
     };
 MI_TABLE(f32, float)
@@ -135,9 +133,8 @@ static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t toke
     int32_t* ids = choices.get<int32_t>(tokens * top_k);
     float* weights = scales.get<float>(tokens * top_k);
     const LayerOp& router = *op.router;
-    (op.has_wide_router ? call.wide_linear : call.linear)(x, router.inner, router.weight, router.bias, logits, tokens,
-                                                          router.inner, all, threads);
-    (op.has_wide_router ? mi_route_f32 : Kernels<T>::route)(&op.routing, logits, ids, weights, tokens, threads);
+    call.wide_linear(x, router.inner, router.weight, router.bias, logits, tokens, router.inner, all, threads);
+    mi_route(&op.routing, logits, ids, weights, tokens, threads);
     if (call.routing)
         for (int64_t i = 0; i < tokens * top_k; ++i) {
             const int64_t at = i / top_k * call.routing_token + op.number * call.routing_layer + i % top_k;
@@ -159,7 +156,7 @@ static void run_experts(const LayerCall& call, const ExpertsOp& op, int64_t toke
             for (int64_t i = 0; i < width; ++i) row[t * width + i] = gate[t];
         Kernels<T>::sigmoid_mul(last, row, width, last, tokens, width, threads);
     }
-    const ExpertsCall experts = {&op.experts, call.linear, top_k, call.threads, op.has_wide_router};
+    const ExpertsCall experts = {&op.experts, call.linear, top_k, call.threads};
     const int64_t width = op.experts.outer;
     T* sum = op.around ? latents[1].get<T>(tokens * width) : out;
     if (op.around || !op.num_shared) std::memset(sum, 0, tokens * width * sizeof(T));

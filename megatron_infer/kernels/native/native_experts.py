@@ -22,7 +22,6 @@ class RoutingStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _I) for name in ("num_experts", "top_k", "is_sigmoid", "pre_softmax", "num_groups", "group_topk")),
-        ("rounds_scores", _I),
         ("scaling", ctypes.c_double),
         ("bias", _P),
     ]
@@ -36,7 +35,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, _P) for name in ("fc1", "fc2", "fc1_bias", "fc2_bias")),
         *((name, _I) for name in ("first", "count", "inner", "fc1_rows", "ffn", "outer", "activation")),
         *((name, _P) for name in ("router", "shared", "gate", "around")),
-        *((name, _I) for name in ("num_shared", "number", "has_wide_router")),
+        *((name, _I) for name in ("num_shared", "number")),
     ]
 
 
@@ -45,7 +44,7 @@ def fill_routing(struct: RoutingStruct, rules: RoutingRules, num_experts: int, b
     struct.num_experts, struct.top_k = num_experts, rules.top_k
     struct.is_sigmoid, struct.pre_softmax = rules.score_function == "sigmoid", rules.pre_softmax
     struct.num_groups, struct.group_topk = rules.num_groups, rules.group_topk
-    struct.rounds_scores, struct.scaling = rules.rounds_scores, rules.scaling_factor
+    struct.scaling = rules.scaling_factor
     struct.bias = None if bias_E is None else bias_E.data_ptr()
 
 
@@ -58,29 +57,27 @@ class NativeRouter:
     """The choice of a router from its logits. A token has the same choice and weights alone and among others."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._functions: dict[torch.dtype, Any] = {}
-        for dtype, suffix in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
-            function = getattr(library, f"mi_route_{suffix}")
-            function.argtypes, function.restype = [_P, _P, _P, _P, _I, ctypes.c_int], None
-            self._functions[dtype] = function
+        self._route = library.mi_route
+        self._route.argtypes = [_P, _P, _P, _P, _I, ctypes.c_int]
+        self._route.restype = None
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> tuple[Tensor, Tensor] | None:
         """(weights, chosen), both [T, E], as megatron-core's router gives them; None: not by these rules or inputs.
 
-        The lower id wins among equal scores. Weights may differ from torch's by rounding.
+        The lower id wins among equal scores. Half precision often has those, and megatron-core takes the one that torch
+        takes: logits are float32. Weights may differ from torch's by rounding.
         """
         num_tokens, num_experts = logits_TE.shape
-        function = self._functions.get(logits_TE.dtype)
-        if function is None or rules.unroutable(num_experts) is not None or not is_bias(bias_E):
+        if logits_TE.dtype is not torch.float32 or rules.unroutable(num_experts) is not None or not is_bias(bias_E):
             return None
         logits_TE, routing = logits_TE.contiguous(), RoutingStruct()
         fill_routing(routing, rules, num_experts, bias_E)
         ids_TK = torch.empty(num_tokens, rules.top_k, dtype=torch.int32)
         weight_TK = torch.empty(num_tokens, rules.top_k)
         where = (logits_TE.data_ptr(), ids_TK.data_ptr(), weight_TK.data_ptr())
-        function(ctypes.addressof(routing), *where, num_tokens, torch.get_num_threads())
+        self._route(ctypes.addressof(routing), *where, num_tokens, torch.get_num_threads())
         index_TK = ids_TK.long()
-        probs_TE = torch.zeros_like(logits_TE).scatter_(1, index_TK, weight_TK.to(logits_TE.dtype))
+        probs_TE = torch.zeros_like(logits_TE).scatter_(1, index_TK, weight_TK)
         return probs_TE, torch.zeros(logits_TE.shape, dtype=torch.bool).scatter_(1, index_TK, True)
 
 

@@ -115,8 +115,7 @@ class ExpertsOp:
 
     of: Numbered
     router: LinearOp
-    router_dtype: torch.dtype | None
-    """Of the logits; None: the model's."""
+    """Its logits are fp32."""
     bias: Source | None
     """The router's correction bias."""
     rules: RoutingRules
@@ -126,7 +125,7 @@ class ExpertsOp:
     gate: tuple[LinearOp, ...] = ()
     """The linear whose sigmoid is each token's weight of the shared expert; none: that is 1."""
     around: tuple[LinearOp, ...] = ()
-    """The linears into the experts' latent space and out of it; none: they have the hidden state itself."""
+    """Down and up projection around the experts (moe_latent_size); none: the experts take the hidden state."""
 
 
 ProgramOp = NormOp | LinearOp | AttendOp | GatedOp | ActivateOp | ExpertsOp
@@ -361,7 +360,6 @@ class NativeLayers:
         weight = parameters[name]
         assert weight is not None
         fill_routing(own.routing, op.rules, len(weight), _bias_of(op))
-        own.has_wide_router = op.router_dtype not in (None, self._dtype)
         own.number, own.first, own.count = op.of.layer, op.weights.first, op.weights.num_experts
         own.fc1, own.fc2 = tables.fc1, tables.fc2
         own.fc1_bias, own.fc2_bias = tables.fc1_bias or None, tables.fc2_bias or None

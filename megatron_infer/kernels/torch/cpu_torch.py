@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
-from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
@@ -35,6 +34,7 @@ class TorchOps:
     experts = None
     norms = None
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None = None
+    route: Callable[..., tuple[Tensor, Tensor]] | None = None
     embedding: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
     into_latent = staticmethod(into_latent)
     out_of_latent = staticmethod(out_of_latent)
@@ -85,12 +85,6 @@ class TorchOps:
         y_TGX = y.view(y.shape[0], -1, group_size)
         scale = torch.rsqrt_(y_TGX.square().mean(-1, keepdim=True).add_(eps))
         return y_TGX.mul_(scale).flatten(1).mul_(weight).to(y_TM.dtype)
-
-    def route(
-        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
-        return found
 
     def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
         return gate_TM.float().sigmoid().mul(x_TM).to(x_TM.dtype)

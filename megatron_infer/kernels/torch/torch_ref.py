@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
-from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 
@@ -28,6 +27,7 @@ class ReferenceOps:
     experts = None
     norms = None
     argmax_linear = None
+    route = None
     embedding = staticmethod(F.embedding)
     into_latent = staticmethod(into_latent)
     out_of_latent = staticmethod(out_of_latent)
@@ -72,12 +72,6 @@ class ReferenceOps:
             groups = y.unflatten(-1, (-1, group_size))
             y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.double()
         return y.to(y_TM.dtype)
-
-    def route(
-        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.rowwise(formula, logits_TE)
-        return found
 
     def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
         return (x_TM.double() * torch.sigmoid(gate_TM.double())).to(x_TM.dtype)

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import SWIGLU, form_of
-from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 from megatron_infer.kernels.triton.activations import Activations
@@ -123,6 +122,7 @@ class TritonOps:
 
     name = "triton"
     argmax_linear = None
+    route = None
     fp32_linear = staticmethod(fp32_linear)
     embedding = staticmethod(F.embedding)
     into_latent = staticmethod(into_latent)
@@ -174,12 +174,6 @@ class TritonOps:
             }
             launch(_gated_kernel(group_size), (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
         return out_TM
-
-    def route(
-        self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules, formula: Callable[[Tensor], Any]
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = formula(logits_TE)
-        return found
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         """One launch where the function is a known activation: in fp32, rounded once."""
