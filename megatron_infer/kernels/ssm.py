@@ -86,7 +86,7 @@ class SsmWeights:
     conv_bias_C: Tensor | None
     decay_H: Tensor
     """A = -exp(A_log)."""
-    skip_H: Tensor | None
+    skip_H: Tensor | None = None
     """D: one factor per head; [M] where each channel has its own. None in a delta net, which has none."""
     dt_bias_H: Tensor
 

@@ -99,7 +99,7 @@ class ModelReading:
     embedding_scale: float | None
     """Multiplies embeddings; None: nothing does."""
     logit_softcap: float | None
-    """c of logits c * tanh(logit / c); None: they are not capped."""
+    """Final logit soft cap c: logits are c * tanh(logit / c). None: they are not capped."""
 
     @property
     def specs(self) -> list[AttendSpec]:

@@ -151,7 +151,7 @@ def scale_of(embedding: Any) -> float | None:
 
 
 def softcap_of(output_layer: Any) -> float | None:
-    """c of logits c * tanh(logit / c); None: they are not capped. Raises AdoptionError for an unknown class."""
+    """See `ModelReading.logit_softcap`. Raises AdoptionError for an unknown class."""
     if type(output_layer) is CappedOutput:
         return output_layer.softcap
     if is_capped_output(output_layer, mcore.ColumnParallelLinear):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.ssm import DeltaSpec, SsmWeights
+from megatron_infer.kernels.ssm import DeltaSpec
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_device, init_generator, split_in_parts
-from megatron_infer.models.mamba_scan import mix
+from megatron_infer.models.mamba_scan import mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
 
 if TYPE_CHECKING:
@@ -107,11 +107,16 @@ class TorchDeltaNet(mcore.MegatronModule):
             raise NotImplementedError("context parallelism: this layer sees one rank's positions only")
         if not use_qk_l2norm:
             raise NotImplementedError("use_qk_l2norm=False: queries and keys have length 1 here")
-        self.pg_collection, self.layer_number, self.use_qk_l2norm = pg_collection, layer_number, use_qk_l2norm
+        self.pg_collection = pg_collection
+        self.layer_number = layer_number
+        self.use_qk_l2norm = use_qk_l2norm
         self.conv_kernel_dim = config.linear_conv_kernel_dim
-        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        self.act_fn, ranks = config.activation_func, pg_collection.tp.size()
+        self.key_head_dim = config.linear_key_head_dim
+        self.value_head_dim = config.linear_value_head_dim
+        self.num_key_heads = config.linear_num_key_heads
+        self.num_value_heads = config.linear_num_value_heads
+        self.act_fn = config.activation_func
+        ranks = pg_collection.tp.size()
         for count, what in ((self.num_key_heads, "key heads"), (self.num_value_heads, "value heads")):
             divided(count, ranks, what, "tensor-parallel ranks")
         local = self.spec
@@ -180,26 +185,14 @@ class TorchDeltaNet(mcore.MegatronModule):
         if inference_context is not None:
             raise NotImplementedError("this layer serves steps of megatron_infer only")
         projected, _bias = self.in_proj(hidden_states)
-        if packed_seq_params is None:
-            y = self._mix(projected)
-        else:
-            length, batch, _width = projected.shape
-            lengths = mcore.packed_lengths(packed_seq_params, length=length, batch=batch)
-            y = torch.cat([self._mix(sequence) for sequence in projected.split(lengths)])
-        return self.out_proj(y)
+        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params))
 
     def _mix(self, projected: Tensor) -> Tensor:
         """[S, b, q k v z b a] -> [S, b, M], each sequence from an empty state."""
-        spec, bias = self.spec, self.conv1d.bias
+        spec = self.spec
         wide = torch.promote_types(projected.dtype, torch.float32)
         inputs, gate, steps = projected.split((spec.num_channels, spec.inner_width, spec.num_steps), dim=-1)
-        weights = SsmWeights(
-            conv_CW=self.conv1d.weight.flatten(1).to(wide),
-            conv_bias_C=None if bias is None else bias.to(wide),
-            decay_H=-torch.exp(self.A_log.to(wide)),
-            skip_H=None,
-            dt_bias_H=self.dt_bias.to(wide),
-        )
+        weights = training_weights(self, wide)
         y = mix(inputs.to(wide), steps.to(wide), weights, spec, chunk=CHUNK).to(projected.dtype)
         normed = self.out_norm(y.unflatten(-1, (spec.num_heads, -1))).flatten(-2)
         return (normed * self.act_fn(gate.to(wide))).to(projected.dtype)

@@ -203,7 +203,8 @@ class WholeHeadsNorm:
         """global_dim: width of all ranks' heads."""
         self.parameters: Parameters = module._parameters
         self.eps: float = module.eps
-        self.global_dim, self.reducer = global_dim, tp
+        self.global_dim = global_dim
+        self.reducer = tp
         ranks = 1 if tp is None else tp.size
         weight = self.parameters["weight"]
         if weight is None or len(weight) * ranks != global_dim:

@@ -247,12 +247,12 @@ class ScanWeights:
                     kept = getattr(self.weights, name)
                     if kept.shape == fresh.shape and kept.device == fresh.device:
                         weights[name] = kept.copy_(fresh)
-        self.weights, self._owned = SsmWeights(**{"skip_H": None} | weights), owned  # type: ignore[arg-type]
+        self.weights, self._owned = SsmWeights(**weights), owned  # type: ignore[arg-type]
 
     def live(self) -> SsmWeights:
         """Derived from the parameters as they are now, with gradients; the same bits as after a refresh."""
         found = {name: _formula(name, parameters[key]) for name, (parameters, key) in self._sources.items()}
-        return SsmWeights(**{"skip_H": None} | found)  # type: ignore[arg-type]
+        return SsmWeights(**found)  # type: ignore[arg-type]
 
     def differs(self) -> str | None:
         """The name of the first parameter whose copy a refresh would change; None: none would."""

@@ -118,16 +118,13 @@ class LatentHeads(LayerOp):
 class LatentAttend(Attend):
     """`Heads` -> paged attention over latents, and out of their space [T, N * V]."""
 
-    __slots__ = ("up",)
+    __slots__ = ("reuses_choice", "up")
 
-    def __init__(self, layer: int, spec: AttendSpec, up: UpProjection) -> None:
+    def __init__(self, layer: int, spec: AttendSpec, up: UpProjection, *, reuses_choice: bool = False) -> None:
         super().__init__(layer, spec)
         self.up = up
-
-    @property
-    def reuses_choice(self) -> bool:
-        """Whether queries attend to the keys that an earlier layer's indexer chose."""
-        return False
+        self.reuses_choice = reuses_choice
+        """Queries attend to the keys that an earlier layer's indexer chose."""
 
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         mixed_TX, _ = super().run(step, qkv, residual_TD)
@@ -166,15 +163,7 @@ class SparseHeads(LatentHeads):
 class SparseAttend(LatentAttend):
     """What `SparseHeads` gives -> attention over the latents that an indexer chooses, and out of their space."""
 
-    __slots__ = ("_reuses",)
-
-    def __init__(self, layer: int, spec: AttendSpec, up: UpProjection, *, reuses_choice: bool) -> None:
-        super().__init__(layer, spec, up)
-        self._reuses = reuses_choice
-
-    @property
-    def reuses_choice(self) -> bool:
-        return self._reuses
+    __slots__ = ()
 
     def run(self, step: StepInputs, qkv: Any, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, index = qkv

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.mamba_scan import gated_rms_norm, mix
+from megatron_infer.models.mamba_scan import gated_rms_norm, mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
 
 if TYPE_CHECKING:
@@ -202,26 +202,14 @@ class TorchMambaMixer(mcore.MegatronModule):
                 "this mixer serves steps of megatron_infer only; megatron-core's own inference needs its MambaMixer"
             )
         projected, _ = self.in_proj(hidden_states)
-        if packed_seq_params is None:
-            y = self._mix(projected)
-        else:
-            length, batch, _ = projected.shape
-            lengths = mcore.packed_lengths(packed_seq_params, length=length, batch=batch)
-            y = torch.cat([self._mix(sequence) for sequence in projected.split(lengths)])
-        return self.out_proj(y)
+        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params))
 
     def _mix(self, projected: Tensor) -> Tensor:
         """[S, b, z x B C dt] -> [S, b, M], each sequence from an empty state."""
-        spec, bias = spec_of(self), self.conv1d.bias
+        spec = spec_of(self)
         wide = torch.promote_types(projected.dtype, torch.float32)
         gate, inputs, dt = projected.split((spec.inner_width, spec.num_channels, spec.num_heads), dim=-1)
-        weights = SsmWeights(
-            conv_CW=self.conv1d.weight.flatten(1).to(wide),
-            conv_bias_C=None if bias is None else bias.to(wide),
-            decay_H=-torch.exp(self.A_log.to(wide)),
-            skip_H=self.D.to(wide),
-            dt_bias_H=self.dt_bias.to(wide),
-        )
+        weights = training_weights(self, wide)
         y = mix(inputs.to(wide), dt.to(wide), weights, spec, chunk=self.chunk_size).to(projected.dtype)
         return self.norm(y, gate) if self.rmsnorm else gated_rms_norm(y, gate, None, 0.0, spec.inner_width)
 

@@ -6,6 +6,7 @@ Q positions of a chunk, K chunks, J heads of a group. The arithmetic is at least
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch import delta_rule
+from megatron_infer.models.mcore_compat import packed_lengths
 
 
 def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, *, chunk: int) -> Tensor:
@@ -25,6 +27,28 @@ def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpe
     mixed = F.silu(causal_conv(xBC_SbC, weights.conv_CW, weights.conv_bias_C))
     recur = _delta_rule if spec.is_delta else _selective_scan
     return recur(mixed, dt_SbX, weights, spec, min(chunk, len(mixed)))
+
+
+def over_sequences(mixed: Callable[[Tensor], Tensor], projected: Tensor, packed_seq_params: Any) -> Tensor:
+    """mixed(projected [S, b, X]) -> [S, b, M], of each packed sequence by itself where there are cu_seqlens."""
+    if packed_seq_params is None:
+        return mixed(projected)
+    length, batch, _ = projected.shape
+    lengths = packed_lengths(packed_seq_params, length=length, batch=batch)
+    return torch.cat([mixed(sequence) for sequence in projected.split(lengths)])
+
+
+def training_weights(layer: Any, dtype: torch.dtype) -> SsmWeights:
+    """A mixer's or delta net's parameters as `mix` takes them, with gradients."""
+    bias = layer.conv1d.bias
+    skip_H = getattr(layer, "D", None)
+    return SsmWeights(
+        conv_CW=layer.conv1d.weight.flatten(1).to(dtype),
+        conv_bias_C=None if bias is None else bias.to(dtype),
+        decay_H=-torch.exp(layer.A_log.to(dtype)),
+        skip_H=None if skip_H is None else skip_H.to(dtype),
+        dt_bias_H=layer.dt_bias.to(dtype),
+    )
 
 
 def _selective_scan(mixed: Tensor, dt_SbH: Tensor, weights: SsmWeights, spec: Any, chunk: int) -> Tensor:

@@ -37,12 +37,11 @@ class TorchIndexer(MegatronModule):
     def __init__(self, config: TransformerConfig, *, tp_group: Any) -> None:
         super().__init__(config=config)
         extensions = extensions_of(config)
-        self.num_heads, self.dim, self.top_k = (
-            config.dsa_indexer_n_heads,
-            config.dsa_indexer_head_dim,
-            config.dsa_indexer_topk,
-        )
-        self.rope_interleaved, self._tp_group = extensions.index_interleaved, tp_group
+        self.num_heads = config.dsa_indexer_n_heads
+        self.dim = config.dsa_indexer_head_dim
+        self.top_k = config.dsa_indexer_topk
+        self.rope_interleaved = extensions.index_interleaved
+        self._tp_group = tp_group
         made = {"config": config, "init_method": config.init_method}
         hidden = config.hidden_size
         queries_of = hidden if config.q_lora_rank is None else config.q_lora_rank

@@ -61,13 +61,14 @@ class SparseAttention:
 
     def __init__(self, dense: AttentionBackend, *, top_k: int) -> None:
         self.name = f"{dense.name}, sparse"
-        self._dense, self._top_k = dense, top_k
+        self._dense = dense
+        self._top_k = top_k
         self._step: StepMetadata | None = None
         self._sparse: list[_SparseQueries] = []
         self._dense_T: Tensor | None = None
         """Tokens of the queries that attend to all keys, where others do not; None: there are none."""
         self._chosen: list[Tensor] = []
-        """Of the last layer with an indexer: positions [t, C] for each of `_sparse`."""
+        """Positions of the top-k keys, [t, C] for each of `_sparse`, by the last layer with an indexer."""
         self._specs: dict[int, tuple[AttendSpec, AttendSpec]] = {}
         """By identity, as the dense backend keeps them."""
 
@@ -81,7 +82,10 @@ class SparseAttention:
         return self._dense.supports(dense_spec(spec), dtype=dtype, block_size=block_size, kv_dtype=kv_dtype)
 
     def plan(self, step: StepMetadata) -> None:
-        self._step, self._sparse, self._dense_T, self._chosen = step, [], None, []
+        self._step = step
+        self._sparse = []
+        self._dense_T = None
+        self._chosen = []
         kv_len, q_len = step.kv_len[: step.num_rows], step.q_len[: step.num_rows]
         dense_len = np.clip(self._top_k - (kv_len - q_len), 0, q_len)
         for row in np.flatnonzero(dense_len < q_len).tolist():
