@@ -14,9 +14,13 @@ or Mamba layers has no `blocks` or `states`, but counts their numbers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,10 @@ from megatron_infer.scheduler.scheduler import Scheduler
 _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
 """Fields of ModelShape that keys and values of one rank depend on."""
 _ROTARY_POSITIONS = 64
+_ASIDE = re.compile(
+    "parallel|pipeline|offload|recompute|graph|comm|dropout|init|loss|grad|overlap|sync|timers|microbatch|^_|dispatcher"
+)
+"""Settings by whose names training, ranks and memory are meant, not what the model computes."""
 OF_MODEL = "auto"
 """The weight_dtype that is not in a file."""
 
@@ -111,13 +119,16 @@ def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
 
 
 def content_digest(adopted: AdoptedModel) -> str:
-    """A digest of the model's content: each parameter's name, dtype, shape and bytes, and how positions enter keys.
+    """A digest of the model's content: name, dtype, shape and bytes of each parameter and saved buffer (the bias of
+    experts), and how positions enter keys.
 
-    Two engines with equal digests and shapes compute the same keys and values. Reads all weights.
+    Two engines with equal digests, shapes and settings compute the same keys and values. Reads all weights.
     """
     digest = hashlib.blake2b(digest_size=32)
     with unpacked(adopted.live):
-        tensors = dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
+        state = adopted.live.state_dict()
+        buffers = {name: tensor for name, tensor in adopted.live.named_buffers() if name in state}
+        tensors = buffers | dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
         for name in sorted(tensors):
             add_tensor(digest, name, tensors[name])
     rotary = adopted.rotary_table(_ROTARY_POSITIONS)
@@ -125,6 +136,36 @@ def content_digest(adopted: AdoptedModel) -> str:
         add_tensor(digest, "cos", rotary.cos_PR)
         add_tensor(digest, "sin", rotary.sin_PR)
     return digest.hexdigest()
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What a model's forward may depend on of its config, as JSON values; settings that are off are not among them.
+
+    All plain values count but those that concern training, ranks and memory alone. One that counts without need makes
+    saved keys be computed again; one that is missed would have them served to a model that computes others.
+    """
+    config = getattr(getattr(model, "config", None), "__dict__", {})
+    found = {name: _plain(value) for name, value in sorted(config.items())}
+    return {name: value for name, value in found.items() if value not in (None, False) and not _ASIDE.search(name)}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config as JSON has it; None: it has no such form."""
+    if isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum):
+        return value if value == value and value not in (math.inf, -math.inf) else str(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(one) for name, one in asdict(value).items()}
+    if isinstance(value, functools.partial):
+        return [_plain(value.func), _plain(value.args), [[name, _plain(one)] for name, one in value.keywords.items()]]
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +315,7 @@ class KVArchive:
         return {
             "shape": self._shape,
             "content": self._content(),
+            "settings": self._settings(),
             "block_size": self._store.layout.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
             "num_states": memory.num_states,
@@ -301,6 +343,12 @@ class KVArchive:
             return memory.unusable
         if (differs := difference(self._shape, memory.kv["shape"])) is not None:
             return differs
+        here, saved = self._settings(), memory.kv.get("settings")
+        if saved is None:
+            return "it does not say with which settings of the model it was computed: an earlier release wrote it"
+        for name in sorted(here.keys() | saved.keys()):
+            if here.get(name) != saved.get(name):
+                return f"the model's {name} is {here.get(name)}, it was {saved.get(name)}"
         if memory.kv["content"] != self._content():
             return "the weights differ from those it was computed with"
         return None
@@ -312,6 +360,11 @@ class KVArchive:
         in_blocks = None if held is None else int(held.shape[3])
         block_size = memory.kv.get("block_size") or in_blocks
         return KVReturn(memory.tensors, self._scheduler, self._store, block_size=block_size)
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings of the model as they are now, and of the one that drafts."""
+        draft = {} if self._draft in (None, self._adopted) else settings_of(self._draft.live)
+        return settings_of(self._adopted.live) | {f"draft.{name}": value for name, value in draft.items()}
 
     def _content(self) -> str:
         """The digest of all weights, computed once per update of them (versions may repeat)."""

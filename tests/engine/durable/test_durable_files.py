@@ -17,6 +17,7 @@ import torch
 import vocabularies
 from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_model, pool_of
 from model_kinds import RECURRENT
+from model_kinds import make_model as make_kind
 from safetensors import safe_open
 
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
@@ -25,6 +26,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.durable import file_format, request_codec
 from megatron_infer.engine.durable.kv_restore import check_places, describe, difference, num_places
 from megatron_infer.errors import RequestError, SnapshotError
+from megatron_infer.models.extensions import Extensions
 from megatron_infer.outputs.schema import ids_to_bytes, output_record
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -187,6 +189,55 @@ def test_kv_of_another_shape_is_computed_again(source, tmp_path):
     engine = make_engine(make_model(num_query_groups=4))
     report = engine.load_requests(path)
     assert not report.with_kv and "num_kv_heads is 4, it was 2" in report.recomputed["0"]
+    Collector().step(engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("attention", {"layernorm_epsilon": 1e-3}, "layernorm_epsilon is 0.001, it was 1e-05"),
+        ("attention", {"window_size": (8, 0)}, "window_size is [8, 0], it was None"),
+        ("attention", {"softmax_scale": 0.3}, "softmax_scale is 0.3, it was None"),
+        ("softcapped", {"extensions": Extensions(norms="both", embedding_scale=4.0)}, "extensions is {'norms': 'both'"),
+        ("softcapped", {"activation_func": torch.nn.functional.silu}, "activation_func is silu, it was tanh_gelu"),
+        ("sparse", {"dsa_indexer_topk": 13}, "dsa_indexer_topk is 13, it was 12"),
+        ("hybrid", {"moe_router_topk": 3}, "moe_router_topk is 3, it was 2"),
+    ],
+)
+def test_kv_of_a_model_with_the_same_weights_and_other_settings_is_computed_again(kind, change, reason, tmp_path):
+    source = make_engine(make_kind(kind))
+    source.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    Collector().step(source, 2)
+    source.save_requests(tmp_path / "requests", kv=True)
+    report = make_engine(make_kind(kind)).load_requests(tmp_path / "requests")
+    assert report.with_kv == ["0"] and not report.recomputed
+    engine = make_engine(make_kind(kind, **change))
+    report = engine.load_requests(tmp_path / "requests")
+    assert not report.with_kv and f"the model's {reason}" in report.recomputed["0"]
+    assert Collector().step(engine).finished["0"].finished
+
+
+def test_kv_of_a_model_whose_experts_have_another_bias_is_computed_again(tmp_path):
+    settings = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "num_moe_experts": 4}
+    model = make_kind("attention", **settings)
+    source = make_engine(model)
+    source.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    Collector().step(source, 2)
+    source.save_requests(tmp_path / "requests", kv=True)
+    other = make_kind("attention", **settings)
+    assert make_engine(other).load_requests(tmp_path / "requests").with_kv == ["0"]
+    other.decoder.layers[0].mlp.router.expert_bias[1] += 1.0
+    assert "the weights differ" in make_engine(other).load_requests(tmp_path / "requests").recomputed["0"]
+
+
+def test_kv_in_a_file_that_names_no_settings_is_computed_again(source, model, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path, kv=True)
+    manifest, tensors = file_format.read(path)
+    del manifest["kv"]["settings"]
+    file_format.write(path, manifest, tensors)
+    engine = make_engine(model)
+    assert "an earlier release wrote it" in engine.load_requests(path).recomputed["0"]
     Collector().step(engine)
 
 
