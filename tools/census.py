@@ -25,8 +25,10 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from census_families import FAMILIES, OUT_OF_SCOPE, SAME_FAMILY, Family
@@ -158,6 +160,20 @@ def reference_model(family: Family, folder: Path) -> Any:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(dict(family.config)))
     return model
+
+
+@contextmanager
+def sigmoid_scores(model: Any) -> Iterator[None]:
+    """Inside, the routers of a transformers model score by sigmoid where their code says F.softmax."""
+    from torch.nn import functional
+
+    module = sys.modules[type(model).__module__]
+    given = SimpleNamespace(**vars(functional) | {"softmax": lambda logits, **_: logits.sigmoid()})
+    before, module.F = module.F, given
+    try:
+        yield
+    finally:
+        module.F = before
 
 
 def renamed(family: Family, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -318,13 +334,15 @@ def live(model: Any) -> Outcome:
     return outcome
 
 
-def of_checkpoint(model: Any, folder: Path) -> Outcome:
+def of_checkpoint(family: Family, model: Any, folder: Path) -> Outcome:
     """Save the recipe's model in megatron-core's format, read it with the directory's description."""
     from megatron_infer import build_model, open_source
     from megatron_infer.models.loading.checkpoint import save_checkpoint
     from megatron_infer.testing.cpu_shim import cpu_shim
 
     description = open_source(folder).config()
+    if family.sigmoid_scores:
+        description = replace(description, extensions=replace(description.extensions, softmax_scores=False))
     with cpu_shim(3):
         save_checkpoint(model, folder / "of_recipe", description=description)
     forget_backends()
@@ -390,14 +408,15 @@ def row_of(name: str, folder: Path) -> Row:
     bridge, unknown = tried(lambda: bridge_of(family, folder), folder)
     model, not_built = tried(lambda: recipe_model(bridge), folder) if bridge is not None else (None, unknown)
     if model is not None and theirs is not None:
-        row.guard, not_loaded = tried(lambda: guard_of(bridge, model, forward), folder)
+        with sigmoid_scores(theirs) if family.sigmoid_scores else nullcontext():
+            row.guard, not_loaded = tried(lambda: guard_of(bridge, model, forward), folder)
         row.guard = f"Megatron-Bridge does not load it: {not_loaded.reason}" if row.guard is None else row.guard
     elif model is not None:
         row.guard = no_reference.reason
     (folder / "config.json").write_text(json.dumps(family.config | family.hub))
     ways: dict[str, Callable[[], Outcome]] = {
         "live model": lambda: live(model),
-        "its checkpoint": lambda: of_checkpoint(model, folder),
+        "its checkpoint": lambda: of_checkpoint(family, model, folder),
         "directory": lambda: of_directory(folder, forward),
         "torch_dist and back": lambda: there_and_back(folder),
     }

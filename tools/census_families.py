@@ -29,6 +29,9 @@ class Family:
     """A part of the names of vectors that the reference keeps as they start."""
     hub: Config = field(default_factory=dict)
     """Keys of a hub's config.json that differ from what the bridge is found by."""
+    sigmoid_scores: bool = False
+    """Whether the recipe's routers score by sigmoid, and transformers' by softmax. The recipe's own forward is then
+    compared with that of a transformers model which scores by sigmoid too, the directory with transformers as it is."""
     differs: str = ""
     """What the bridge's recipe computes otherwise than transformers, where that is known."""
     variant: bool = False
@@ -306,7 +309,9 @@ FAMILIES: dict[str, Family] = {
             moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=1, moe_layer_interval=1,
             rope_theta=500000.0, use_bias=False, tie_word_embeddings=True,
         ),
-        differs="the recipe scores experts by sigmoid, transformers by softmax",
+        sigmoid_scores=True,
+        differs="the recipe scores experts by sigmoid, transformers by softmax: the live model is compared with "
+        "transformers' forward with sigmoid scores, the directory with transformers as it is",
     ),
     "exaone4": Family(
         _of(

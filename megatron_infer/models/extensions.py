@@ -28,6 +28,8 @@ class Extensions:
     """Of the norm of index keys; None: that of the layers' norms."""
     index_shared: tuple[bool, ...] = ()
     """Which layers attend to the keys that the indexer of an earlier layer chose, and have none; () none."""
+    softmax_scores: bool = False
+    """Routers add their correction bias to softmax scores, which the config calls sigmoid scores."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index_shared", tuple(self.index_shared))  # JSON has lists

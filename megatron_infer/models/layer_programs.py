@@ -135,7 +135,7 @@ def _experts(experts: FusedExperts) -> ProgramOp | None:
     num_experts = router.config.num_moe_experts
     if rules is None or rules.unroutable(num_experts) is not None or experts.reduce is not None:
         return None
-    if experts.probs_on_input:
+    if experts.probs_on_input or experts.softmax_scores:
         return None
     is_native = (experts.router_dtype or router.weight.dtype) is torch.float32  # see NativeRouter.choose
     if not is_native or experts.grouped.form not in ACTIVATIONS:

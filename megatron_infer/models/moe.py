@@ -71,6 +71,22 @@ class DeviceAgnosticRouter(TopKRouter):
         return gating_logits(self, input)
 
 
+def softmax_as_sigmoid(logits_TE: Tensor) -> Tensor:
+    """Logits whose sigmoid is the softmax of `logits_TE` over its last dimension, in its dtype."""
+    log_TE = logits_TE.log_softmax(-1).clamp(max=-1e-7)  # of 0, a probability of 1, the gradient is not finite
+    return log_TE - torch.log(-torch.expm1(log_TE))
+
+
+class SoftmaxRouter(DeviceAgnosticRouter):
+    """Adds its correction bias to softmax scores, where megatron-core's router adds it to sigmoid scores only.
+
+    Example: top 2 of scores + bias, each weighed by its score / the sum of both.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return softmax_as_sigmoid(super().gating(input))
+
+
 class LatentMoELayer(MoELayer):
     """megatron-core's layer with latent projections in torch, where its own are Transformer Engine's."""
 
@@ -104,6 +120,7 @@ class FusedExperts(LayerOp):
         "shared",
         "shared_module",
         "shared_with_experts",
+        "softmax_scores",
         "up",
     )
 
@@ -116,6 +133,8 @@ class FusedExperts(LayerOp):
         self.layer = 0
         """Its number among this rank's mixture-of-experts layers; set by `adopt`."""
         self.route, self.rules = topk_routing(), _rules_of(moe.router)
+        self.softmax_scores = type(moe.router) is SoftmaxRouter
+        """The rules are of logits that `softmax_as_sigmoid` gives."""
         self.probs_on_input: bool = moe.config.moe_apply_probs_on_input
         """A token's weight multiplies what its one expert is given, not what the expert answers."""
         self.reduce = Reducer.of(expert_ranks(moe))
@@ -289,10 +308,12 @@ class FusedExperts(LayerOp):
         router, weight = self.router, self.router._parameters["weight"]
         # `ops` can give a token the same bits in any batch. F.linear cannot, and may even choose another expert.
         if weight.dtype is not x_TD.dtype or self.router_dtype is torch.float64:
-            return gating_logits(router, x_TD, ops.linear)
-        if self.router_dtype in (None, x_TD.dtype):
-            return ops.linear(x_TD, weight, router.bias)
-        return ops.fp32_linear(x_TD, weight, router.bias, len(weight))
+            logits_TE = gating_logits(router, x_TD, ops.linear)
+        elif self.router_dtype in (None, x_TD.dtype):
+            logits_TE = ops.linear(x_TD, weight, router.bias)
+        else:
+            logits_TE = ops.fp32_linear(x_TD, weight, router.bias, len(weight))
+        return ops.rowwise(softmax_as_sigmoid, logits_TE) if self.softmax_scores else logits_TE
 
     def _grouped_choice(self, grouped: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
         """The choice in the form of grouped kernels: one of them makes it, or it is listed from that of `_choose`."""
@@ -423,7 +444,7 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
     for i, expert in enumerate(getattr(moe.experts, "local_experts", ())):
         if type(expert) is not MLP:
             raise AdoptionError(f"{name}.experts.local_experts.{i}", f"expert class {type(expert).__qualname__}")
-    if type(moe.router) not in (TopKRouter, DeviceAgnosticRouter):
+    if type(moe.router) not in (TopKRouter, DeviceAgnosticRouter, SoftmaxRouter):
         raise AdoptionError(f"{name}.router", f"router class {type(moe.router).__qualname__} is not known")
     if moe.shared_experts is not None and type(moe.shared_experts) is not SharedExpertMLP:
         raise AdoptionError(f"{name}.shared_experts", f"class {type(moe.shared_experts).__qualname__} is not known")

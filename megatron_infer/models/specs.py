@@ -31,7 +31,7 @@ from megatron_infer.models.mcore_compat import (
     submodules_of,
     with_module,
 )
-from megatron_infer.models.moe import DeviceAgnosticRouter, LatentMoELayer
+from megatron_infer.models.moe import DeviceAgnosticRouter, LatentMoELayer, SoftmaxRouter
 from megatron_infer.models.paged_layers import (
     PAGED_ATTENTION,
     PAGED_LAYERS,
@@ -192,13 +192,13 @@ def layer_spec(
         multi_latent_attention=config.multi_latent_attention,
     )
     layer = submodules_of(spec)
-    if num_experts is not None:
-        submodules_of(layer.mlp).router = DeviceAgnosticRouter  # stock where CUDA is available
+    extensions = extensions_of(config)
+    if num_experts is not None:  # stock where CUDA is available
+        submodules_of(layer.mlp).router = SoftmaxRouter if extensions.softmax_scores else DeviceAgnosticRouter
         if getattr(config, "moe_latent_size", None) and not stock:
             layer.mlp = with_module(layer.mlp, LatentMoELayer)
     if stock and config.multi_latent_attention:
         raise ConfigError("megatron-core's local spec has no core attention for latents; use specs.gpt_spec as it is")
-    extensions = extensions_of(config)
     if stock:
         if extensions != Extensions():
             raise ConfigError("stock=True, but megatron-core has no modules for the config's extensions")

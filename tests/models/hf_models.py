@@ -247,6 +247,17 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
         | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "ernie4_5_bias": ("Ernie4_5Config", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "tie_word_embeddings": False},
+    ),
+    "ernie4_5_moe_every_second": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "num_hidden_layers": 5, "moe_layer_interval": 2}
+        | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 4},
+    ),
     "exaone_moe": ("ExaoneMoeConfig", SIGMOID_MOE | {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
     "hy_v3": ("HYV3Config", SIGMOID_MOE | {"head_dim": 16}),
     "dots1": (

@@ -85,7 +85,16 @@ def test_command_writes_what_transformers_and_the_engine_read(llama, tmp_path, c
     "case",
     [
         *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers"),
-        *("glm4_moe_bias", "gpt_oss", "gpt_oss_limit", "exaone_moe", "hy_v3", "dots1", "nemotron_biases"),
+        *(
+            "glm4_moe_bias",
+            "gpt_oss",
+            "gpt_oss_limit",
+            "exaone_moe",
+            "ernie4_5_moe_every_second",
+            "hy_v3",
+            "dots1",
+            "nemotron_biases",
+        ),
         *("deepseek_v3", "deepseek_v3_one_group"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,18 +15,20 @@ from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 
-from megatron_infer import LLM
+from megatron_infer import LLM, DynamicInferenceEngine, InferenceConfig
 from megatron_infer.config.model_shape import StateShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.checkpoint import DESCRIPTION_FILE, save_checkpoint
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.families import FAMILIES
 from megatron_infer.models.loading.hf_export import tensors_of
 from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.mxfp4 import dequantised
 from megatron_infer.models.loading.sources import open_source
+from megatron_infer.models.moe import softmax_as_sigmoid
 
 IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 ONE_WAY = (
@@ -205,6 +208,43 @@ def test_correction_biases_choose_the_experts(tmp_path):
     assert (after - before).abs().max() > 0.1
     model.save_pretrained(tmp_path)
     assert (full_logits(build_model(open_source(tmp_path)), IDS) - after).abs().max() < 1e-4
+
+
+def test_an_engine_adds_correction_biases_to_the_scores_of_the_family(tmp_path):
+    """ERNIE's are a softmax. A checkpoint of megatron-core's own model, whose scores are sigmoids, is another model."""
+    model = random_model("ernie4_5_moe")
+    model.save_pretrained(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    built = build_model(source)
+    engine = DynamicInferenceEngine(built, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64))
+    (out,) = engine.generate([IDS[:20]], SamplingParams(max_tokens=12, temperature=0, logprobs=0, ignore_eos=True))
+    ids = out.outputs[0].token_ids
+    expected = logits_of(model, IDS[:20] + ids).log_softmax(-1)[19:-1]
+    assert ids == expected.argmax(-1).tolist()
+    answered = torch.tensor([given[id].logprob for given, id in zip(out.outputs[0].logprobs, ids, strict=True)])
+    assert (answered - expected.max(-1).values).abs().max() < 1e-4
+    description = source.config()
+    sigmoid = replace(description, extensions=replace(description.extensions, softmax_scores=False))
+    with pytest.raises(ModelError, match="softmax_scores=False in the description"):
+        save_checkpoint(built, tmp_path / "wrong", description=sigmoid)
+    trained = build_model(sigmoid)
+    trained.load_state_dict(built.state_dict())
+    save_checkpoint(trained, tmp_path / "run", description=sigmoid)
+    (tmp_path / "run" / DESCRIPTION_FILE).unlink()
+    assert open_source(tmp_path / "run", hf_config=tmp_path / "hf").config() == replace(
+        sigmoid, name=str(tmp_path / "run")
+    )
+    assert (full_logits(trained, IDS) - full_logits(built, IDS)).abs().max() > 0.1
+
+
+def test_scores_by_softmax_and_their_gradients_are_those_of_torch():
+    logits = torch.cat([3 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), 1e3 * torch.eye(7)])
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    given, expected = softmax_as_sigmoid(ours).sigmoid(), theirs.softmax(-1)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for scores in (given, expected):
+        (scores * weights).sum().backward()
+    assert torch.allclose(given, expected, atol=1e-6) and torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
 def test_bfloat16_weights_are_the_rounded_ones_load_exactly_into_fp32_and_leave_correction_biases_exact(tmp_path):

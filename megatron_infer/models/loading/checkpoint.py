@@ -60,13 +60,20 @@ def save_checkpoint(
 ) -> None:
     """Write the model (every rank calls this) so that `open_source(directory)` and Megatron can load it.
 
-    description: None reads it off the model. Works on a CPU: no CUDA call, no helper process.
+    description: None reads it off the model. Works on a CPU: no CUDA call, no helper process. Raises ModelError for a
+    description that says other scores of routers than the model has.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(model)
     description = unpadded(description or _description_of_stages(model), model)
+    if description.extensions.softmax_scores != extensions_of(model.config).softmax_scores:
+        raise ModelError(
+            f"softmax_scores={description.extensions.softmax_scores} in the description, and the model's routers score "
+            "by another function (megatron-core's add a correction bias to sigmoid scores only); give the description "
+            "with the other value of extensions.softmax_scores"
+        )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     first = torch.distributed.get_rank() == 0
@@ -109,7 +116,12 @@ class CheckpointSource:
         self._saved_groups: int | None = None
         """kv groups of its tensors, where it was saved with padding; None: those of the description."""
         if hf_config is not None:
-            self._description = description_of_directory(Path(hf_config), name=self.name)
+            description = description_of_directory(Path(hf_config), name=self.name)
+            # of a checkpoint of megatron-core's own model: whatever the family, its routers score by sigmoid
+            extensions = replace(
+                description.extensions, softmax_scores=path.is_file() and description.extensions.softmax_scores
+            )
+            self._description = replace(description, extensions=extensions)
         elif path.is_file():
             self._description, self._saved_groups = _read_description(path)
         else:

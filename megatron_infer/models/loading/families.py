@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from megatron_infer.models.loading.model_description import ModelDescription
@@ -127,6 +128,8 @@ class Family:
     """Whether linears may be stored in MXFP4 (`mxfp4`)."""
     by_key_head: tuple[str, ...] = ()
     """Modules whose tensors have the rows of all their blocks for one key head of a delta net, then for the next."""
+    in_rows: tuple[str, ...] = ()
+    """Modules whose vectors are stored as [1, n]."""
     marks: tuple[str, ...] = ()
     """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
     ignored_tensors: tuple[str, ...] = ()
@@ -815,6 +818,71 @@ _BAILING_MOE_V2 = replace(
     },
 )  # fmt: skip
 _SARVAM_MOE = replace(_BAILING_MOE_V2, model_type="sarvam_moe", marks=(), rope=Rope(partial=True))
+
+
+def _layers_with_experts(v: Values) -> list[int]:
+    return [layer for layer, has_experts in enumerate(v["moe_layer_freq"]) if has_experts]
+
+
+_ERNIE = Family(
+    model_type="ernie4_5",
+    fields=_DECODER
+    | {
+        "kv_channels": Key("head_dim", 128, "optional"),
+        "num_query_groups": _kv_heads(2),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 131072),
+        "tied_embeddings": Key("tie_word_embeddings", True, "flag"),
+        "rotary_interleaved": True,
+    },
+    tensors=_LLAMA_TENSORS,
+    is_written=True,
+    biases={"use_bias": ("qkv", "proj", "fc1", "fc2")},
+    rope=Rope(base=500000.0),
+)
+_ERNIE_MOE = replace(
+    _ERNIE,
+    model_type="ernie4_5_moe",
+    fields=_ERNIE.fields
+    | EXPERTS
+    | _SIGMOID_ROUTER
+    | {
+        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
+        "num_query_groups": _kv_heads(4),
+        "moe_router_topk_scaling_factor": None,
+        "extensions.softmax_scores": True,
+        "_normalised": True,
+        "num_moe_experts": Key("moe_num_experts", 64),
+        "moe_router_topk": Key("moe_k", 6),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
+        "_num_shared": Key("moe_num_shared_experts", 2, "any"),
+        "moe_shared_expert_intermediate_size": lambda v: (v["_num_shared"] or 0) * v["moe_ffn_hidden_size"] or None,
+        "_first": Key("moe_layer_start_index", 1, "any"),
+        "_last": Key("moe_layer_end_index", -1, "any"),
+        "_interval": Key("moe_layer_interval", 1),
+        "moe_layer_freq": lambda v: [
+            int(v["_first"] <= layer <= v["_last"] % v["num_layers"] and (layer + 1) % v["_interval"] == 0)
+            for layer in range(v["num_layers"])
+        ],
+    },
+    tensors=_GLM4_MOE.tensors | {"mlp.router.expert_bias": "mlp.moe_statics.e_score_correction_bias"},
+    in_rows=("mlp.router.expert_bias",),
+    marks=("mlp.moe_statics.",),
+    ignored_tensors=("model.mtp_",),
+    written={
+        "moe_num_shared_experts": _NUM_SHARED["num_shared_experts"],
+        "moe_layer_start_index": lambda v: _layers_with_experts(v)[0],
+        "moe_layer_end_index": lambda v: _layers_with_experts(v)[-1],
+        "moe_layer_interval": lambda v: next((b - a for a, b in pairwise(_layers_with_experts(v))), 1),
+    },
+    biases={},
+    ignored_keys=(*_ROUTER_LOSSES, "num_nextn_predict_layers", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+    required={
+        "use_bias": ((None, False), "megatron-core's shared experts have no biases, as other linears then"),
+        "moe_norm_min": ((None, 1e-12), "megatron-core's router has no such bound of the sum of weights"),
+    },
+    refusals=(_NORMALISED_ALONE,),
+)
 _GPT_OSS = Family(
     model_type="gpt_oss",
     fields={"_normalised": True}
@@ -1578,6 +1646,8 @@ FAMILIES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": _EXAONE_MOE,  # K-EXAONE's spelling
     "HYV3ForCausalLM": _HY_V3,
     "Dots1ForCausalLM": _DOTS1,
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": _ERNIE_MOE,
     "NemotronForCausalLM": _NEMOTRON,
     "MiMoForCausalLM": _MIMO,
     "BailingMoeV2ForCausalLM": _BAILING_MOE_V2,
@@ -1609,8 +1679,6 @@ _LLAMA4 = (
     "their position, which SelfAttention does not"
 )
 REFUSED = {
-    "Ernie4_5_MoeForCausalLM": "its router adds a correction bias to softmax scores, which megatron-core's does to "
-    "sigmoid scores only",
     "DeciLMForCausalLM": "its layers have different shapes, which no model description says; give a live model",
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,

@@ -495,7 +495,7 @@ def _read_experts(values: dict[str, Any]) -> None:
             f"config.json: num_experts_per_tok is {top_k}, it must be 1 to {num_experts}, the experts there are"
         )
     sizes = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-    values |= {name: int(values[name]) for name in sizes if name in values}
+    values |= {name: int(values[name]) for name in sizes if values.get(name) is not None}
 
 
 def _read_biases(keys: Keys, family: Family, values: dict[str, Any]) -> None:

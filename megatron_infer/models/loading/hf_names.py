@@ -134,6 +134,8 @@ class Recipes:
                 return Recipe()
             layout = replace(layout, columns=(), cut="nothing" if layout.cut == "columns" else layout.cut)
         recipe = self._made(sources, layout, local, by_key_head=module in self.family.by_key_head)
+        if module in self.family.in_rows:
+            recipe = _of_row(recipe)
         if layout.is_around_one and self.description.transformer.get("layernorm_zero_centered_gamma"):
             recipe.shift = -1.0
         scales = self.description.scales
@@ -278,6 +280,14 @@ class _ExpertReader:
         one = self._stacked[name]
         one = one[rows[0] : rows[1]] if rows else one
         return one[:, columns[0] : columns[1]] if columns else one
+
+
+def _of_row(recipe: Recipe) -> Recipe:
+    """The recipe of a vector whose one tensor is [1, n]."""
+    make = recipe.make
+    assert make is not None
+    sources = {name: (1, *shape) for name, shape in recipe.sources.items()}
+    return Recipe(sources, lambda reader, shard: make(reader, shard).squeeze(0))
 
 
 def head_from_embedding(description: ModelDescription) -> bool:
