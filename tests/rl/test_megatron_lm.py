@@ -39,7 +39,8 @@ PRETRAIN = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-leng
 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1 --eval-interval 2 --lr 1e-3
 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --distributed-backend gloo
 --use-cpu-initialization --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-bias-gelu-fusion --no-rope-fusion --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --log-interval 1"""
+--no-bias-gelu-fusion --no-rope-fusion --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+--log-interval 1"""
 LAYOUTS = (
     "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2",
