@@ -83,6 +83,11 @@ class AttendSpec:
     index: IndexSpec | None = None
     """Set for sparse attention over latents: head_dim counts an index key after a key's dims, which queries and values
     do not have. None: a query attends to all keys it sees."""
+    expands_from: int | None = None
+    """With latents: in a step's chunks of so many prompt queries or more, attention to full keys and values takes less
+    time (see `StepInputs.absorbed_S`). None: it never does."""
+    unread_dim: int = 0
+    """Last dims of head_dim that queries and values do not have either, without an indexer."""
 
     @property
     def sinks_N(self) -> Tensor | None:
@@ -100,7 +105,7 @@ class AttendSpec:
     @property
     def query_dim(self) -> int:
         """Width of a query head: head_dim without an index key."""
-        return self.head_dim - (0 if self.index is None else self.index.dim)
+        return self.head_dim - (self.unread_dim if self.index is None else self.index.dim)
 
     @property
     def planes(self) -> int:
@@ -381,6 +386,16 @@ class StepInputs(Protocol):
     """Where mixture-of-experts layers write the experts of each token; None: no request asks for them."""
     lora: LoRABackend | None
     """What adds adapters' products to those of linears, planned for the step; None: no token has an adapter."""
+
+    @property
+    def absorbed_S(self) -> Tensor | None:
+        """Latent attention: the tokens whose queries `attend` takes in the latents' space. Those of the others it does
+        not read, nor give an output for: `attend_expanded` does. None: all of them."""
+        ...
+
+    def attend_expanded(self, layer: int, q_TNH: Tensor, weight_XL: Tensor, spec: AttendSpec, out_TX: Tensor) -> None:
+        """See `NativeLatentAttention.run_expanded`; after `attend` of the layer."""
+        ...
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""

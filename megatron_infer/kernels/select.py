@@ -31,10 +31,12 @@ from megatron_infer.kernels.native.cpu_native import (
     quantised_layout,
 )
 from megatron_infer.kernels.native.native_build import BACKEND_VARIABLE
+from megatron_infer.kernels.native.native_latent import NativeLatentAttention
 from megatron_infer.kernels.native.native_layers import NativeLayers
 from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.native.native_scan import NativeScan
+from megatron_infer.kernels.native.native_sparse import NativeChosenKeys
 from megatron_infer.kernels.packages import flash_attn_prompts, flashinfer_rope
 from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend
 from megatron_infer.kernels.step_gather import Gather, torch_gather
@@ -110,6 +112,8 @@ class ChosenKernels:
     """Gathers a step's token ids, positions and angles from the device's tables."""
     lora: LoRABackend | None = None
     """Products of adapters; None: the engine has none."""
+    expanded: NativeLatentAttention | None = None
+    """The same object as `attention` where it computes long chunks of prompts with full keys; None: it does not."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -209,84 +213,84 @@ def _named(option: str, asked: str, forced: str | None) -> tuple[str | None, str
     return asked, option
 
 
-def _choose_attention(
-    library: ctypes.CDLL | None,
-    device: torch.device,
-    specs: Sequence[AttendSpec],
-    of: dict[str, Any],
-    reasons: dict[str, str],
-    forced: str | None,
-    asked: str,
-    in_torch: TorchKernels,
-) -> tuple[list[BackendChoice], AttentionBackend]:
-    """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttentionAsked:
+    """What the choice of attention depends on."""
 
-    of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`). Where nothing is named on a GPU, prompts may
-    run on another backend than decode rows.
-    """
-    chooses = next((spec.index for spec in specs if spec.index is not None), None)
-    if chooses is not None:
-        return _choose_sparse(library, device, specs, of, reasons, forced, asked, in_torch, chooses.top_k)
-    reasons, dtype = dict(reasons), of["dtype"]
-    forced, by = _named(ATTENTION_OPTION, asked, forced)
-    if forced == "reference":
-        return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
+    library: ctypes.CDLL | None
+    device: torch.device
+    specs: Sequence[AttendSpec]
+    of: dict[str, Any]
+    """dtype, block_size and kv_dtype (see `AttentionBackend.supports`)."""
+    reasons: dict[str, str]
+    """Why there are no native kernels."""
+    forced: str | None
+    """The only backend that is allowed; None: the best."""
+    by: str
+    """The option or the debugging variable that asks for it."""
+    in_torch: TorchKernels
 
-    def refuses(backend: AttentionBackend) -> str | None:
-        found = (backend.supports(spec, **of) for spec in specs)
+    def refuses(self, backend: AttentionBackend) -> str | None:
+        found = (backend.supports(spec, **self.of) for spec in self.specs)
         return next((reason for reason in found if reason is not None), None)
 
+
+def _choose_attention(asked: _AttentionAsked) -> tuple[list[BackendChoice], AttentionBackend]:
+    """The first backend that supports every spec; the reference supports all.
+
+    Where nothing is named on a GPU, prompts may run on another backend than decode rows.
+    """
+    chooses = next((spec.index for spec in asked.specs if spec.index is not None), None)
+    if chooses is not None:
+        return _choose_sparse(asked, chooses.top_k)
+    reasons, dtype, forced, by = dict(asked.reasons), asked.of["dtype"], asked.forced, asked.by
+    if forced == "reference":
+        return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
     best, missing, refused = backend_candidates.first(
-        backend_candidates.ATTENTION, device, dtype, forced=forced, refuses=refuses
+        backend_candidates.ATTENTION, asked.device, dtype, forced=forced, refuses=asked.refuses
     )
     reasons |= missing
     _check_forced(ATTENTION, forced, reasons if by == ATTENTION_OPTION else missing, by=by)
     candidates: list[AttentionBackend] = [] if best is None else [best]
-    if library is not None:
-        candidates.append(NativePagedAttention(library, dtype))
-    candidates.append(in_torch.attention())
-    if asked != AUTO:
-        candidates = [backend for backend in candidates if backend.name == asked]
-    chosen = _first_of(candidates, refuses, refused, best=best)
+    if asked.library is not None:
+        expands_from = max((spec.expands_from or 0 for spec in asked.specs), default=0)
+        candidates.append(
+            NativeLatentAttention(asked.library, dtype, expands_from=expands_from)
+            if expands_from
+            else NativePagedAttention(asked.library, dtype)
+        )
+    candidates.append(asked.in_torch.attention())
+    if by == ATTENTION_OPTION:
+        candidates = [backend for backend in candidates if backend.name == forced]
+    chosen = _first_of(candidates, asked.refuses, refused, best=best)
     if forced in refused:
         raise ConfigError(f"{by}={forced}, but attention {refused[forced]}")
     reasons |= refused
     if chosen is None:
-        assert asked == AUTO, f"no attention backend is called {asked}"
+        assert by != ATTENTION_OPTION, f"no attention backend is called {forced}"
         return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
     if forced is not None or best is None:
         return [BackendChoice(ATTENTION, chosen.name, reasons)], chosen
     tried = {chosen.name, *reasons}
     reasons |= {one.name: one.rank for one in backend_candidates.ATTENTION if one.name not in tried}
-    return _choose_for_prompts(chosen, device, dtype, refuses, reasons)
+    return _choose_for_prompts(chosen, asked.device, dtype, asked.refuses, reasons)
 
 
-def _choose_sparse(
-    library: ctypes.CDLL | None,
-    device: torch.device,
-    specs: Sequence[AttendSpec],
-    of: dict[str, Any],
-    reasons: dict[str, str],
-    forced: str | None,
-    asked: str,
-    in_torch: TorchKernels,
-    top_k: int,
-) -> tuple[list[BackendChoice], AttentionBackend]:
+def _choose_sparse(asked: _AttentionAsked, top_k: int) -> tuple[list[BackendChoice], AttentionBackend]:
     """Sparse attention around the native, torch or reference backend. Raises ConfigError for another one by name."""
-    forced, by = _named(ATTENTION_OPTION, asked, forced)
-    backends: list[AttentionBackend] = [] if library is None else [NativePagedAttention(library, of["dtype"])]
-    named = [*backends, in_torch.attention(), ReferenceAttention()]
-    if forced is not None:
-        named = [backend for backend in named if backend.name == forced]
-        if not named:
-            raise ConfigError(f"{by}={forced}, but sparse attention runs on native, torch or reference attention")
-    reasons, refused = reasons | dict.fromkeys(backend_candidates.NAMES, NO_INDEXER), dict[str, str]()
-    sparse = [SparseAttention(backend, top_k=top_k) for backend in named]
-
-    def refuses(backend: SparseAttention) -> str | None:
-        return next((reason for spec in specs if (reason := backend.supports(spec, **of)) is not None), None)
-
-    chosen = _first_of(sparse, refuses, refused, best=None)
+    backends = [SparseAttention(dense, top_k=top_k) for dense in (asked.in_torch.attention(), ReferenceAttention())]
+    if asked.library is not None:
+        native = NativePagedAttention(asked.library, asked.of["dtype"])
+        chosen_keys = NativeChosenKeys(asked.library, native, asked.of["dtype"])
+        backends.insert(0, SparseAttention(native, top_k=top_k, chosen=chosen_keys))
+    if asked.forced is not None:
+        backends = [backend for backend in backends if backend.name == f"{asked.forced}, sparse"]
+        if not backends:
+            raise ConfigError(
+                f"{asked.by}={asked.forced}, but sparse attention runs on native, torch or reference attention"
+            )
+    reasons, refused = asked.reasons | dict.fromkeys(backend_candidates.NAMES, NO_INDEXER), dict[str, str]()
+    chosen = _first_of(backends, asked.refuses, refused, best=None)
     if chosen is None:
         raise ConfigError(f"attention {'; '.join(refused.values())}")
     return [BackendChoice(ATTENTION, chosen.name, reasons | refused)], chosen
@@ -555,8 +559,18 @@ def choose(
         packed.keeps_weights = True  # by these, which multiply by the weights themselves
     else:
         ops = NativeOps(library, dtype, packed)
-    of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
-    attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention, in_torch)
+    only, by = _named(ATTENTION_OPTION, attention, forced)
+    asked = _AttentionAsked(
+        library=library,
+        device=device,
+        specs=specs,
+        of={"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype},
+        reasons=reasons,
+        forced=only,
+        by=by,
+        in_torch=in_torch,
+    )
+    attends, backend = _choose_attention(asked)
     rows = attends if specs or not ssm_specs else []
     if specs and fused_rope is not False and specs[0].index is None:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
@@ -573,7 +587,7 @@ def choose(
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
-    runs_layers = type(backend) is NativePagedAttention and packed.layout.name in KERNELS and library is not None
+    runs_layers = isinstance(backend, NativePagedAttention) and packed.layout.name in KERNELS and library is not None
     checksums = content_sums if library is None else functools.partial(native_checksums, library)
     return ChosenKernels(
         ops=ops,
@@ -587,4 +601,5 @@ def choose(
         rows=rows,
         layers=NativeLayers(library, dtype, packed, backend) if library is not None and runs_layers else None,
         gather=gathers[0] if gathers else torch_gather,
+        expanded=backend if isinstance(backend, NativeLatentAttention) else None,
     )

@@ -28,7 +28,8 @@ from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYar
 from megatron_infer.models.whole_linear import WholeLinear
 
 _LAST_CHOICE = "_keys_of_last_indexer"
-"""Attribute of a config, which all layers share: bool [b, s, s] of the last indexer that ran."""
+"""Attribute of a config, which all layers share: bool [b, s, s] of the last indexer that ran, until the last layer that
+attends to the same keys has run."""
 
 
 class TorchIndexer(MegatronModule):
@@ -109,6 +110,7 @@ class TorchSparseAttention(MegatronModule):
             raise NotImplementedError("recomputed layers that share the choice of one indexer")
         # megatron-core builds every attention's core twice: the first one gets no scale
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._next_shares = layer_number < len(shared) and bool(shared[layer_number])
         self.rope_interleaved = extensions_of(config).index_interleaved
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.indexer: TorchIndexer | None = None
@@ -143,9 +145,10 @@ class TorchSparseAttention(MegatronModule):
         return torch.cat([self._attend(*piece) for piece in pieces]).squeeze(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
-        if self.indexer is not None:
-            setattr(self.config, _LAST_CHOICE, self.indexer(x, qr))
-        mask_bss = getattr(self.config, _LAST_CHOICE)
+        mask_bss = vars(self.config).pop(_LAST_CHOICE, None) if self.indexer is None else self.indexer(x, qr)
+        assert mask_bss is not None, "attends to the choice of the layer before, which has not run"
+        if self._next_shares:
+            setattr(self.config, _LAST_CHOICE, mask_bss)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask_bss.unsqueeze(1), scale=self.softmax_scale

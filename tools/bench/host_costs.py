@@ -43,7 +43,7 @@ class Step:
     """Decode rows of KEYS keys each, as `runner.batch.Batch` gives them to the layers."""
 
     is_padded = False
-    padding_T1 = routing_TLK = lora = None
+    padding_T1 = routing_TLK = lora = absorbed_S = None
 
     def __init__(self, batch: int, num_layers: int) -> None:
         from megatron_infer.kernels.triton import attention, elementwise

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT, ROOT / "tools" / "bench"):
+for folder in (ROOT, ROOT / "tools" / "bench", ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -41,6 +41,8 @@ CASES = {
     "steps-in-flight": "modes",
     "preemption": "preemption",
     "lora": "adapters",
+    "latent-prompts": "latent",
+    "chosen-keys": "latent",
 }
 """Case -> its module in tools/bench/cases."""
 

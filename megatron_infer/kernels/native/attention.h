@@ -20,6 +20,7 @@ struct Step {  // once per step
     const int64_t* kv_pos;
     const void *cos, *sin;  // [tokens, rotary_stride] in the activation dtype; null: nothing rotates
     int64_t rotary_stride;
+    const int32_t* elsewhere;  // of each row: another call computes its prompt queries; null: of none
 };
 
 struct Spec {  // once per kind of layer
@@ -29,9 +30,10 @@ struct Spec {  // once per kind of layer
     int64_t value_dim;      // less than head_dim: values are the last dims of keys, and nothing else is kept
     const void* sinks;      // a logit of each query head, in fp32 or T; null: none
     int64_t sinks_fp32;
+    int64_t key_stride;     // from a head's key to the next one's; between them is what no query reads, or their value
 };
 
-struct Call {  // once per layer; strides in elements, the last dimension is contiguous
+struct Call {  // once per layer; strides in elements, the last dimension is contiguous. Without k nothing is appended.
     const void *q, *k, *v;
     void *out, *keys, *values;
     int64_t q_token, q_kv, q_group, k_token, k_head, v_token, v_head;
@@ -125,8 +127,11 @@ inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const
 // Rotate a token's key and write key and value of one kv head to the cache; a value that is a part of the key is there then.
 template <class T>
 inline void append(const Step& step, const Spec& spec, const Call& call, int64_t token, int64_t head) {
-    int64_t at = (step.kv_pos[token] * spec.num_kv + head) * spec.head_dim;
-    rotate_head(step, spec, token, (const T*)call.k + token * call.k_token + head * call.k_head, (T*)call.keys + at);
+    int64_t at = (step.kv_pos[token] * spec.num_kv + head) * spec.key_stride;
+    const T* key = (const T*)call.k + token * call.k_token + head * call.k_head;
+    rotate_head(step, spec, token, key, (T*)call.keys + at);
+    if (spec.key_stride > spec.head_dim)
+        std::memcpy((T*)call.keys + at + spec.head_dim, key + spec.head_dim, (spec.key_stride - spec.head_dim) * sizeof(T));
     if (spec.value_dim == spec.head_dim)
         std::memcpy((T*)call.values + at, (const T*)call.v + token * call.v_token + head * call.v_head,
                     spec.head_dim * sizeof(T));

@@ -399,7 +399,7 @@ def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
     return int(function(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads()))
 
 
-class _AttentionStep(ctypes.Structure):
+class AttentionStep(ctypes.Structure):
     """Step in native/attention.h."""
 
     _fields_ = [
@@ -408,10 +408,11 @@ class _AttentionStep(ctypes.Structure):
         ("table_stride", _I),
         *((name, _P) for name in ("kv_pos", "cos", "sin")),
         ("rotary_stride", _I),
+        ("elsewhere", _P),
     ]
 
 
-class _AttentionSpec(ctypes.Structure):
+class AttentionSpec(ctypes.Structure):
     """Spec in native/attention.h."""
 
     _fields_ = [
@@ -420,17 +421,18 @@ class _AttentionSpec(ctypes.Structure):
         *((name, _I) for name in ("rotary_at", "value_dim")),
         ("sinks", _P),
         ("sinks_fp32", _I),
+        ("key_stride", _I),
     ]
 
 
-_CALL = struct.Struct("13q")
+CALL = struct.Struct("13q")
 """Call in native/attention.h; packed at once because every layer of every step does it."""
 
 
 @dataclass(slots=True)
 class _AttentionKind:
     spec: AttendSpec
-    struct: _AttentionSpec
+    struct: AttentionSpec
     address: int
     width: int
 
@@ -448,9 +450,9 @@ class NativePagedAttention:
         self.context = bind(library, "mi_context_new", [], _P)()
         weakref.finalize(self, bind(library, "mi_context_free", [_P]), self.context)
         self._step: StepMetadata | None = None
-        self._step_struct = _AttentionStep()
+        self._step_struct = AttentionStep()
         self.step_address = ctypes.addressof(self._step_struct)
-        self._call = ctypes.create_string_buffer(_CALL.size)
+        self._call = ctypes.create_string_buffer(CALL.size)
         self._call_address = ctypes.addressof(self._call)
         self._kinds: dict[int, _AttentionKind] = {}
         self.num_padding = 0
@@ -467,8 +469,8 @@ class NativePagedAttention:
             return reason
         if spec.index is not None:
             return NO_INDEXER
-        if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
-            return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.query_dim % 16 or spec.query_dim > MAX_HEAD_DIM:
+            return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.query_dim}"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
         if spec.softcap is not None and spec.softcap <= 0:
@@ -491,7 +493,7 @@ class NativePagedAttention:
         assert step.block_table.dtype is torch.int32 and step.kv_pos_T.dtype is torch.int64
         assert step.block_table.stride(1) == 1 and step.kv_pos_T.is_contiguous()
         s.block_table, s.table_stride = step.block_table.data_ptr(), step.block_table.stride(0)
-        s.kv_pos = step.kv_pos_T.data_ptr()
+        s.kv_pos, s.elsewhere = step.kv_pos_T.data_ptr(), None
         if step.cos_TR is None or step.sin_TR is None:
             s.cos = s.sin = None
         else:
@@ -503,7 +505,7 @@ class NativePagedAttention:
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
-        kind = self._kind_of(spec, kv_cache.shape[3])
+        kind = self.kind_of(spec, kv_cache.shape[3])
         assert q_TKGH.dtype is self._dtype and kv_cache.dtype is self._dtype
         q_token, q_kv, q_group, q_last = q_TKGH.stride()
         k_token, k_head, k_last = k_TKH.stride()
@@ -517,7 +519,7 @@ class NativePagedAttention:
         item = kv_cache.itemsize
         keys = kv_cache.data_ptr() + layer * layer_stride * item
         to_values = plane_stride if spec.value_start is None else spec.value_start
-        _CALL.pack_into(
+        CALL.pack_into(
             self._call,
             0,
             q_TKGH.data_ptr(),
@@ -544,19 +546,20 @@ class NativePagedAttention:
 
         It holds the address of the layer's sinks: to be asked for again where that may have changed.
         """
-        return self._kind_of(spec, block_size).address
+        return self.kind_of(spec, block_size).address
 
-    def _kind_of(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
+    def kind_of(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
         kind = self._kinds.get(id(spec)) or self._new_kind(spec, block_size)
         if spec.sinks_N is not None:
             kind.struct.sinks = spec.sinks_N.data_ptr()
         return kind
 
     def _new_kind(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
-        packed = _AttentionSpec(
+        packed = AttentionSpec(
             num_kv=spec.num_kv_heads,
             group=spec.group_size,
-            head_dim=spec.head_dim,
+            head_dim=spec.query_dim,
+            key_stride=spec.head_dim,
             block_size=block_size,
             rotary_dim=spec.rotary_dim,
             interleaved=int(spec.rotary_interleaved),

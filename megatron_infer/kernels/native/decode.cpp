@@ -4,6 +4,7 @@
 // group share one pass over keys and values. The partitions of a context depend on its length alone, so a row's result
 // does not depend on the rest of the batch. A row of one partition is written directly; otherwise the thread that
 // finishes the last partition of a (row, head) merges all of them in order.
+#include <algorithm>
 #include <type_traits>
 
 #include "attention.h"
@@ -238,6 +239,7 @@ static void soften(const Spec& spec, float* s, int n, Weight* weights, float* to
 struct DecodeRow {  // one query; a slice has one for each of its output positions
     int64_t row, token, first_part;
     int first_key, num_keys, parts;
+    const int32_t* chosen;  // positions of its keys; null: they are first_key and those after it
 };
 
 template <class T>
@@ -280,7 +282,7 @@ struct DecodeTask {
 
     // Query heads first .. first + heads of this row, counted over all kv heads; they never split a group unless it is large.
     void find_item(const DecodeRow& row, int part, int64_t first, int heads, DecodeItem<T>& item) const {
-        const int64_t dim = spec.head_dim, block_size = spec.block_size, key_stride = spec.num_kv * dim;
+        const int64_t block_size = spec.block_size, key_stride = spec.num_kv * spec.key_stride;
         // Equal partitions, so that the last one is not short.
         const int begin = row.first_key + (int)((int64_t)row.num_keys * part / row.parts);
         const int end = row.first_key + (int)((int64_t)row.num_keys * (part + 1) / row.parts);
@@ -288,7 +290,11 @@ struct DecodeTask {
         item.row = &row, item.part = part, item.n = end - begin, item.first = first, item.heads = heads;
         item.padded = (item.n + 15) / 16 * 16;
         int64_t column = begin / block_size, offset = begin % block_size;
-        for (int t = 0; t < item.n;) {
+        for (int t = 0; row.chosen && t < item.n; ++t) {
+            const int32_t position = row.chosen[begin + t];
+            item.at[t] = (const T*)call.keys + (table[position / block_size] * block_size + position % block_size) * key_stride;
+        }
+        for (int t = 0; !row.chosen && t < item.n;) {
             const T* at = (const T*)call.keys + (table[column] * block_size + offset) * key_stride;
             for (; offset < block_size && t < item.n; ++offset, ++t, at += key_stride) item.at[t] = at;
             offset = 0;
@@ -362,7 +368,7 @@ struct DecodeTask {
                 int lanes = group - (int)((first + h) % group);
                 lanes = lanes < kLanes ? lanes : kLanes;
                 lanes = lanes < heads - h ? lanes : heads - h;
-                const int64_t offset = kv * spec.head_dim;
+                const int64_t offset = kv * spec.key_stride;
                 switch (lanes) {
                     case 1: body(std::integral_constant<int, 1>{}, h, offset, from, to); break;
                     case 2: body(std::integral_constant<int, 2>{}, h, offset, from, to); break;
@@ -433,12 +439,13 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
     parallel((int)(items < step.threads ? items : step.threads), body);
 }
 
-template <class T>
-void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call) {
+// The rows of a step, which `each` gives to what it is passed: (row, token, keys, chosen ones).
+template <class T, class Each>
+static void run_rows(Context& context, const Step& step, const Spec& spec, const Call& call, Each&& each) {
     DecodeRow* rows = context.items.get<DecodeRow>(step.num_tokens);
     const int64_t budget = kPartialBytes / (int64_t)sizeof(float) / (spec.num_kv * spec.group * (spec.value_dim + 2));
     int64_t count = 0, parts = 0;
-    auto add = [&](int64_t i, int64_t token, int kv_len) {
+    auto add = [&](int64_t i, int64_t token, int kv_len, const int32_t* chosen = nullptr) {
         DecodeRow& row = rows[count++];
         row.row = i;
         row.token = token;
@@ -446,19 +453,156 @@ void decode_rows(Context& context, const Step& step, const Spec& spec, const Cal
         row.num_keys = kv_len - row.first_key;
         row.parts = (row.num_keys + kPartition - 1) / kPartition;
         row.first_part = parts;
+        row.chosen = chosen;
         parts += row.parts;
         if (parts < budget) return;
         run_group<T>(context, step, spec, call, rows, count);
         count = parts = 0;
     };
-    for (int64_t i = 0; i < step.num_decode; ++i) add(i, step.cu_q[i], step.kv_len[i]);
-    for (int64_t i = step.num_decode; i < step.num_rows; ++i)
-        for (int j = step.num_prompt_queries[i]; j < step.q_len[i]; ++j)
-            add(i, step.cu_q[i] + j, step.kv_len[i] - step.q_len[i] + j + 1);
+    each(add);
     if (count) run_group<T>(context, step, spec, call, rows, count);
+}
+
+template <class T>
+void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call) {
+    run_rows<T>(context, step, spec, call, [&](auto&& add) {
+        for (int64_t i = 0; i < step.num_decode; ++i) add(i, step.cu_q[i], step.kv_len[i]);
+        for (int64_t i = step.num_decode; i < step.num_rows; ++i)
+            for (int j = step.num_prompt_queries[i]; j < step.q_len[i]; ++j)
+                add(i, step.cu_q[i] + j, step.kv_len[i] - step.q_len[i] + j + 1);
+    });
+}
+
+// Rows of one query each, which is rotated, and of `width` keys each, which are in the cache; chosen: [rows, width].
+template <class T>
+static void attend_chosen(Context* context, const Step* step, const Spec* spec, const Call* call, const int32_t* chosen,
+                          int64_t width) {
+    run_rows<T>(*context, *step, *spec, *call, [&](auto&& add) {
+        for (int64_t i = 0; i < step->num_rows; ++i) add(i, i, (int)width, chosen + i * width);
+    });
 }
 
 template void decode_rows<float>(Context&, const Step&, const Spec&, const Call&);
 template void decode_rows<bf16>(Context&, const Step&, const Spec&, const Call&);
 
+// How single queries choose keys by the index keys of a paged cache; mirrored in native_sparse.py.
+struct Choice {
+    int64_t count, heads, dim, relu, top_k;  // count: queries, each of which sees more than top_k keys
+    const void* q;                           // rotated, [count, heads, dim]
+    const float* weights;                    // [count, heads]
+    const int32_t *num_keys, *table;         // of each query, and its row of the block table
+    int64_t table_stride;
+    const void* keys;                        // the first index key
+    int64_t key_stride, block_size;
+    int32_t* chosen;                         // [count, top_k] positions, ascending
+    int64_t threads;
+};
+
+// Scores of n keys, the first of which is at position `first` of the query's sequence.
+template <class T>
+static void index_scores(const Choice& choice, int64_t query, int first, int n, float* scores) {
+    using Q = typename Arithmetic<T>::Q;
+    const int dim = (int)choice.dim, padded = (n + 15) / 16 * 16;
+    const int32_t* table = choice.table + query * choice.table_stride;
+    const T* at[kPartition + kFar];
+    for (int t = 0; t < n; ++t) {
+        const int64_t position = first + t, block = table[position / choice.block_size];
+        at[t] = (const T*)choice.keys + (block * choice.block_size + position % choice.block_size) * choice.key_stride;
+    }
+    for (int t = n; t < padded + kFar; ++t) at[t] = at[n - 1];
+    float total[kPartition] = {}, part[kLanes][kPartition + W];
+    Q q[kLanes * kMaxHeadDim];
+    for (int64_t head = 0; head < choice.heads; head += kLanes) {
+        const int lanes = choice.heads - head < kLanes ? (int)(choice.heads - head) : kLanes;
+        const T* from = (const T*)choice.q + (query * choice.heads + head) * dim;
+        if constexpr (sizeof(Q) == sizeof(T))
+            std::memcpy(q, from, lanes * dim * sizeof(T));
+        else
+            for (int i = 0; i < lanes * dim; i += W) store((float*)q + i, load(from + i));
+        auto score = [&](auto count) {
+            Arithmetic<T>::template score<decltype(count)::value>(q, at, at + kFar, 0, 0, padded, dim, part);
+        };
+        switch (lanes) {
+            case 1: score(std::integral_constant<int, 1>{}); break;
+            case 2: score(std::integral_constant<int, 2>{}); break;
+            case 3: score(std::integral_constant<int, 3>{}); break;
+            default: score(std::integral_constant<int, 4>{});
+        }
+        for (int lane = 0; lane < lanes; ++lane) {
+            const vf weight = splat(choice.weights[query * choice.heads + head + lane]);
+            for (int t = 0; t < padded; t += W) {
+                const vf s = load(part[lane] + t);
+                store(total + t, fma_of(weight, choice.relu ? vmax(vf{}, s) : s, load(total + t)));
+            }
+        }
+    }
+    std::memcpy(scores, total, n * sizeof(float));
+}
+
+// Positions of the top_k highest of n scores; of equal ones the earlier. `order` has room for n.
+static void take_highest(const float* scores, int n, int top_k, uint32_t* order, int32_t* chosen) {
+    auto ordinal = [&](int t) -> uint32_t {  // in the order of scores, and above them NaN, which has none
+        if (scores[t] != scores[t]) return ~0u;
+        uint32_t bits;
+        std::memcpy(&bits, scores + t, sizeof bits);
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    };
+    for (int t = 0; t < n; ++t) order[t] = ordinal(t);
+    std::nth_element(order, order + top_k - 1, order + n, [](uint32_t a, uint32_t b) { return a > b; });
+    const uint32_t least = order[top_k - 1];
+    int equal = top_k;
+    for (int i = 0; i < top_k; ++i) equal -= order[i] > least;
+    for (int t = 0, to = 0; to < top_k; ++t) {
+        const uint32_t own = ordinal(t);
+        if (own > least || (own == least && equal-- > 0)) chosen[to++] = t;
+    }
+}
+
+template <class T>
+static void choose_keys(Context* context, const Choice* choice) {
+    const int64_t budget = kPartialBytes / (int64_t)sizeof(float);
+    for (int64_t begin = 0; begin < choice->count;) {
+        int64_t end = begin, widest = 0;  // queries whose scores fit, at the place of the longest each
+        for (; end < choice->count; ++end) {
+            const int64_t keys = choice->num_keys[end] > widest ? choice->num_keys[end] : widest;
+            if (end > begin && keys * (end + 1 - begin) > budget) break;
+            widest = keys;
+        }
+        const int64_t queries = end - begin, parts = (widest + kPartition - 1) / kPartition;
+        float* scores = context->partials.get<float>(queries * widest);
+        parallel_ranges((int)choice->threads, queries * parts, [&](int64_t from, int64_t to) {
+            for (int64_t item = from; item < to; ++item) {
+                const int64_t query = begin + item / parts, first = item % parts * kPartition;
+                const int64_t left = choice->num_keys[query] - first, n = left < kPartition ? left : kPartition;
+                if (n > 0) index_scores<T>(*choice, query, (int)first, (int)n, scores + item / parts * widest + first);
+            }
+        });
+        uint32_t* orders = context->packed.get<uint32_t>(choice->threads * widest);
+        int64_t next = 0;
+        auto take = [&](int thread, int) {
+            for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < queries;)
+                take_highest(scores + i * widest, choice->num_keys[begin + i], (int)choice->top_k, orders + thread * widest,
+                             choice->chosen + (begin + i) * choice->top_k);
+        };
+        parallel((int)(queries < choice->threads ? queries : choice->threads), take);
+        begin = end;
+    }
+}
+
 }  // namespace mi
+
+using namespace mi;
+
+extern "C" {
+
+void mi_attend_chosen_f32(Context* context, const Step* step, const Spec* spec, const Call* call, const int32_t* chosen,
+                          int64_t width) {
+    attend_chosen<float>(context, step, spec, call, chosen, width);
+}
+void mi_attend_chosen_bf16(Context* context, const Step* step, const Spec* spec, const Call* call, const int32_t* chosen,
+                           int64_t width) {
+    attend_chosen<bf16>(context, step, spec, call, chosen, width);
+}
+void mi_choose_keys_f32(Context* context, const Choice* choice) { choose_keys<float>(context, choice); }
+void mi_choose_keys_bf16(Context* context, const Choice* choice) { choose_keys<bf16>(context, choice); }
+}

@@ -129,7 +129,7 @@ struct PrefillTask {
         for (int t = 0; t < n; ++t) {
             const int64_t position = begin + t, column = position / spec.block_size;
             const int64_t at = table[column] * spec.block_size + position % spec.block_size;
-            from[t] = (const T*)call.keys + (at * spec.num_kv + head) * dim;
+            from[t] = (const T*)call.keys + (at * spec.num_kv + head) * spec.key_stride;
         }
         pack_keys(from, n, keys);
         pack_values(from, (const T*)call.values - (const T*)call.keys, n, keys + (int64_t)kTile * dim);
@@ -443,7 +443,7 @@ void prefill_rows(Context& context, const Step& step, const Spec& spec, const Ca
     for (int64_t i = step.num_decode; i < step.num_rows;) {
         int64_t count = 0, elements = 0, pack_items = 0, items = 0;
         for (; i < step.num_rows && elements < budget; ++i) {
-            if (!step.num_prompt_queries[i]) continue;
+            if (!step.num_prompt_queries[i] || (step.elsewhere && step.elsewhere[i])) continue;
             PrefillRow& row = rows[count++];
             row.row = i;
             row.token = step.cu_q[i];
@@ -476,7 +476,7 @@ using namespace mi;
 // prefix).
 template <class T>
 static void append_slices(const Step& step, const Spec& spec, const Call& call) {
-    if (step.num_rows == step.num_decode) return;
+    if (step.num_rows == step.num_decode || !call.k) return;
     const int64_t from = step.cu_q[step.num_decode];
     parallel_ranges((int)step.threads, step.num_tokens - from, [&](int64_t begin, int64_t end) {
         for (int64_t token = from + begin; token < from + end; ++token)

@@ -115,12 +115,13 @@ def rotate_and_append(
     q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: Tensor, step: StepMetadata, spec: AttendSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v to a layer's cache [planes, blocks, B, K, H] -> (q, k, v), k and v as it keeps
-    them."""
+    them, without what no query reads."""
     if (rotation := step.rotation(spec)) is not None:
         turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
         q_TKGH, k_TKH = (apply_rotary(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
     k_TKH = append(cache[0], step.kv_pos_T, k_TKH)
     if spec.value_start is not None:
+        k_TKH = k_TKH[..., : spec.query_dim]
         return q_TKGH, k_TKH, k_TKH[..., spec.value_start :]
     return q_TKGH, k_TKH, append(cache[1], step.kv_pos_T, v_TKH)
 
@@ -246,7 +247,7 @@ class TorchPagedAttention:
             num_blocks = -(-kv_len // layer_cache.shape[2])
             block_ids = step.block_table[int(step.table_row[row]), :num_blocks]
             gathered = movable(layer_cache).index_select(1, block_ids).view(layer_cache.dtype).flatten(1, 2)
-            gathered = gathered.to(q_TKGH.dtype)
+            gathered = gathered[..., : spec.query_dim].to(q_TKGH.dtype)
             key_PKH, value_PKH = gathered[0, :kv_len], gathered[-1, :kv_len, :, spec.value_start or 0 :]
         # The group is a batch axis of stride 0 over keys and values: nothing is repeated in memory.
         key_GKPH, value_GKPH = (x.transpose(0, 1).expand(spec.group_size, -1, -1, -1) for x in (key_PKH, value_PKH))
@@ -293,7 +294,8 @@ class TorchPagedAttention:
             for plane, room in zip(cache, self._workspace.chunk(spec.planes), strict=True):
                 gathered = room[: rows * length * num_kv * head_dim].view(-1, block_size, num_kv, head_dim)
                 torch.index_select(plane, 0, group.block_ids, out=gathered)
-                planes.append(gathered.view(kept).to(q_TKGH.dtype).view(rows, length, num_kv, head_dim).transpose(1, 2))
+                read = gathered.view(kept).view(rows, length, num_kv, head_dim)[..., : spec.query_dim]
+                planes.append(read.to(q_TKGH.dtype).transpose(1, 2))
             query_RKGH = q_TKGH.index_select(0, group.rows)
             key_RKPH, value_RKPH = planes[0], planes[-1][..., spec.value_start or 0 :]
             mask, scale = group.mask_R11P, spec.scale

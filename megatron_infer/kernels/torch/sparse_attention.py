@@ -2,21 +2,20 @@
 
     position   0 ......... top_k-1 | top_k ...........
     attends    to all it sees      | to top_k chosen keys
-    by         a dense backend     | this module, in torch
+    by         a dense backend     | this module, in torch, or a native kernel
 
 The boundary is a query's position and not the step's shape: an answer does not depend on how its prompt was chunked.
-Dense queries have zeros in the place of index keys, so that a dense backend needs to know nothing of them.
+A dense backend passes over index keys (`AttendSpec.unread_dim`). A query's chosen keys are in the order of positions.
 Legend: kernels/base.py; I index heads, C chosen keys, W width of what the cache keeps of a token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import (
@@ -36,12 +35,12 @@ MOST_ENTRIES = 1 << 24
 
 
 def dense_spec(spec: AttendSpec) -> AttendSpec:
-    """The layer as a dense backend sees it: index keys are part of keys and values, and queries have zeros there."""
-    return replace(spec, index=None)
+    """The layer as a dense backend sees it: no query reads the index keys."""
+    return spec if spec.index is None else replace(spec, index=None, unread_dim=spec.index.dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SparseQueries:
+class SparseRow:
     """The queries of a row that attend to chosen keys: its last ones."""
 
     first: int
@@ -52,6 +51,55 @@ class _SparseQueries:
     table: Tensor
     """The row of the block table."""
 
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
+
+
+class SparseQueries:
+    """All queries of a step that attend to chosen keys, one row after the other: S of them."""
+
+    def __init__(self, step: StepMetadata, rows: list[SparseRow]) -> None:
+        self.rows = rows
+        tables = [row.table.expand(row.count, -1) for row in rows]
+        self.table_SW = torch.cat(tables) if len(tables) > 1 else tables[0]
+        """Their rows of the block table."""
+        keys = [np.arange(row.kv_len - row.count + 1, row.kv_len + 1, dtype=np.int32) for row in rows]
+        self.num_keys_S = torch.from_numpy(np.concatenate(keys))
+        """int32 keys that each sees, on the host."""
+        tokens = np.concatenate([np.arange(row.first, row.stop) for row in rows])
+        self.token_S: Tensor | None = None
+        """Their tokens; None: all of the step's."""
+        self.step = step
+        """Their positions and angles."""
+        if len(tokens) < step.num_tokens:
+            self.token_S = torch.from_numpy(tokens).to(step.block_table.device)
+            self.step = _of_tokens(step, self.token_S)
+
+    def of(self, x_TX: Tensor) -> Tensor:
+        """The part of these queries."""
+        return x_TX if self.token_S is None else x_TX[self.token_S]
+
+
+class ChosenKeys(Protocol):
+    """Chooses keys for single queries, and attends to them. pages: a layer's [blocks, B, 1, W]."""
+
+    def refuses(self, indexer: IndexSpec) -> str | None:
+        """Why it cannot choose so; None: it can."""
+        ...
+
+    def choose(
+        self, q_SIH: Tensor, weights_SI: Tensor, queries: SparseQueries, pages: Tensor, indexer: IndexSpec
+    ) -> Tensor:
+        """Rotated index queries -> int32 positions [S, top_k] of the keys that each attends to, ascending."""
+        ...
+
+    def attend(
+        self, q_SGH: Tensor, chosen_SC: Tensor, queries: SparseQueries, pages: Tensor, *, spec: AttendSpec
+    ) -> Tensor:
+        """Rotated queries against their keys -> [S, G, V]. spec: of `dense_spec`, the same object in each call."""
+        ...
+
 
 class SparseAttention:
     """kernels.base.SparseAttentionBackend around a dense backend that does not run in captured steps."""
@@ -59,16 +107,19 @@ class SparseAttention:
     graphs = GraphSupport.NONE
     plan_on_host = None
 
-    def __init__(self, dense: AttentionBackend, *, top_k: int) -> None:
+    def __init__(self, dense: AttentionBackend, *, top_k: int, chosen: ChosenKeys | None = None) -> None:
+        """chosen: None: in torch."""
         self.name = f"{dense.name}, sparse"
         self._dense = dense
         self._top_k = top_k
+        self._chosen: ChosenKeys = chosen or TorchChosenKeys()
         self._step: StepMetadata | None = None
-        self._sparse: list[_SparseQueries] = []
+        self._sparse: SparseQueries | None = None
+        """None: every query attends to all keys."""
         self._dense_T: Tensor | None = None
         """Tokens of the queries that attend to all keys, where others do not; None: there are none."""
-        self._chosen: list[Tensor] = []
-        """Positions of the top-k keys, [t, C] for each of `_sparse`, by the last layer with an indexer."""
+        self._chosen_SC: Tensor | None = None
+        """int32 positions of the top-k keys, ascending, by the last layer with an indexer."""
         self._specs: dict[int, tuple[AttendSpec, AttendSpec]] = {}
         """By identity, as the dense backend keeps them."""
 
@@ -79,27 +130,29 @@ class SparseAttention:
             return "needs an indexer and latents, and no window, softcap or sinks"
         if spec.index.top_k != self._top_k:
             return f"chooses {self._top_k} keys in every layer, one asks for {spec.index.top_k}"
+        if (reason := self._chosen.refuses(spec.index)) is not None:
+            return reason
         return self._dense.supports(dense_spec(spec), dtype=dtype, block_size=block_size, kv_dtype=kv_dtype)
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step
-        self._sparse = []
-        self._dense_T = None
-        self._chosen = []
+        self._sparse = self._dense_T = self._chosen_SC = None
         kv_len, q_len = step.kv_len[: step.num_rows], step.q_len[: step.num_rows]
         dense_len = np.clip(self._top_k - (kv_len - q_len), 0, q_len)
-        for row in np.flatnonzero(dense_len < q_len).tolist():
-            self._sparse.append(
-                _SparseQueries(
-                    first=int(step.cu_q[row] + dense_len[row]),
-                    stop=int(step.cu_q[row + 1]),
-                    kv_len=int(kv_len[row]),
-                    table=step.block_table[int(step.table_row[row])],
-                )
+        rows = [
+            SparseRow(
+                first=int(step.cu_q[row] + dense_len[row]),
+                stop=int(step.cu_q[row + 1]),
+                kv_len=int(kv_len[row]),
+                table=step.block_table[int(step.table_row[row])],
             )
-        if not self._sparse:
+            for row in np.flatnonzero(dense_len < q_len).tolist()
+        ]
+        if not rows:
             self._dense.plan(step)
-        elif dense_len.any():
+            return
+        self._sparse = SparseQueries(step, rows)
+        if dense_len.any():
             part, self._dense_T = _leading_queries(step, dense_len)
             self._dense.plan(part)
 
@@ -124,40 +177,32 @@ class SparseAttention:
         if index is not None and turn is not None:
             key_TKI = k_TKH[..., -indexer.dim :]
             key_TKI.copy_(apply_rotary(key_TKI, *turn, dim=indexer.rotary_dim, interleaved=indexer.rotary_interleaved))
-        if not self._sparse:
-            return self._run_dense(q_TKGH, k_TKH, kv_cache, layer, spec)
-        out_TGV = q_TKGH.new_zeros(len(q_TKGH), spec.group_size, spec.value_dim)
-        turned_TKGH, _, _ = rotate_and_append(q_TKGH, k_TKH, k_TKH, kv_cache[layer], step, spec)
-        if self._dense_T is not None:
-            # Appends its keys once more: those that a step of dense queries alone would leave, to the bit.
-            mixed = self._run_dense(q_TKGH[self._dense_T], k_TKH[self._dense_T], kv_cache, layer, spec)
-            out_TGV[self._dense_T] = mixed.unflatten(1, (spec.group_size, -1))
-        pages = kv_cache[layer, 0]
-        if index is not None:
-            q_TIH = index.q_TIH
-            if turn is not None:
-                turned = {"dim": indexer.rotary_dim, "interleaved": indexer.rotary_interleaved}
-                q_TIH = apply_rotary(q_TIH, *turn, **turned)
-            self._chosen = [
-                _choose(q_TIH[part.first : part.stop], index.weights_TI[part.first : part.stop], part, pages, indexer)
-                for part in self._sparse
-            ]
-        assert self._chosen, "a layer attends to an earlier layer's choice, and none has chosen"
-        for part, chosen_tC in zip(self._sparse, self._chosen, strict=True):
-            tokens = slice(part.first, part.stop)
-            out_TGV[tokens] = _attend(turned_TKGH[tokens, 0], chosen_tC, part, pages, spec)
-        return out_TGV.flatten(1)
-
-    def _run_dense(self, q_TKGH: Tensor, k_TKH: Tensor, kv_cache: Tensor, layer: int, spec: AttendSpec) -> Tensor:
-        """The queries given, each against all keys it sees -> [T, G * V]."""
-        assert spec.index is not None
         pair = self._specs.get(id(spec))
         if pair is None:
             pair = self._specs[id(spec)] = (spec, dense_spec(spec))
-        q_TKGH = F.pad(q_TKGH, (0, spec.index.dim))
+        dense = pair[1]
         value_TKH = k_TKH[..., spec.value_start :]
-        out_TX = self._dense.run(q_TKGH, k_TKH, value_TKH, kv_cache, layer=layer, spec=pair[1])
-        return out_TX.unflatten(1, (spec.group_size, -1))[..., : spec.value_dim].flatten(1)
+        queries, pages = self._sparse, kv_cache[layer, 0]
+        if queries is None:
+            return self._dense.run(q_TKGH, k_TKH, value_TKH, kv_cache, layer=layer, spec=dense)
+        out_TX = q_TKGH.new_zeros(len(q_TKGH), spec.group_size * spec.value_dim)
+        if (of_dense := self._dense_T) is not None:
+            given = q_TKGH[of_dense], k_TKH[of_dense], value_TKH[of_dense]
+            out_TX[of_dense] = self._dense.run(*given, kv_cache, layer=layer, spec=dense)
+        k_SKH = queries.of(k_TKH)
+        q_SKGH, _, _ = rotate_and_append(queries.of(q_TKGH), k_SKH, k_SKH, kv_cache[layer], queries.step, dense)
+        if index is not None:
+            q_SIH = queries.of(index.q_TIH)
+            if (turn := _index_rotation(queries.step, spec, indexer)) is not None:
+                turned = {"dim": indexer.rotary_dim, "interleaved": indexer.rotary_interleaved}
+                q_SIH = apply_rotary(q_SIH, *turn, **turned)
+            self._chosen_SC = self._chosen.choose(q_SIH, queries.of(index.weights_TI), queries, pages, indexer)
+        assert self._chosen_SC is not None, "a layer attends to an earlier layer's choice, and none has chosen"
+        mixed_SX = self._chosen.attend(q_SKGH[:, 0], self._chosen_SC, queries, pages, spec=dense).flatten(1)
+        if queries.token_S is None:
+            return mixed_SX
+        out_TX[queries.token_S] = mixed_SX
+        return out_TX
 
 
 def _leading_queries(step: StepMetadata, count_R: np.ndarray) -> tuple[StepMetadata, Tensor]:
@@ -175,12 +220,8 @@ def _leading_queries(step: StepMetadata, count_R: np.ndarray) -> tuple[StepMetad
         for name, array in (("q_len_R", q_len), ("kv_len_R", kv_len), ("cu_q_R1", cu_q), ("table_row_R", table_row))
     }
     token_T = torch.from_numpy(tokens).to(device)
-
-    def of_tokens(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor[token_T]
-
     part = replace(
-        step,
+        _of_tokens(step, token_T),
         num_tokens=len(tokens),
         num_rows=len(rows),
         num_decode=int((rows < step.num_decode).sum()),
@@ -190,15 +231,26 @@ def _leading_queries(step: StepMetadata, count_R: np.ndarray) -> tuple[StepMetad
         table_row=table_row,
         num_prompt_queries=np.minimum(step.num_prompt_queries[rows], q_len),
         **mirrors,
-        positions_T=step.positions_T[token_T],
-        kv_pos_T=step.kv_pos_T[token_T],
-        cos_TR=of_tokens(step.cos_TR),
-        sin_TR=of_tokens(step.sin_TR),
         captures=StateCaptures(),
         max_q_len=0,
         max_kv_len=0,
     )
     return part, token_T
+
+
+def _of_tokens(step: StepMetadata, token_S: Tensor) -> StepMetadata:
+    """The step with positions and angles of some of its tokens."""
+
+    def part(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor[token_S]
+
+    return replace(
+        step,
+        positions_T=part(step.positions_T),
+        kv_pos_T=part(step.kv_pos_T),
+        cos_TR=part(step.cos_TR),
+        sin_TR=part(step.sin_TR),
+    )
 
 
 def _index_rotation(step: StepMetadata, spec: AttendSpec, indexer: IndexSpec) -> tuple[Tensor, Tensor] | None:
@@ -211,8 +263,37 @@ def _index_rotation(step: StepMetadata, spec: AttendSpec, indexer: IndexSpec) ->
     return cos, sin
 
 
-def _choose(q_tIH: Tensor, weights_tI: Tensor, part: _SparseQueries, pages: Tensor, indexer: IndexSpec) -> Tensor:
-    """Positions [t, C] of the keys that each query attends to. pages: a layer's [blocks, B, 1, W]."""
+class TorchChosenKeys:
+    """`ChosenKeys` on any device."""
+
+    def refuses(self, indexer: IndexSpec) -> str | None:
+        return None
+
+    def choose(
+        self, q_SIH: Tensor, weights_SI: Tensor, queries: SparseQueries, pages: Tensor, indexer: IndexSpec
+    ) -> Tensor:
+        counts = [row.count for row in queries.rows]
+        parts = zip(q_SIH.split(counts), weights_SI.split(counts), queries.rows, strict=True)
+        return torch.cat([_choose(*part, pages, indexer) for part in parts])
+
+    def attend(
+        self, q_SGH: Tensor, chosen_SC: Tensor, queries: SparseQueries, pages: Tensor, *, spec: AttendSpec
+    ) -> Tensor:
+        size = pages.shape[1]
+        place_SC = queries.table_SW.long().gather(1, chosen_SC.long() // size) * size + chosen_SC % size
+        rows = movable(pages).flatten(0, 2)[:, : spec.query_dim]
+        at_once = max(1, MOST_ENTRIES // (spec.head_dim * chosen_SC.shape[1]))
+        mixed = []
+        for q, place in zip(q_SGH.float().split(at_once), place_SC.split(at_once), strict=True):
+            kept = rows.index_select(0, place.flatten()).view(pages.dtype)
+            key_tCH = kept.float().unflatten(0, place.shape)
+            weight_tGC = (q @ key_tCH.transpose(1, 2) * spec.scale).softmax(-1)
+            mixed.append(weight_tGC @ key_tCH[..., spec.value_start :])
+        return torch.cat(mixed).to(q_SGH.dtype)
+
+
+def _choose(q_tIH: Tensor, weights_tI: Tensor, part: SparseRow, pages: Tensor, indexer: IndexSpec) -> Tensor:
+    """`ChosenKeys.choose` of a row."""
     num_blocks = -(-part.kv_len // pages.shape[1])
     keys = movable(pages)[:, :, 0, -indexer.dim :].index_select(0, part.table[:num_blocks].long()).view(pages.dtype)
     key_PH = keys.flatten(0, 1)[: part.kv_len].float()
@@ -228,20 +309,6 @@ def _choose(q_tIH: Tensor, weights_tI: Tensor, part: _SparseQueries, pages: Tens
         scores_tP = (scores_tIP * weights_tI[some].float().unsqueeze(-1)).sum(1)
         own_t1 = first + begin + torch.arange(len(scores_tP), device=pages.device)[:, None]
         scores_tP.masked_fill_(position_P > own_t1, -torch.inf)
-        chosen.append(scores_tP.sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k])
+        best = scores_tP.sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k]
+        chosen.append(best.int().sort(dim=-1).values)
     return torch.cat(chosen)
-
-
-def _attend(q_tGH: Tensor, chosen_tC: Tensor, part: _SparseQueries, pages: Tensor, spec: AttendSpec) -> Tensor:
-    """Rotated queries against their chosen keys -> [t, G, V]."""
-    size = pages.shape[1]
-    place_tC = part.table.long()[chosen_tC // size] * size + chosen_tC % size
-    rows = movable(pages).flatten(0, 2)[:, : spec.query_dim]
-    at_once = max(1, MOST_ENTRIES // (spec.head_dim * chosen_tC.shape[1]))
-    mixed = []
-    for q, place in zip(q_tGH.float().split(at_once), place_tC.split(at_once), strict=True):
-        kept = rows.index_select(0, place.flatten()).view(pages.dtype)
-        key_tCH = kept.float().unflatten(0, place.shape)
-        weight_tGC = (q @ key_tCH.transpose(1, 2) * spec.scale).softmax(-1)
-        mixed.append(weight_tGC @ key_tCH[..., spec.value_start :])
-    return torch.cat(mixed).to(q_tGH.dtype)

@@ -154,7 +154,7 @@ def attend(q_TKGH: Tensor, block_TW: Tensor, position_T: Tensor, cache: Tensor, 
     A sink takes part in the softmax and has no value. Source: PagedAttention, arXiv:2309.06180.
     """
     shape = (len(block_TW), -1, spec.num_kv_heads, spec.head_dim)
-    planes = [select(part, block_TW.flatten()).double().view(shape) for part in cache]
+    planes = [select(part, block_TW.flatten()).double().view(shape)[..., : spec.query_dim] for part in cache]
     key_TPKH, value_TPKH = planes[0], planes[-1][..., spec.value_start or 0 :]
     position_P = torch.arange(key_TPKH.shape[1], device=cache.device)
     seen_TP = position_P <= position_T[:, None]
