@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 CACHE_LINE = 64
+MAKING_COST = 2.0
+"""Time of a multiplication that makes full keys of latents, where one in attention takes 1; measured on a CPU
+(`tools/bench/variants.py latent-prompts`)."""
+LEAST_EXPANDED = 256
+"""Queries of a chunk that full keys are made for, at least: of fewer, the calls take more than they save."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_E4M3 = "float8_e4m3fn"
 """A dtype of keys and values only."""
@@ -91,6 +96,8 @@ class LatentShape:
     """Width of the latent part (kv_lora_rank)."""
     num_heads: int
     """Query heads of all ranks."""
+    rotary_dim: int
+    """Width of the rotary part, which the keys of all heads share."""
     key_dim: int
     """Width of a head's full key, which is not kept."""
     value_dim: int
@@ -102,6 +109,21 @@ class LatentShape:
     def full_width(self) -> int:
         """Numbers that full keys and values of a token would take in a layer, over all ranks."""
         return self.num_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def expands_from(self) -> int | None:
+        """Queries of a chunk of a prompt from which on full keys and values, made of the latents, take less time than
+        queries in the latents' space; None: never.
+
+        A head's query and key take rotary_dim + 2 rank multiplications there, with full ones key_dim + value_dim. A
+        full key and value take rank * (key_dim - rotary_dim + value_dim) to make, which so many queries must share.
+        Example: DeepSeek-V3 (rank 512, rotary_dim 64, key_dim 192, value_dim 128): 2 * 131,072 / (1,088 - 320) = 342.
+        """
+        saved = self.rotary_dim + 2 * self.rank - self.key_dim - self.value_dim
+        if self.index_dim or saved <= 0:
+            return None
+        made = MAKING_COST * self.rank * (self.key_dim - self.rotary_dim + self.value_dim)
+        return max(LEAST_EXPANDED, math.ceil(made / saved))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,14 @@ from megatron_infer.config.capacity import (
 )
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import ends_of_shapes, make_shapes
-from megatron_infer.config.model_shape import CACHE_LINE, KV_DTYPE_BYTES, ModelShape, kv_token_bytes, state_bytes
+from megatron_infer.config.model_shape import (
+    CACHE_LINE,
+    KV_DTYPE_BYTES,
+    LatentShape,
+    ModelShape,
+    kv_token_bytes,
+    state_bytes,
+)
 from megatron_infer.config.resolved_sizes import CONSTANT_HOW, ResolvedSizes, dependent_sizes
 from megatron_infer.errors import CapacityError, ConfigError
 
@@ -304,10 +311,17 @@ def _how_block_bytes(config: InferenceConfig, shape: ModelShape) -> str:
         return f"{element} x 2 (K, V) {places} x {shape.num_kv_heads} kv heads x {shape.head_dim}"
     index = f", an index key of {latent.index_dim}" if latent.index_dim else ""
     return (
-        f"{element} {places} x {shape.head_dim} (a latent of {latent.rank} and a rotary part of "
-        f"{shape.head_dim - latent.rank - latent.index_dim}{index}, all on each rank; full keys and values of "
-        f"{latent.num_heads} heads would be {latent.full_width:,})"
+        f"{element} {places} x {shape.head_dim} (a latent of {latent.rank} and a rotary part of {latent.rotary_dim}"
+        f"{index}, all on each rank; full keys and values of {latent.num_heads} heads would be "
+        f"{latent.full_width:,}{_how_prompts(config, shape, latent)})"
     )
+
+
+def _how_prompts(config: InferenceConfig, shape: ModelShape, latent: LatentShape) -> str:
+    """When chunks of prompts have full keys and values for the time of a layer."""
+    if latent.expands_from is None or config.batch_invariant or config.kv_dtype_of(shape) != shape.dtype:
+        return ", which no prompt makes"
+    return f", which native kernels make for a layer at a time of a prompt's chunk of {latent.expands_from:,} tokens on"
 
 
 def _how_blocks(

@@ -202,6 +202,7 @@ class TrainingStep:
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
         self.lora: LoRABackend | None = None
+        self.absorbed_S: Tensor | None = None
         self.is_padded, self.padding_T1 = False, None
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
         self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights

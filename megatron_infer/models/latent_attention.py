@@ -7,7 +7,8 @@
 
 A token keeps its normed latent and one rotated vector, the key and value of all heads. The key up projection is
 multiplied into the queries and the value up projection into the sums, so that no head's keys and values are made
-(kernels/torch/latent_products.py). Legend: kernels/base.py; L latent, R rotary part, K and V a head's key without its
+(kernels/torch/latent_products.py). Long chunks of prompts attend to full keys and values where kernels can
+(kernels/native/native_latent.py). Legend: kernels/base.py; L latent, R rotary part, K and V a head's key without its
 rotary part and its value.
 """
 
@@ -28,7 +29,6 @@ from megatron_infer.models.fused_layers import (
     Attend,
     FusedLinear,
     FusedNorm,
-    Heads,
     LayerOp,
     LayerOps,
     norm_unless_none,
@@ -69,13 +69,13 @@ class Projection:
 
 
 class LatentHeads(LayerOp):
-    """[T, D] -> `Heads`: queries in the latents' space, and the vector that is key and, from R on, value."""
+    """[T, D] -> (queries [T, N, K + R], and the vector [T, 1, R + L] that is key and, from R on, value)."""
 
-    __slots__ = ("_tp", "kv_down", "kv_norm", "num_heads", "q_down", "q_norm", "q_up", "rank", "up")
+    __slots__ = ("_tp", "kv_down", "kv_norm", "num_heads", "q_down", "q_norm", "q_up", "rank")
 
-    def __init__(self, attention: Any, name: str, *, up: UpProjection, tp: Reducer | None) -> None:
+    def __init__(self, attention: Any, name: str, *, num_heads: int, tp: Reducer | None) -> None:
         config = attention.config
-        self.num_heads, self.rank, self.up, self._tp = up.num_heads, config.kv_lora_rank, up, tp
+        self.num_heads, self.rank, self._tp = num_heads, config.kv_lora_rank, tp
         self.kv_down = Projection(attention.linear_kv_down_proj, f"{name}.linear_kv_down_proj", tp=tp)
         self.kv_norm = _norm(attention, "kv_layernorm", "linear_kv_up_proj", name)
         self.q_down: Projection | None = None
@@ -86,7 +86,7 @@ class LatentHeads(LayerOp):
         self.q_norm = _norm(attention, "q_layernorm", last, name)
         self.q_up = FusedLinear(getattr(attention, last), f"{name}.{last}", tp=tp, norm_apart=True)
 
-    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Heads, Tensor | None]:
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
         return self.heads(step, x_TD, self.q_latent(step, x_TD)), residual_TD
 
     def q_latent(self, step: StepInputs, x_TD: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ class LatentHeads(LayerOp):
         q_TX = x_TD if self.q_down is None else self.q_down.run(step, x_TD)
         return q_TX if self.q_norm is None else self.q_norm.norm(step.ops, q_TX)
 
-    def heads(self, step: StepInputs, x_TD: Tensor, q_TX: Tensor) -> Heads:
+    def heads(self, step: StepInputs, x_TD: Tensor, q_TX: Tensor) -> tuple[Tensor, Tensor]:
         q_TX, _ = self.q_up.run(step, q_TX, None)
-        q_TNX = step.ops.into_latent(q_TX.unflatten(1, (self.num_heads, -1)), self.up.key_NKL())
+        q_TNX = q_TX.unflatten(1, (self.num_heads, -1))
         key_TH = self._key(step.ops, self.kv_down.run(step, x_TD))
         key_TKH = (key_TH if self._tp is None else self._tp.spread(key_TH)).unsqueeze(1)
-        return q_TNX.unsqueeze(1), key_TKH, key_TKH[..., -self.rank :]
+        return q_TNX, key_TKH
 
     def _key(self, ops: Ops, kv_TX: Tensor) -> Tensor:
         """[latent | rotary part] -> [rotary part | normed latent]."""
@@ -116,7 +116,7 @@ class LatentHeads(LayerOp):
 
 
 class LatentAttend(Attend):
-    """`Heads` -> paged attention over latents, and out of their space [T, N * V]."""
+    """What `LatentHeads` gives -> paged attention, in the latents' space or, of long chunks, not [T, N * V]."""
 
     __slots__ = ("reuses_choice", "up")
 
@@ -126,9 +126,29 @@ class LatentAttend(Attend):
         self.reuses_choice = reuses_choice
         """Queries attend to the keys that an earlier layer's indexer chose."""
 
-    def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        mixed_TX, _ = super().run(step, qkv, residual_TD)
-        return self._out(step, mixed_TX), residual_TD
+    def run(self, step: StepInputs, qk: Any, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q_TNX, key_TKH = qk
+        some = step.absorbed_S
+        if some is None:
+            mixed_TX = self._attend(step, self._into(step, q_TNX), key_TKH)
+            return self._out(step, mixed_TX), residual_TD
+        q_TKGH = q_TNX.new_empty(len(q_TNX), 1, self.spec.group_size, self.spec.head_dim)
+        if len(some):
+            q_TKGH[some] = self._into(step, q_TNX[some])
+        mixed_TX = self._attend(step, q_TKGH, key_TKH)
+        weight_XL = self.up.linear.weight()
+        out_TX = q_TNX.new_empty(len(q_TNX), len(weight_XL) - self.up.num_heads * self.up.key_dim)
+        if len(some):
+            out_TX[some] = self._out(step, mixed_TX[some])
+        step.attend_expanded(self.layer, q_TNX, weight_XL, self.spec, out_TX)
+        return out_TX, residual_TD
+
+    def _attend(self, step: StepInputs, q_TKGH: Tensor, key_TKH: Tensor) -> Tensor:
+        value_TKH = key_TKH[..., self.spec.value_start :]
+        return step.attend(self.layer, q_TKGH, key_TKH, value_TKH, self.spec)
+
+    def _into(self, step: StepInputs, q_TNX: Tensor) -> Tensor:
+        return step.ops.into_latent(q_TNX, self.up.key_NKL()).unsqueeze(1)
 
     def _out(self, step: StepInputs, mixed_TX: Tensor) -> Tensor:
         mixed_TNL = mixed_TX.unflatten(1, (self.spec.group_size, -1))
@@ -141,18 +161,25 @@ class SparseHeads(LatentHeads):
     __slots__ = ("index_dim", "indexer")
 
     def __init__(
-        self, attention: Any, name: str, *, up: UpProjection, tp: Reducer | None, indexer: FusedIndexer | None, dim: int
+        self,
+        attention: Any,
+        name: str,
+        *,
+        num_heads: int,
+        tp: Reducer | None,
+        indexer: FusedIndexer | None,
+        dim: int,
     ) -> None:
-        super().__init__(attention, name, up=up, tp=tp)
+        super().__init__(attention, name, num_heads=num_heads, tp=tp)
         self.indexer, self.index_dim = indexer, dim
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
         latent_TX = self.q_latent(step, x_TD)
-        q_TKGH, key_TKH, _ = self.heads(step, x_TD, latent_TX)
+        q_TNX, key_TKH = self.heads(step, x_TD, latent_TX)
         if self.indexer is None:
-            return (q_TKGH, F.pad(key_TKH, (0, self.index_dim)), None), residual_TD
+            return (q_TNX, F.pad(key_TKH, (0, self.index_dim)), None), residual_TD
         key_TKH = torch.cat((key_TKH, self.indexer.key(step, x_TD).unsqueeze(1)), dim=-1)
-        return (q_TKGH, key_TKH, self.indexer.queries(step, x_TD, latent_TX)), residual_TD
+        return (q_TNX, key_TKH, self.indexer.queries(step, x_TD, latent_TX)), residual_TD
 
     def linears(self) -> Iterator[FusedLinear]:
         yield from super().linears()
@@ -166,8 +193,8 @@ class SparseAttend(LatentAttend):
     __slots__ = ()
 
     def run(self, step: StepInputs, qkv: Any, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        q_TKGH, k_TKH, index = qkv
-        mixed_TX = step.attend_to_chosen(self.layer, q_TKGH, k_TKH, self.spec, index)
+        q_TNX, k_TKH, index = qkv
+        mixed_TX = step.attend_to_chosen(self.layer, self._into(step, q_TNX), k_TKH, self.spec, index)
         return self._out(step, mixed_TX), residual_TD
 
 
@@ -182,6 +209,7 @@ class FusedLatentAttention(LayerOps):
         self.shape = LatentShape(
             rank=config.kv_lora_rank,
             num_heads=config.num_attention_heads,
+            rotary_dim=config.qk_pos_emb_head_dim,
             key_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
             value_dim=config.v_head_dim,
         )
@@ -207,10 +235,12 @@ class FusedLatentAttention(LayerOps):
             spec = replace(spec, index=index, head_dim=spec.head_dim + index.dim)
             self.shape = replace(self.shape, index_dim=index.dim)
             indexer = indexer_of(attention, name, tp=tp)
-            heads = SparseHeads(attention, name, up=up, tp=tp, indexer=indexer, dim=index.dim)
+            heads = SparseHeads(attention, name, num_heads=num_heads, tp=tp, indexer=indexer, dim=index.dim)
             self.attend: LatentAttend = SparseAttend(layer, spec, up, reuses_choice=indexer is None)
         else:
-            heads, self.attend = LatentHeads(attention, name, up=up, tp=tp), LatentAttend(layer, spec, up)
+            spec = replace(spec, expands_from=self.shape.expands_from)
+            heads = LatentHeads(attention, name, num_heads=num_heads, tp=tp)
+            self.attend = LatentAttend(layer, spec, up)
         super().__init__(heads, self.attend, *proj.flat())
 
 

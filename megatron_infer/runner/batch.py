@@ -31,6 +31,7 @@ from megatron_infer.kernels.base import (
     StateCaptures,
     StepMetadata,
 )
+from megatron_infer.kernels.native.native_latent import NativeLatentAttention
 from megatron_infer.kernels.native.native_layers import LayerProgram, NativeLayers
 from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend, SsmWeights
 from megatron_infer.kernels.step_gather import StepTables
@@ -78,6 +79,8 @@ class Batch:
     """The cache is being restored: each layer waits, on the device, for its own part. None: all of it is there."""
     routing_TLK: Tensor | None = None
     lora: LoRABackend | None = None
+    expanded: NativeLatentAttention | None = None
+    """`attention`, where it may compute tokens in another way; None: it computes all alike."""
     is_padded: bool = False
     only_sampled: bool = False
     """Only the final hidden states of sampled tokens are read: kernels may leave out the others."""
@@ -131,6 +134,14 @@ class Batch:
         if self.restore is not None:
             self.restore.wait_for_layer(("blocks", layer))
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
+
+    @property
+    def absorbed_S(self) -> Tensor | None:
+        return None if self.expanded is None else self.expanded.absorbed_S
+
+    def attend_expanded(self, layer: int, q_TNH: Tensor, weight_XL: Tensor, spec: AttendSpec, out_TX: Tensor) -> None:
+        assert self.expanded is not None
+        self.expanded.run_expanded(q_TNH, weight_XL, out_TX, self.kv_cache, layer=layer, spec=spec)
 
     def attend_to_chosen(
         self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, spec: AttendSpec, index: IndexQueries | None
@@ -394,6 +405,7 @@ class BatchBuilder:
             scan=kernels.scan,
             states=cache.states,
             layers=kernels.layers,
+            expanded=kernels.expanded,
             restore=restore,
             max_sequence_length=self.rows.max_sequence_length,
             first_dummy_pos=self._first_dummy_pos,

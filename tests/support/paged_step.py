@@ -122,7 +122,7 @@ class Step:
     materialize_only_last_token_logits = True
     num_speculative_tokens = 0
     max_sequence_length = 256
-    routing_TLK = None
+    routing_TLK = absorbed_S = None
     lora = None
     is_padded = False
     padding_T1 = None

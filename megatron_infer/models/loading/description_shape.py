@@ -51,11 +51,12 @@ def shape_of(
         latent = LatentShape(
             rank=layers["kv_lora_rank"],
             num_heads=heads,
+            rotary_dim=layers["qk_pos_emb_head_dim"],
             key_dim=layers["kv_channels"],
             value_dim=layers["v_head_dim"],
             index_dim=layers["dsa_indexer_head_dim"] if layers.get("experimental_attention_variant") == "dsa" else 0,
         )
-        width = latent.rank + layers["qk_pos_emb_head_dim"] + latent.index_dim
+        width = latent.rank + latent.rotary_dim + latent.index_dim
         per_rank = (heads // tensor_parallel_size, 1, width)
     query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
