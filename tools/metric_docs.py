@@ -12,10 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.engine.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, SPEECH, MetricSpec
+from megatron_infer.engine.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, SPEECH, TRAINER, MetricSpec
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
-TABLES = {"engine": ENGINE, "mismatch": MISMATCH, "speech": SPEECH, "server": SERVER, "coordinator": COORDINATOR}
+TABLES = {
+    "engine": ENGINE,
+    "mismatch": MISMATCH,
+    "trainer": TRAINER,
+    "speech": SPEECH,
+    "server": SERVER,
+    "coordinator": COORDINATOR,
+}
 P = "megatron_infer_"
 WINDOW = "[$__rate_interval]"
 

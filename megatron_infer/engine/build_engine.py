@@ -22,7 +22,12 @@ from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_drafts import make_drafts, make_synthetic, max_drafts_of, without_drafts
 from megatron_infer.engine.build_runner import build_runner, capture_at_start, warm_up
-from megatron_infer.engine.chosen_config import ConfigOrOptions, choose_config, options_before_the_shape
+from megatron_infer.engine.chosen_config import (
+    ConfigOrOptions,
+    choose_config,
+    exact_if_trained_so,
+    options_before_the_shape,
+)
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, agreed_costs
@@ -232,6 +237,7 @@ def set_up_model(
     own_device = Device(device if device != "auto" else adopted.device)
     own_device.make_current()
     config = choose_config(options, adopted.shape, own_device, rank_group)
+    config = exact_if_trained_so(config, getattr(adopted.live, "config", None), own_device)
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
@@ -246,7 +252,9 @@ def set_up_model(
     available = own_device.available_bytes()
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
-        raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
+        theirs = getattr(adopted.live.config, "batch_invariant_mode", False)
+        whose = "the model's config.batch_invariant_mode" if theirs else "batch_invariant"
+        raise NotImplementedError(f"{whose}=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     if lora is not None:
         kernels = select.add_lora(kernels, *lora)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_infer.config.checks import graph_options_without_effect
@@ -11,6 +12,7 @@ from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.distributed.rank_group import RankGroup
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
 
 ConfigOrOptions = InferenceConfig | Mapping[str, Any] | None
@@ -24,6 +26,25 @@ def options_before_the_shape(config: ConfigOrOptions) -> InferenceConfig:
         return config
     given = config or {}
     return InferenceConfig.from_dict({name: given[name] for name in _BEFORE_THE_SHAPE if name in given})
+
+
+def exact_if_trained_so(config: InferenceConfig, model_config: Any, device: Device) -> InferenceConfig:
+    """With batch_invariant where the model trains in megatron-core's batch_invariant_mode.
+
+    Raises ConfigError where the engine cannot give the trainer's bits.
+    """
+    if config.batch_invariant or not getattr(model_config, "batch_invariant_mode", False):
+        return config
+    if device.is_cuda:
+        raise ConfigError(
+            "the model's config.batch_invariant_mode=True on cuda: attention differs, as megatron-core's is "
+            "FlashAttention with one split, whose sums no kernel here adds up in the same order; set it to False"
+        )
+    try:
+        return replace(config, batch_invariant=True)
+    except ConfigError as error:
+        error.add_note("batch_invariant is True because the model's config.batch_invariant_mode is")
+        raise
 
 
 def choose_config(config: ConfigOrOptions, shape: ModelShape, device: Device, rank_group: RankGroup) -> InferenceConfig:

@@ -29,6 +29,7 @@ from megatron_infer.models.adoption_checks import (
     check_config,
     check_model,
     final_norm_of,
+    is_off,
     scale_of,
     softcap_of,
     unwrap,
@@ -49,6 +50,13 @@ from megatron_infer.models.rotary import cpu_rotary, latent_rotary_table, rotary
 from megatron_infer.models.tp_collectives import Reducer
 
 log = logging.getLogger("megatron_infer")
+
+_AROUND_FOREIGN = {
+    "sequence_parallel": SEQUENCE_PARALLEL,
+    "cuda_graph_impl": "megatron-core's CUDA graphs would capture the layer; set it to 'none'",
+    "moe_expert_capacity_factor": "megatron-core's experts would drop tokens, which depends on the batch",
+}
+"""Config field -> why it must be off where a layer is of the user's class, which megatron-core's decoder runs."""
 
 
 def adopt(
@@ -78,8 +86,9 @@ def adopt(
     read = partial(_read, live, vocab_size, state_config, was_adopted)
     reading = read()
     foreign = next((layer.name for layer in reading.layers if layer.fused is None), None)
-    if foreign is not None and live.config.sequence_parallel:
-        raise AdoptionError(foreign, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+    for field, reason in _AROUND_FOREIGN.items() if foreign is not None else ():
+        if not is_off(field, value := getattr(live.config, field, None)):
+            raise AdoptionError(foreign, f"a layer of another class with {field}={value}: {reason}")
     return AdoptedModel(live, reading, read, name=name)
 
 
@@ -394,7 +403,7 @@ class AdoptedModel:
         """`hidden` through megatron-core's own decoder, for models with a layer class of the user's."""
         decoder = self.live.decoder
         if received_TD is not None:
-            x_TD = received_TD.to(self._dtype)
+            x_TD = received_TD if self.live.config.fp32_residual_connection else received_TD.to(self._dtype)
             decoder.set_input_tensor(x_TD.unsqueeze(1))
         out_TD = decoder(hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step).squeeze(1)
         return out_TD if self.is_last_stage else out_TD.float()

@@ -18,12 +18,9 @@ from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
     "experimental_attention_variant": "this attention is not softmax over keys and values",
-    "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
     "fp4": "quantised linears are not supported",
     "quant_recipe": "linears with recipes of their own are not supported",
-    "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder too; set it to 'none'",
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
-    "batch_invariant_mode": "it is for megatron-core's CUDA kernels; ours: InferenceConfig(batch_invariant=True)",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
@@ -38,11 +35,13 @@ def check_config(config: Any) -> None:
         value = getattr(config, field, None)
         if field == "experimental_attention_variant" and value in ("gated_delta_net", "dsa"):
             continue  # layers that are none of megatron-core's are refused by their class
-        if not _is_off(field, getattr(value, "value", value)):
+        if not is_off(field, value):
             raise AdoptionError("config", f"{field}={value!r}: {reason}")
 
 
-def _is_off(field: str, value: Any) -> bool:
+def is_off(field: str, value: Any) -> bool:
+    """Whether a config field has no effect. A field that a version lacks is None."""
+    value = getattr(value, "value", value)
     if isinstance(value, str):
         return value.lower() in ("none", "vanilla")
     return not value or (field.endswith("_size") and value == 1)

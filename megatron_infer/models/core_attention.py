@@ -202,8 +202,10 @@ class TorchNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rms and self.zero_centered_gamma:  # 1 + weight is not rounded to the weight's dtype
-            return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(x.dtype)
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+            return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(self.weight.dtype)
+        # an fp32 residual stream is normed in fp32, as Transformer Engine does; elsewhere the casts do nothing
+        weight = (self.weight + 1 if self.zero_centered_gamma else self.weight).to(x.dtype)
         if self.rms:
-            return F.rms_norm(x, self.shape, weight, self.eps)
-        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
+            return F.rms_norm(x, self.shape, weight, self.eps).to(self.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.shape, weight, bias, self.eps).to(self.weight.dtype)

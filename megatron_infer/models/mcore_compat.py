@@ -282,6 +282,21 @@ def topk_routing() -> Callable[..., Any]:
     return topk_routing_with_score_function
 
 
+def sequence_parts(router: Any) -> tuple[int, int]:
+    """(number of parts that positions are divided in over ranks, index of this rank's part)."""
+    group = getattr(router, "tp_group", None)
+    if not router.config.sequence_parallel or group is None or group_size(group) == 1:
+        return 1, 0
+    return group_size(group), group.rank()
+
+
+def replay_forward() -> Any:
+    """The action of megatron-core's RouterReplay to take the experts that it was given; not in every version."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    return RouterReplayAction.REPLAY_FORWARD
+
+
 @functools.cache
 def rounds_router_scores() -> bool:
     """Whether a router in half precision rounds its scores before it chooses, as 0.16 does; later versions do not."""

@@ -453,10 +453,8 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"):
             raise AdoptionError(f"{name}.router", f"moe_router_load_balancing_type={kind!r} is not known")
     reasons = {
-        "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",
         "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
         "moe_router_force_load_balancing": "the router's choice is random (a benchmark setting)",
-        "moe_enable_routing_replay": "replayed routing is not supported",
         "moe_router_force_biased": "the router's choice is random (a benchmark setting)",
         "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",
         "moe_mlp_glu_interleave_size": "interleaved gate and up projections are not supported",

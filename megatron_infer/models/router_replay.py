@@ -8,7 +8,9 @@ the chosen experts, and gradients flow through them (R3, arXiv:2510.11370).
         loss = model(tokens, positions, None, labels=labels); loss.backward()
 
 The choice is given to megatron-core (0.16 and later) through `TopKRouter.router_replay`; the model is unchanged
-afterwards. Legend: S positions, B sequences of a forward, N = S * B tokens, E experts, K of them per token.
+afterwards. With `moe_enable_routing_replay` the router has an object there already, megatron-core's RouterReplay: it is
+given the choice in each forward, and makes it.
+Legend: S positions, B sequences of a forward, N = S * B tokens, E experts, K of them per token.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.errors import ModelError
+from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.models.mcore_compat import MoELayer, group_size
+from megatron_infer.models.mcore_compat import MoELayer, replay_forward, sequence_parts
 
 _UNKNOWN = -1
 
@@ -50,9 +52,10 @@ def replay_routing(
     targets = _Targets(routers, routing, sequences)
     hooks: list[Any] = []
     before = [router.router_replay for _, router in routers]
+    held = [dict(vars(theirs)) for theirs in before if theirs is not None]
     try:
         for layer, (name, router) in enumerate(routers):
-            replay = _Replay(targets, layer, name)
+            replay = _Replay(targets, layer, name, router.router_replay)
             hooks.append(router.register_forward_pre_hook(replay.on_forward, with_kwargs=True))
             router.router_replay = replay
         hooks += [
@@ -66,13 +69,27 @@ def replay_routing(
             hook.remove()
         for (_, router), replaced in zip(routers, before, strict=True):
             router.router_replay = replaced
+        for theirs, attributes in zip(filter(None, before), held, strict=True):
+            vars(theirs).update(attributes)
+
+
+def check_not_replaying(model: torch.nn.Module | Sequence[torch.nn.Module], call: str) -> None:
+    """Raise ConfigError where megatron-core's RouterReplay still replays experts that a trainer gave it."""
+    for name, router in _routers(model):
+        action = getattr(getattr(router, "router_replay", None), "router_replay_action", None)
+        if action is not None and action.value != "record":
+            raise ConfigError(
+                f"{call}: {name} replays the experts of other tokens ({action}); call "
+                "RouterReplay.clear_global_router_replay_action() before, or run within replay_routing(...)"
+            )
 
 
 class _Replay:
     """What one router calls instead of taking the top k, with the interface of megatron-core's RouterReplay."""
 
-    def __init__(self, targets: _Targets, layer: int, name: str) -> None:
-        self._targets, self._layer, self._name = targets, layer, name
+    def __init__(self, targets: _Targets, layer: int, name: str, theirs: Any) -> None:
+        """theirs: the router's own RouterReplay; None: it has none."""
+        self._targets, self._layer, self._name, self._theirs = targets, layer, name, theirs
         self._target_NK: Tensor | None = None
 
     def on_forward(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,7 +112,14 @@ class _Replay:
             chosen_NK = torch.where(target_NK == _UNKNOWN, own_NK, target_NK)
             order_NK = scores.gather(1, chosen_NK).argsort(dim=1, descending=True, stable=True)
             chosen_NK = chosen_NK.gather(1, order_NK)
-        return scores.gather(1, chosen_NK), chosen_NK
+        if self._theirs is None:
+            return scores.gather(1, chosen_NK), chosen_NK
+        self._theirs.target_topk_idx = chosen_NK  # not by its setter, which keeps each tensor for a backward pass
+        self._theirs.set_router_replay_action(replay_forward())
+        made: tuple[Tensor, Tensor] = self._theirs.get_replay_topk(
+            scores, topk, num_groups, group_topk, default_compute_topk
+        )
+        return made
 
 
 class _Targets:
@@ -153,7 +177,7 @@ class _Targets:
     def of(self, router: Any, shape: tuple[int, ...], name: str) -> Tensor:
         """int64 [N, layers, K] for a router that gets [S, B, hidden], with this rank's share of S."""
         local, size = shape[0], shape[1] if len(shape) > 1 else 1
-        parts, part = _sequence_parallel(router)
+        parts, part = sequence_parts(router)
         target_SBLK = self._laid_out(local * parts, size, name)
         return target_SBLK[part * local : (part + 1) * local].flatten(0, 1)
 
@@ -237,11 +261,3 @@ def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_exper
     if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
         raise ModelError(f"{where} sends a token to the same expert twice")
     return ids
-
-
-def _sequence_parallel(router: Any) -> tuple[int, int]:
-    """(number of parts that positions are divided in over ranks, index of this rank's part)."""
-    group = getattr(router, "tp_group", None)
-    if not router.config.sequence_parallel or group is None or group_size(group) == 1:
-        return 1, 0
-    return group_size(group), group.rank()

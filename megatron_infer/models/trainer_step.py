@@ -32,6 +32,12 @@ def uncovered_option(config: Any) -> str | None:
     )
 
 
+def replays_graphs(model: torch.nn.Module) -> bool:
+    """Whether Transformer Engine's graphs were captured of the model's layers (`cuda_graph_impl`): in train mode they
+    run in the place of the layers, and copy any micro-batch into inputs of the shape that they were captured with."""
+    return any(getattr(module, "cuda_graphs", None) for module in model.modules())
+
+
 @contextmanager
 def cuda_error_explained(device: torch.device) -> Iterator[None]:
     """On a CPU, an error of the block that asks for CUDA becomes a ModelError that names the remedy."""
@@ -104,6 +110,56 @@ class AuxiliaryLosses:
             if bool(added.any()):
                 found[name] = (added / num_micro_batches).float().cpu()
         return found
+
+
+class DroppedTokens:
+    """Counts what routers drop over the capacity of their experts; generation drops nothing.
+
+    A pair is a token and one of the experts that its router chose.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config = model.config
+        self.factor: float | None = getattr(config, "moe_expert_capacity_factor", None)
+        """None: nothing is dropped, and nothing counted."""
+        self._pads = self.factor is not None and config.moe_pad_expert_input_to_capacity
+        layers = [] if self.factor is None else [one for one in model.modules() if isinstance(one, mcore.MoELayer)]
+        self._routers: list[Any] = [layer.router for layer in layers]
+        self._parts: list[Tensor] = []
+
+    @contextmanager
+    def counted(self, padding_BS: Tensor | None) -> Iterator[None]:
+        """One forward. padding_BS: True where a position is padding, which is not counted; None: nowhere."""
+        hooks = [router.register_forward_hook(functools.partial(self._count, padding_BS)) for router in self._routers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _count(self, padding_BS: Tensor | None, router: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
+        probs_NE, map_NE = outputs[:2]
+        # padded to the capacity, the map also has pairs that were not chosen, with a probability of 0
+        kept_NE = probs_NE.detach() != 0 if self._pads else map_NE
+        dropped_N = router.topk - kept_NE.sum(-1)
+        if padding_BS is not None:
+            local, (parts, part) = inputs[0].shape[0], mcore.sequence_parts(router)
+            own_N = padding_BS.T[part * local : (part + 1) * local].flatten()
+            assert len(own_N) * parts == padding_BS.numel(), f"{len(own_N)} positions of {padding_BS.numel()}"
+            dropped_N = dropped_N.masked_fill(own_N, 0)
+        self._parts.append(dropped_N.sum())
+
+    def take(self) -> int:
+        """Pairs of this rank since the last call."""
+        parts, self._parts = self._parts, []
+        return int(torch.stack(parts).sum()) if parts else 0
+
+    def error(self, call: str, num_dropped: int) -> ConfigError:
+        return ConfigError(
+            f"{call}: routers dropped {num_dropped:,} pairs of a token and an expert over "
+            f"config.moe_expert_capacity_factor={self.factor}; generation drops none, so these scores are of another "
+            "policy than the rollouts'. Raise the factor, or set it to None"
+        )
 
 
 # ------------------------------------------------------------------ forward and backward

@@ -21,7 +21,7 @@ from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.selected_logits import logits_at
-from megatron_infer.models.trainer_step import cuda_error_explained, routes_around_padding
+from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explained, routes_around_padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,11 @@ class ScoringForward:
         forward: Callable[..., Tensor],
         logprobs_of: Callable[[Tensor, Tensor], Tensor],
         logits_at: Callable[[Tensor, Tensor], AbstractContextManager[None]],
+        dropped: DroppedTokens,
     ) -> None:
         """logprobs_of(logits, targets) -> the targets' log probabilities. logits_at: as `models.selected_logits`."""
         self._model, self._forward, self._logprobs_of, self._logits_at = model, forward, logprobs_of, logits_at
+        self._dropped = dropped
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Logits [1, P, V] of the positions before the targets; hidden states of a stage that is not the last."""
@@ -60,7 +62,8 @@ class ScoringForward:
         padding: dict[str, Tensor] = {}
         if self._model.training and batch.padding_BS is not None and routes_around_padding(self._model.config):
             padding = {"padding_mask": batch.padding_BS}
-        with self._logits_at(batch.rows_P, batch.targets_P - 1), cuda_error_explained(ids_BS.device):
+        counted = self._dropped.counted(batch.padding_BS)
+        with self._logits_at(batch.rows_P, batch.targets_P - 1), counted, cuda_error_explained(ids_BS.device):
             return self._forward(ids_BS, positions_BS, None, **padding)
 
     def scores(self, batch: MicroBatch, logits_1PV: Tensor) -> Tensor:
@@ -78,6 +81,7 @@ class Scorer:
     def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
         """exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True."""
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
+        self.dropped = DroppedTokens(model)
 
     def check(
         self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int, starts: Sequence[int]
@@ -138,12 +142,13 @@ class Scorer:
             if self._exact:
                 math = stack.enter_context(exact_math(self._model))
                 logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
-                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at)
+                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at, self.dropped)
                 return
             logprobs_of = functools.partial(
                 self._token_logprobs, temperature=temperature, single_backward=single_backward
             )
-            yield ScoringForward(self._model, forward, logprobs_of, functools.partial(logits_at, self._model))
+            at = functools.partial(logits_at, self._model)
+            yield ScoringForward(self._model, forward, logprobs_of, at, self.dropped)
 
     def score(
         self, forward: Callable[..., Tensor], batches: Sequence[MicroBatch], *, temperature: float

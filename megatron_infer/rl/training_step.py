@@ -22,8 +22,10 @@ from torch import Tensor
 
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.metrics.definitions import TRAINER
 from megatron_infer.errors import ConfigError, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached
+from megatron_infer.models.router_replay import check_not_replaying
 from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
@@ -32,6 +34,7 @@ from megatron_infer.models.trainer_step import (
     cuda_error_explained,
     reduce_gradients,
     reduces_while_backward,
+    replays_graphs,
     run_1f1b,
     scale_auxiliary_losses,
     scaled_loss,
@@ -94,6 +97,7 @@ class TrainerStep:
         self._groups = engine.rank_group.groups
         self._exact = engine.config.batch_invariant
         self._scorer = Scorer(chain[-1], shape=engine.shape, groups=self._groups, exact=self._exact)
+        self._registry = engine.output_processor.meter.registry
         self._incomplete = ""
         """Why the gradients are not those of whole calls; "": they are."""
         self._is_reduced = False
@@ -127,14 +131,16 @@ class TrainerStep:
         forward = self._chain[0] if grad else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
-        with self._checked_modules(check), how, policy:
+        with self._checked_modules("score()", check), how, policy:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             starts_new_weights(self._chain[-1])
             # among ranks of one stage an error of one alone leaves the others in a collective: no exchange reaches them
             with nullcontext() if self._groups.pp is None else self._rank_group.together("score()"):
-                return self._scorer.score(forward, batches, temperature=options.temperature)
+                scores = self._scorer.score(forward, batches, temperature=options.temperature)
+            self._check_dropped("score()")
+            return scores
 
     def _arguments(
         self, call: str, sequences: Sequence[Sequence[int]], options: ScoreOptions, *others: bool
@@ -160,6 +166,7 @@ class TrainerStep:
                 "score_and_backward(sequences, loss), which runs it, or grad=False"
             )
         self._check_exact(dropout=dropout)
+        self._check_no_graphs("score(grad=True)")
         check_all_get_gradients(self._chain, "score(grad=True)")
         model = self._chain[-1]
         if self._exact or model.config.recompute_granularity is None:
@@ -177,6 +184,14 @@ class TrainerStep:
                 f"runs a second forward, and {reason}; take score_and_backward(sequences, loss) in training()"
             )
 
+    def _check_no_graphs(self, call: str) -> None:
+        if replays_graphs(self._chain[-1]):
+            raise ConfigError(
+                f"{call} with CUDA graphs of the layers (config.cuda_graph_impl="
+                f"{self._chain[-1].config.cuda_graph_impl!r}): they replay micro-batches of the shape that the trainer "
+                "captured, and these have others; use cuda_graph_impl='local', or clear layer.cuda_graphs for the call"
+            )
+
     def _check_exact(self, *, dropout: bool, auxiliary_losses: bool = True) -> None:
         if not self._exact:
             return
@@ -192,12 +207,24 @@ class TrainerStep:
                 "take score_and_backward(auxiliary_losses=False)"
             )
 
+    def _check_dropped(self, call: str) -> None:
+        """Raise ConfigError on all ranks where a router of any of them has dropped tokens of this call."""
+        dropped = self._scorer.dropped
+        if dropped.factor is None:
+            return
+        num_dropped, spec = dropped.take(), TRAINER["trainer_dropped_expert_pairs_total"]
+        self._registry.counter(spec.full_name, spec.help).inc(num_dropped)
+        with self._rank_group.together("counting dropped tokens"):
+            if num_dropped:
+                raise dropped.error(call, num_dropped)
+
     @contextmanager
-    def _checked_modules(self, check: Callable[[], None]) -> Iterator[None]:
+    def _checked_modules(self, call: str, check: Callable[[], None]) -> Iterator[None]:
         """check: raises what the caller refuses, which one rank alone may see."""
         with self._switch.gathered_parameters():
             with self._rank_group.together("comparing the model's modules"):
                 check()
+                check_not_replaying(self._chain[-1], call)
                 self._weights.check_modules(calls=False)
             yield
 
@@ -226,7 +253,7 @@ class TrainerStep:
             self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
 
         with (
-            self._checked_modules(check),
+            self._checked_modules(call, check),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
             self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
             auxiliary_scale_kept(),
@@ -240,6 +267,7 @@ class TrainerStep:
                     self._backward_by_turns(run, losses)
                 else:
                     self._backward_in_stages(run, losses)
+                self._check_dropped(call)
             except BaseException as error:
                 where = f" in micro-batch {losses.num_done + 1} of {len(batches)}" if losses.is_counted else ""
                 self._incomplete = f"{call} failed{where}"
@@ -268,6 +296,7 @@ class TrainerStep:
             )
         if (reason := uncovered_option(self._chain[-1].config)) is not None:
             raise ConfigError(f"score_and_backward() with {reason}; set it to False")
+        self._check_no_graphs("score_and_backward()")
         check_all_get_gradients(self._chain, "score_and_backward()")
         if self._is_reduced:
             raise WrongState(

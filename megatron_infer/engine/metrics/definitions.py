@@ -138,6 +138,15 @@ MISMATCH = _specs(
     ("mismatch_weight_version", "gauge", "version", "Weight version that both sides have"),
 )
 """The latest window of a mismatch meter that writes to the engine's `EngineMeter.registry`."""
+TRAINER = _specs(
+    (
+        "trainer_dropped_expert_pairs_total",
+        "counter",
+        "pairs",
+        "Pairs of a token and an expert that routers dropped over moe_expert_capacity_factor in a session's scores",
+    ),
+)
+"""Metrics of a session whose model has a capacity factor."""
 SPEECH = _specs(
     ("speech_seconds_total", "counter", "seconds", "Seconds of sound made"),
     ("speech_windows_total", "counter", "windows", "Windows of speech tokens decoded"),
@@ -200,7 +209,7 @@ COORDINATOR = _specs(
     ("worker_up", "gauge", "1", "1 while the process serves: an engine's, or one of --http-workers", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
-SPECS = ENGINE | MISMATCH | SPEECH | SERVER | COORDINATOR
+SPECS = ENGINE | MISMATCH | TRAINER | SPEECH | SERVER | COORDINATOR
 
 
 class MetricSet:

@@ -234,9 +234,11 @@ REFUSED = {
         lambda: set_config(softmax_type="learnable"),
         "core_attention: softmax_type='learnable', but softmax_offset is None, not a tensor of 4 heads",
     ),
-    "fp32_residual": (lambda: set_config(fp32_residual_connection=True), "fp32_residual_connection"),
     "fp4": (lambda: set_config(fp4="e2m1"), "fp4='e2m1'"),
-    "cuda_graphs": (lambda: set_config(cuda_graph_impl="local"), "cuda_graph_impl='local'.* set it to 'none'"),
+    "cuda_graphs": (
+        lambda: changed(lambda m: setattr(m.config, "cuda_graph_impl", "local"), spec=their_layers),
+        "decoder.layers.0: a layer of another class with cuda_graph_impl=local: .* set it to 'none'",
+    ),
     "sequence_parallel": (
         lambda: changed(split_sequences, spec=their_layers),
         "decoder.layers.0: a layer of another class with sequence_parallel=True.*set_model_to_sequence_parallel",
@@ -244,7 +246,6 @@ REFUSED = {
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
     "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
     "context_parallel": (lambda: set_config(context_parallel_size=2), "context_parallel_size=2"),
-    "batch_invariant": (lambda: set_config(batch_invariant_mode=True), "batch_invariant_mode"),
     "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
     "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
     "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
@@ -300,8 +301,8 @@ REFUSED = {
     "double": (lambda: stock().double(), "weights are float64; supported are float32, bfloat16 or float16"),
     "two_dtypes": (lambda: changed(lambda m: m.decoder.layers[1].mlp.bfloat16()), "weights are bfloat16, float32"),
     "capacity": (
-        lambda: stock(**EXPERTS, moe_expert_capacity_factor=1.0),
-        "decoder.layers.0.mlp: moe_expert_capacity_factor=1.0: tokens dropped",
+        lambda: changed(lambda m: setattr(m.config, "moe_expert_capacity_factor", 1.0), spec=their_layers),
+        "decoder.layers.0: a layer of another class with moe_expert_capacity_factor=1.0: .*would drop tokens",
     ),
     "jitter": (lambda: stock(**EXPERTS, moe_input_jitter_eps=0.1), "moe_input_jitter_eps=0.1"),
     "fused_relu": (

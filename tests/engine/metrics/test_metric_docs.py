@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.engine.metrics.definitions import FIELDS, MISMATCH, SPECS, engine_families
+from megatron_infer.engine.metrics.definitions import FIELDS, MISMATCH, SPECS, TRAINER, engine_families
 from megatron_infer.engine.metrics.engine_meter import EngineMeter
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.server_meter import ServerMeter
@@ -33,6 +33,8 @@ def figures():
     meter.adapter_ended("french", 3)
     for spec in MISMATCH.values():
         meter.registry.gauge(spec.full_name, spec.help).set(1.0)
+    for spec in TRAINER.values():
+        meter.registry.counter(spec.full_name, spec.help)
     SpeechMeter(meter.registry)
     drafts = {
         "drafted": {"1": 3, "2": 2},
@@ -64,7 +66,7 @@ def test_exactly_the_defined_metrics_are_exported_with_their_labels():
         family = found[spec.full_name]
         assert (family.kind, family.help) == (spec.kind, spec.help)
         labels = {name for key in family.series for name, _ in key} - (
-            {"replica"} if spec.name.startswith(("engine_", "mismatch_", "speech_")) else set()
+            {"replica"} if spec.name.startswith(("engine_", "mismatch_", "trainer_", "speech_")) else set()
         )
         assert labels == set(spec.labels), spec.name
         assert spec.name.endswith("_total") == (spec.kind == "counter")

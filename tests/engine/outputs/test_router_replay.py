@@ -203,6 +203,50 @@ def test_rows_that_change_under_recomputation_are_refused(rollout):
         rollout.model.eval()
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["the router's own", "another choice"])
+def test_megatrons_replay_object_is_given_the_record_and_makes_the_choice(moved):
+    """The same bits as where a trainer fills the objects by hand; afterwards they hold what they held."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.clear_global_router_replay_instances()
+    rollout = Rollout("experts", moe_enable_routing_replay=True)
+    objects = list(RouterReplay.global_router_replay_instances)
+    routers = [module for module in rollout.model.modules() if type(module).__name__.endswith("Router")]
+    assert [router.router_replay for router in routers] == objects and len(objects) == 2
+    if moved:
+        shake(rollout.model)
+    place, results = 1, []
+    ids, routing = rollout.sequences[place], rollout.routing[place]
+    whole = torch.from_numpy(np.concatenate([routing, routing[-1:]]).astype(np.int64))  # the last position chooses too
+    for by_hand in (True, False):
+        rollout.model.zero_grad()
+        tokens, positions = torch.tensor([ids]), torch.arange(len(ids))[None]
+        if by_hand:
+            logits = rollout.model(tokens, positions, None)
+            free = [one.argsort(-1) for one in (whole[:, 0], whole[:, 1])]
+            RouterReplay.set_replay_data([whole[:, layer].gather(1, free[layer]) for layer in range(2)])
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            logits = rollout.model(tokens, positions, None)
+            RouterReplay.clear_global_router_replay_action()
+            RouterReplay.clear_global_indices()
+        else:
+            before = [dict(vars(one)) for one in objects]
+            with replay_routing(rollout.model, [routing], [ids]):
+                logits = rollout.model(tokens, positions, None)
+                assert all(
+                    sorted(row) == sorted(then)
+                    for one, layer in zip(objects, range(2), strict=True)
+                    for row, then in zip(one.target_topk_idx[:-1].tolist(), routing[:, layer].tolist(), strict=True)
+                )
+            assert [vars(one) for one in objects] == before
+        logits[:, :-1].float().logsumexp(-1).sum().backward()
+        results.append((logits[:, :-1].detach(), {k: p.grad.clone() for k, p in rollout.model.named_parameters()}))
+    (by_hand, their_gradients), (ours, gradients) = results
+    torch.testing.assert_close(ours, by_hand, rtol=1e-5, atol=1e-6)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
 WRONG = {
     "shape": (lambda r: [r[0][:, :1], *r[1:]], r"routing\[0\] has 1 layers of 2 experts, the model 2 of 2"),
     "positions": (lambda r: [r[0], r[1][:-1], r[2]], r"routing\[1\] is of 50 positions, its sequence has 52 tokens"),
