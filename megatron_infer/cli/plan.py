@@ -17,7 +17,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_draft_weights
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.layout import RunOptions
+from megatron_infer.config.layout import RunOptions, describe_dp_attention
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
@@ -143,6 +143,9 @@ def as_dict(
         "model": asdict(shape),
         "sizes": {row.name: row._asdict() for row in sizes.table()},
         "batching": asdict(BatchingLimits.of(config, sizes)),
+        "dp_attention": None
+        if shape.experts is None
+        else describe_dp_attention(config.dp_attention, sizes.max_requests),
         "graphs": {
             "pool_bytes": memory.pool_bytes(sizes.graph_shapes),
             "output_bytes": memory.output_bytes(sizes.graph_shapes),
@@ -178,6 +181,8 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     changed = {key: value for key, value in config.to_dict().items() if value != InferenceConfig().to_dict()[key]}
     console.print(Text("options that differ from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
     limits = {key: value for key, value in asdict(BatchingLimits.of(config, sizes)).items() if value is not None}
+    if shape.experts is not None:
+        console.print(Text(describe_dp_attention(config.dp_attention, sizes.max_requests)))
     console.print(Text(f"batching {config.batching.value}" + "".join(f", {k} {v:,}" for k, v in limits.items())))
 
 

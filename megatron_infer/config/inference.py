@@ -367,6 +367,10 @@ class InferenceConfig:
     offset_sampling_seed_by_dp_rank: bool = option(True, since="0.19")
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
+    dp_attention: bool | None = option(False)
+    """Data-parallel attention: each expert-parallel rank has requests and a cache of its own, and tokens go to the
+    ranks of their experts. False: the ranks share their requests, and each computes all attention. None: by
+    max_requests, as `megatron-infer plan` says."""
     lora: LoRAConfig | None = option(None, flag=None)
     """LoRA adapters: how many serve at once and of which rank, and those loaded at the start (see `LoRAConfig`). None:
     the engine loads none, and no request names one."""

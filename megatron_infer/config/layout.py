@@ -9,6 +9,8 @@ from typing import Any
 from megatron_infer.config.options import choose, option, options_of
 from megatron_infer.errors import ConfigError
 
+DP_ATTENTION_REQUESTS = 8
+"""Requests of a rank from which on data-parallel attention is faster: see docs/parallel.md."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -51,6 +53,22 @@ class Layout:
         """Raise ConfigError for a number that is none of ranks. names: what an error calls the fields instead."""
         for name, size in asdict(self).items():
             _check_count((names or {}).get(name, name), size)
+
+
+def dp_attention_pays(max_requests: int) -> bool:
+    """What `dp_attention=None` of an engine comes to, by the requests that run on a rank at most."""
+    return max_requests >= DP_ATTENTION_REQUESTS
+
+
+def describe_dp_attention(asked: bool | None, max_requests: int) -> str:
+    """What expert-parallel ranks would do with these sizes, in a sentence."""
+    pays = "pays" if dp_attention_pays(max_requests) else "does not pay"
+    chosen = dp_attention_pays(max_requests) if asked is None else asked
+    return (
+        f"on several expert-parallel ranks: requests {'of each rank' if chosen else 'shared by all'} "
+        f"(dp_attention={asked}); dp_attention {pays}: max_requests is {max_requests:,}, it pays from "
+        f"{DP_ATTENTION_REQUESTS} on"
+    )
 
 
 def _check_count(name: str, value: Any) -> None:

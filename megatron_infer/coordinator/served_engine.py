@@ -77,6 +77,7 @@ def info_of(engine: Any) -> EngineInfo:
         return info
     config = engine.config
     refuse_synthetic(config.speculative, "a server")
+    engine.relay.require_shared("a replica or server")
     return EngineInfo(
         block_size=config.block_size_tokens,
         capacity=engine.sizes.max_requests,

@@ -39,6 +39,8 @@ class ParallelGroups:
     """All ranks of this replica: tensor, pipeline and expert parallel together."""
     inner: tuple[ProcessGroup, ...] = field(default=(), repr=False)
     """Every group of several ranks within the replica."""
+    own_requests: bool = False
+    """Each rank has requests of its own (data-parallel attention): `dp` is the trainer's group, with these ranks."""
 
     tp_rank = property(lambda self: _rank(self.tp))
     tp_size = property(lambda self: _size(self.tp))
@@ -54,7 +56,12 @@ class ParallelGroups:
     @property
     def is_leader(self) -> bool:
         """Whether requests are added on this rank."""
-        return self.engine_rank == 0
+        return self.own_requests or self.engine_rank == 0
+
+    @property
+    def shares_requests(self) -> bool:
+        """Whether other ranks compute this rank's requests, too."""
+        return self.engine_size > 1 and not self.own_requests
 
     @property
     def is_first_stage(self) -> bool:
@@ -65,11 +72,11 @@ class ParallelGroups:
         return self.pp_rank == self.pp_size - 1
 
     @classmethod
-    def of(cls, collection: Any, model: Any) -> ParallelGroups:
+    def of(cls, collection: Any, model: Any, *, own_requests: bool = False) -> ParallelGroups:
         """The groups of InferenceConfig.pg_collection and, where it lacks one, of the model's own collection.
 
-        parallel_state is never read. Raises ConfigError if the two contradict each other, a group is missing, or
-        sequences are split over context-parallel ranks.
+        own_requests: see `dp_attention` of the config. parallel_state is never read. Raises ConfigError if the two
+        contradict each other, a group is missing, or sequences are split over context-parallel ranks.
         """
         own = getattr(model, "pg_collection", None)
         found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
@@ -89,7 +96,17 @@ class ParallelGroups:
         engine = _spanning(found)
         # For a trainer, expert-parallel ranks are data-parallel ranks too; here they belong to one replica.
         replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
-        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
+        if own_requests:
+            replicas = found["dp"] or found["ep"]
+        return cls(
+            tp=found["tp"],
+            pp=found["pp"],
+            ep=found["ep"],
+            dp=replicas,
+            engine=engine,
+            inner=inner,
+            own_requests=own_requests,
+        )
 
     def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""

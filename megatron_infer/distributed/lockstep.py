@@ -43,6 +43,8 @@ class Meeting(NamedTuple):
     """Arguments of the leader's call."""
     flag: bool
     """Whether any rank raised its flag."""
+    texts: list[str]
+    """The text of each rank, by rank."""
 
 
 class _RoundReport(NamedTuple):
@@ -69,8 +71,10 @@ class LocalLockstep:
     def close(self) -> None:
         """No other rank waits for this one."""
 
-    def meet(self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, **_: Any) -> Meeting:
-        return Meeting(call, commands or [], arguments, flag)
+    def meet(
+        self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, text: str = "", **_: Any
+    ) -> Meeting:
+        return Meeting(call, commands or [], arguments, flag, [text])
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
         return flag
@@ -130,6 +134,7 @@ class Lockstep:
         flag: bool = False,
         compare: bool = True,
         other_prompts: str = "",
+        text: str = "",
     ) -> Meeting:
         """Every rank calls it at the same place -> the leader's commands and arguments, and whether any raised `flag`.
 
@@ -140,11 +145,11 @@ class Lockstep:
         """
         digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
-        report = _RoundReport(call, flag, digest, other_prompts=other_prompts)
+        report = _RoundReport(call, flag, digest, text=text, other_prompts=other_prompts)
         answer = self._round(report, content, patient=call == FOLLOW)
         if "commands" not in answer:  # a round that is no call, which `follow()` does not take part in
             raise LockstepError(f"rank 0 is in {answer['call']} where this rank follows its calls")
-        return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
+        return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"], answer["texts"])
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
         """Whether `flag` is set on any rank."""

@@ -33,6 +33,7 @@ class EngineThread:
     """Steps an engine on a thread of its own; commands are callables that run between steps, in order."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
+        engine.relay.require_shared("stepping on a thread (AsyncLLM, servers)")
         self.engine = engine
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()

@@ -31,6 +31,7 @@ from megatron_infer.engine.chosen_config import (
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, agreed_costs
+from megatron_infer.engine.dp_attention import has_own_requests
 from megatron_infer.engine.draft_model import DraftModel, make_draft
 from megatron_infer.engine.durable.kv_restore import KVArchive
 from megatron_infer.engine.durable.snapshot import Archive
@@ -150,8 +151,8 @@ def build_engine(
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(runner, adopted, setup.kernels, setup.device, max_tokens=setup.agreed.sizes.max_tokens)
     capture_at_start(graphs, config)
-    executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
-    outbox = Outbox(rank_group.lockstep)
+    executor = Executor(adopted, runner, scheduler, rank_group, checks_plans=config.check_invariants)
+    outbox = Outbox(rank_group.groups)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
     observers = _observers(setup, scheduler, stat_logger, outbox, swaps=swaps)
     verifier = None if drafts is None else Verifier(drafts, synthetic)
@@ -164,7 +165,7 @@ def build_engine(
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
     relay = CommandRelay(
-        rank_group.lockstep,
+        rank_group,
         outbox,
         loop,
         queue=intake.queue,
@@ -211,7 +212,7 @@ def _observers(
     """What hears of each step. The leader of several ranks sends what it measures to all of them through the outbox."""
     config = setup.config
     is_leader = setup.rank_group.groups.is_leader
-    is_alone = setup.rank_group.size == 1
+    is_alone = not setup.rank_group.groups.shares_requests
     observers: list[StepObserver] = [stat_logger]
     if swaps and is_leader:
         set_costs = scheduler.set_costs if is_alone else outbox.set_costs
@@ -251,6 +252,8 @@ def set_up_model(
     own_layers = None if draft is None else draft.own_layers
     available = own_device.available_bytes()
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
+    if has_own_requests(config, adopted, groups, max_requests=agreed.sizes.max_requests):
+        rank_group.groups = ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         theirs = getattr(adopted.live.config, "batch_invariant_mode", False)
         whose = "the model's config.batch_invariant_mode" if theirs else "batch_invariant"

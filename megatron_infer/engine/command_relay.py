@@ -7,30 +7,47 @@ In an engine of one process the outbox collects nothing and every call is this p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
+from megatron_infer.distributed.groups import ParallelGroups
+from megatron_infer.distributed.lockstep import FOLLOW, Meeting
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError
+from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.step_costs import StepCosts
 
 DISMISS = "dismiss()"
+LOOK = "a look at the weights"
 ROLLOUT = "rollout()"
 """The leader sends finished rollout groups, or ends a rollout: see rl.multi_rank."""
+
+
+class StepStart(NamedTuple):
+    """What the ranks have agreed on before a step."""
+
+    weights_changed: bool | None
+    """On any rank; None: the step itself checks."""
+    among: Collection[str] | None
+    """The requests that may run, see `DynamicInferenceEngine.step`."""
+    ranks_have_work: bool | None = None
+    """See `StepLoop.step`."""
+    has_ended: bool = False
+    """No rank needs another step: see `DynamicInferenceEngine.serve_others`."""
 
 
 class Outbox:
     """Commands that the leader has executed and the other ranks have not. Other ranks collect nothing."""
 
-    def __init__(self, lockstep: Lockstep | LocalLockstep) -> None:
-        self._is_used = lockstep.is_leader and lockstep.size > 1
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._is_used = groups.is_leader and groups.shares_requests
         self.commands: list[dict[str, Any]] = []
 
     def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: Any) -> None:
@@ -70,7 +87,7 @@ class CommandRelay:
 
     def __init__(
         self,
-        lockstep: Lockstep | LocalLockstep,
+        rank_group: RankGroup,
         outbox: Outbox,
         loop: StepLoop,
         *,
@@ -82,8 +99,10 @@ class CommandRelay:
         """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
         set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_step_costs:
         takes new costs of steps."""
-        self.is_leader = lockstep.is_leader
-        self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
+        self.is_leader = rank_group.groups.is_leader
+        self.own_requests = rank_group.groups.own_requests
+        """Each rank is the leader of its own requests: calls of all ranks pass none on."""
+        self._lockstep, self._outbox, self._loop, self._queue = rank_group.lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
             "read": self._compare,
@@ -107,41 +126,73 @@ class CommandRelay:
                 "rank 0, which passes them on; call it there, and step(), generate() or follow() here"
             )
 
-    def meet(self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True) -> Meeting:
+    def require_shared(self, call: str) -> None:
+        """Raise ConfigError where each rank has requests of its own: `call` is not for such an engine."""
+        if self.own_requests:
+            raise ConfigError(
+                f"{call} with dp_attention=True is not supported: each rank has requests of its own and steps with the "
+                "others, by generate(), step() and the calls of a Rollout; take dp_attention=False"
+            )
+
+    def meet(
+        self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True, text: str = ""
+    ) -> Meeting:
         """Begin a call together with all ranks; the leader's commands have been executed here when it returns.
 
-        flag: see `Lockstep.meet`. compare: False where the arguments of the other ranks do not count.
+        flag, text: see `Lockstep.meet`. compare: False where the arguments of the other ranks do not count.
         """
         met, self._met = self._met, None
         self._lockstep.phase = call.removesuffix("()")
         if met is None:
             commands, complaint = self._outbox.commands, self._complaint()
             met = self._lockstep.meet(
-                call, commands, arguments=plain(arguments), flag=flag, compare=compare, other_prompts=complaint
+                call,
+                commands,
+                arguments=plain(arguments),
+                flag=flag,
+                compare=compare,
+                other_prompts=complaint,
+                text=text,
             )
         elif met.call != call:
             raise LockstepError(f"{call} while following {met.call}")
         self._execute(met)
         return met
 
-    def begin_step(self, among: Collection[str] | None, *, running: bool) -> tuple[bool | None, Collection[str] | None]:
-        """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
-        requests that the leader lets run, see `DynamicInferenceEngine.step`)."""
+    def begin_step(self, among: Collection[str] | None, *, running: bool, ends: bool = False) -> StepStart:
+        """Receive the leader's commands, and agree. ends: this rank computes nothing of its own, see `serve_others`."""
         loop = self._loop
         if self.is_leader and loop.grammars.may_hold():
             states = loop.output_processor.requests
             requests = ((state.id, [one.request for one in state.sequences]) for state in states)
             among = loop.grammars.without_held(requests, among, waits=not loop.num_in_flight)
         if self._lockstep.size == 1:
-            return None, among
+            return StepStart(None, among)
+        if self.own_requests:
+            return self._begin_own_step(among, running=running, ends=ends)
         was_idle = loop.was_idle
         arguments = None if among is None else sorted(among)
         met = self.meet("step()", arguments, flag=self._weights_moved(), compare=False)
         # A rank that was idle, or that has just received an abort, has not read the content of its weights.
         if running and (was_idle or any(command["kind"] == "abort" for command in met.commands)):
             differ = not loop.is_idle and loop.weights_differ()
-            return self._lockstep.agree(differ, "a look at the weights"), met.arguments
-        return met.flag, met.arguments
+            return StepStart(self._lockstep.agree(differ, LOOK), met.arguments)
+        return StepStart(met.flag, met.arguments)
+
+    def _begin_own_step(self, among: Collection[str] | None, *, running: bool, ends: bool) -> StepStart:
+        """`begin_step` where each rank has requests of its own: an idle rank takes part as long as another has work."""
+        loop, was_idle = self._loop, self._loop.was_idle
+        has_work = running and not ends and not loop.is_idle
+        moved = not was_idle and loop.weights_differ(reads=False)
+        met = self.meet("step()", flag=moved, compare=False, text=json.dumps([has_work, ends]))
+        each = [json.loads(text) for text in met.texts]
+        have_work, has_ended = any(work for work, _ in each), all(end for _, end in each)
+        changed = met.flag
+        if have_work and was_idle:  # no rank has read the content of its weights
+            changed = self._lockstep.agree(loop.weights_differ(), LOOK)
+        elif not have_work:
+            loop.was_idle = True
+        return StepStart(changed, among, have_work, has_ended)
 
     @contextmanager
     def comparing(self, own: GivenPrompts | None) -> Iterator[None]:
@@ -161,6 +212,8 @@ class CommandRelay:
 
     def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
         """Queue the leader's prompts on every rank -> their ids; a refusal of the leader is raised on all."""
+        if self.own_requests:
+            return take_in()
         mine: dict[str, Any] = {}
         refusal: Exception | None = None
         if self.is_leader:

@@ -15,7 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build_engine import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
-from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
+from megatron_infer.engine.command_relay import DISMISS, ROLLOUT, StepStart
 from megatron_infer.engine.durable.snapshot import LoadReport
 from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
@@ -157,8 +157,9 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
 
     def has_unfinished(self) -> bool:
         """True while a request is unfinished or an output waits for the next step(). Called on every rank."""
-        self.relay.meet("has_unfinished()")
-        return bool(self.loop.backlog) or not self.loop.is_idle
+        mine = bool(self.loop.backlog) or not self.loop.is_idle
+        met = self.relay.meet("has_unfinished()", flag=mine and self.relay.own_requests)
+        return met.flag or bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
         """Whether step() has something to do: an output to hand out, or work while RUNNING. On the leader."""
@@ -172,11 +173,24 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         While paused or suspended it hands out outputs that wait, and raises WrongState when there are none.
         """
         self.lifecycle.require_whole_weights("step()")
-        changed, among = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
+        start = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
         if not self.loop.backlog:
             self.lifecycle.require("step()", EngineState.RUNNING)
         is_running = self.state is EngineState.RUNNING
-        return self.controls.hand_out(self.loop.step(changed, among) if is_running else self.loop.take_backlog())
+        return self.controls.hand_out(self._step(start) if is_running else self.loop.take_backlog())
+
+    def _step(self, start: StepStart) -> list[RequestOutput]:
+        return self.loop.step(start.weights_changed, start.among, ranks_have_work=start.ranks_have_work)
+
+    def serve_others(self) -> None:
+        """With `dp_attention`, at the end of a call that stepped: this rank's experts serve the steps of the other
+        ranks until all ranks have called it. Its own requests wait. Without, it does nothing.
+        """
+        if not self.relay.own_requests:
+            return
+        is_running = self.state is EngineState.RUNNING
+        while not (start := self.relay.begin_step((), running=is_running, ends=True)).has_ended:
+            self.loop.backlog[:0] = self._step(start)
 
     def generate(
         self,
@@ -192,9 +206,12 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
-        with self.relay.comparing(GivenPrompts(prompts, params)):
-            ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
-            return checked_outputs(_run_to_end(self, ids, on_output), on_error)
+        try:
+            with self.relay.comparing(GivenPrompts(prompts, params)):
+                ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
+                return checked_outputs(_run_to_end(self, ids, on_output), on_error)
+        finally:
+            self.serve_others()
 
     def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
         """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""
@@ -257,6 +274,7 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
 
         also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's.
         """
+        self.relay.require_shared("follow()")
         if self.relay.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
         self.relay.follow(self.followed() | dict(also or {}))

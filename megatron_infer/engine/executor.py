@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_infer.distributed.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.memory.device import is_out_of_memory
+from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import Runner
 from megatron_infer.scheduler.request import Request
@@ -29,11 +33,12 @@ class Executor:
     """Runs the scheduler's plans on one rank's model."""
 
     def __init__(
-        self, model: Any, runner: Runner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
+        self, model: AdoptedModel, runner: Runner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
     ) -> None:
         """checks_plans: compare each plan with those of the other ranks before it runs."""
         self.runner, self.rank_group = runner, rank_group
-        self._model, self._scheduler, self._checks_plans = model, scheduler, checks_plans
+        self._adopted, self._model, self._scheduler = model, model.live, scheduler
+        self._checks_plans = checks_plans and not rank_group.groups.own_requests
         self._training: list[Any] = []
         """Modules that were in training mode."""
 
@@ -80,10 +85,35 @@ class Executor:
         context = self._scheduler.context
         return context.num_rows - context.num_free_rows - self._scheduler.admitted_requests.num_live
 
-    def forward(self, plan: StepPlan) -> InFlightStep:
-        """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers."""
-        context = self._scheduler.context
-        step = self.runner.forward(plan, context.take_table_writes())
+    def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[list[int], bool]:
+        """Where each rank has requests of its own -> tokens of each rank in the step that comes, and whether any rank
+        goes on with another step within the same call."""
+        lockstep = self.rank_group.lockstep
+        mine = json.dumps([plan.num_tokens, goes_on])
+        each = [json.loads(text) for text in lockstep.gather("the sizes of a step", mine)]
+        return [num_tokens for num_tokens, _ in each], any(more for _, more in each)
+
+    def serve(self, tokens_of_ranks: Sequence[int]) -> None:
+        """A step in which only other ranks have tokens: run this rank's experts for them."""
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                self._adopted.serve(self.runner.builder.ops, tokens_of_ranks)
+        except Exception as error:
+            self.report_failure(error, started, fatal=True)
+            raise
+
+    def forward(self, plan: StepPlan, tokens_of_ranks: Sequence[int] | None = None) -> InFlightStep:
+        """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers.
+
+        tokens_of_ranks: see `StepInputs`.
+        """
+        context, builder = self._scheduler.context, self.runner.builder
+        builder.tokens_of_ranks = tokens_of_ranks
+        try:
+            step = self.runner.forward(plan, context.take_table_writes())
+        finally:
+            builder.tokens_of_ranks = None  # a replay runs the same tokens on all ranks
         if context.swap is not None:
             blocks, states = context.swap.take_freed()
             if blocks or states:  # after the copies of the steps launched so far

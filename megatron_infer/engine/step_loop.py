@@ -79,6 +79,10 @@ class StepLoop:
         """Steps that stay in flight when a step returns."""
         self._in_flight: list[InFlightStep] = []
         """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""
+        self._ranks_have_work: bool | None = None
+        """See `step`."""
+        self._ranks_go_on: bool | None = None
+        """Whether a rank takes another step within the same call; None: this rank decides."""
         self._unlaunched: StepPlan | None = None
         """Scheduled after those and not launched: cancelled once they are committed (see `_cancel_unlaunched`)."""
 
@@ -96,27 +100,35 @@ class StepLoop:
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def step(self, weights_changed: bool | None = None, among: Collection[str] | None = None) -> list[RequestOutput]:
+    def step(
+        self,
+        weights_changed: bool | None = None,
+        among: Collection[str] | None = None,
+        *,
+        ranks_have_work: bool | None = None,
+    ) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        among: the ids of requests that it may compute; None: all.
+        among: the ids of requests that it may compute; None: all. ranks_have_work: where each rank has requests of its
+        own, whether any has something to compute: then all take part, with or without tokens. None: this rank decides.
 
         Several steps where a request would never come to its next token otherwise, see `RecomputeProgress`. After an
         interrupt, its outputs come with the next step. weights_changed: what the ranks of the engine have agreed on;
         None: check.
         """
         outputs = self.take_backlog()
+        self._ranks_have_work, self._ranks_go_on = ranks_have_work, None
         try:
             self._step(outputs, weights_changed, among)
             num_left, before = self._scheduler.recompute_progress.num_left, 0
-            while num_left and num_left != before:
+            while (num_left and num_left != before) if self._ranks_go_on is None else self._ranks_go_on:
                 self._step_more(outputs, among)
                 num_left, before = self._scheduler.recompute_progress.num_left, num_left
         except BaseException:
             self.backlog = outputs + self.backlog
             raise
         finally:
-            self.was_idle = self.is_idle
+            self.was_idle = self.is_idle if ranks_have_work is None else not ranks_have_work
         return outputs
 
     def _step_more(self, outputs: list[RequestOutput], among: Collection[str] | None) -> None:
@@ -129,9 +141,10 @@ class StepLoop:
 
     def _step(self, outputs: list[RequestOutput], weights_changed: bool | None, among: Collection[str] | None) -> None:
         executor, scheduler = self._executor, self._scheduler
-        if self.is_idle:
+        if self.is_idle if self._ranks_have_work is None else not self._ranks_have_work:
             executor.leave_inference()
             return
+        num_left = scheduler.recompute_progress.num_left
         started = time.perf_counter()
         executor.enter_inference()
         self._cancel_unlaunched(outputs)
@@ -142,7 +155,13 @@ class StepLoop:
         named = None if among is None else self.output_processor.sequences_of(among)
         plan = scheduler.schedule(named)
         executor.announce(plan, named, num_in_flight=len(self._in_flight))
-        launched = bool(plan.num_tokens) and self._launch(plan, outputs)
+        tokens_of_ranks: list[int] | None = None
+        if self._ranks_have_work is not None:
+            left = scheduler.recompute_progress.num_left
+            tokens_of_ranks, self._ranks_go_on = executor.exchange_sizes(plan, goes_on=left not in (0, num_left))
+            if not plan.num_tokens and any(tokens_of_ranks):
+                executor.serve(tokens_of_ranks)
+        launched = bool(plan.num_tokens) and self._launch(plan, outputs, tokens_of_ranks)
         self._finish_steps(outputs, leave=self._ahead if launched else max(0, len(self._in_flight) - 1))
         if not len(self.output_processor):  # a step launched for requests that have ended is finished at once
             self._finish_steps(outputs)
@@ -157,10 +176,11 @@ class StepLoop:
         if self.is_idle:
             executor.leave_inference()
 
-    def weights_differ(self) -> bool:
+    def weights_differ(self, *, reads: bool = True) -> bool:
         """Whether this rank's weights or modules changed since they were accepted; the content of weights is read only
-        while no request runs."""
-        return self._weights.differ(read_all=not self._scheduler.num_running and not self._scheduler.num_paused)
+        while no request runs. reads: False: it is not read."""
+        runs = self._scheduler.num_running or self._scheduler.num_paused
+        return self._weights.differ(read_all=reads and not runs)
 
     def _accept_weights(self) -> None:
         """The next version. Modules that cannot be adopted are refused: requests wait, the model is as it was found."""
@@ -215,11 +235,11 @@ class StepLoop:
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _launch(self, plan: StepPlan, outputs: list[RequestOutput]) -> bool:
+    def _launch(self, plan: StepPlan, outputs: list[RequestOutput], tokens_of_ranks: Sequence[int] | None) -> bool:
         """Whether the step is in flight now."""
         started = time.perf_counter()
         try:
-            step = self._executor.forward(plan)
+            step = self._executor.forward(plan, tokens_of_ranks)
             masks = self._masks(plan, outputs) if self.output_processor.num_structured else None
             self._executor.runner.sample(step, masks)
         except Exception as error:  # an error of a forward belongs to the requests of this step, not to the engine

@@ -17,7 +17,7 @@ N = K*G query heads, H head dim, D hidden, F ffn, V vocabulary (this rank's part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -384,6 +384,8 @@ class StepInputs(Protocol):
     """bool: the padding tokens of a padded step; None: the step is not padded."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers write the experts of each token; None: no request asks for them."""
+    tokens_of_ranks: Sequence[int] | None
+    """Each expert-parallel rank has tokens of its own, and so many; None: all have the same tokens."""
     lora: LoRABackend | None
     """What adds adapters' products to those of linears, planned for the step; None: no token has an adapter."""
 

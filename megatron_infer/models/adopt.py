@@ -370,6 +370,14 @@ class AdoptedModel:
         require_inference(self.live)
         return self.decode(step, received_TD)
 
+    def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
+        """This rank's part of a step in which only other ranks have tokens: its experts answer them.
+
+        Runs under torch.inference_mode().
+        """
+        for experts in self._reading.experts:
+            experts.serve(ops, tokens_of_ranks, self._dtype)
+
     def decode(
         self, step: StepInputs, received_TD: Tensor | None = None, *, around: Callable[..., Any] | None = None
     ) -> Tensor:
@@ -516,6 +524,11 @@ class AdoptedModel:
     def token_counts(self, ops: Ops) -> list[int]:
         """Numbers of tokens from which on a step's layers run other kernels than a smaller step's, ascending."""
         return sorted({count for experts in self._reading.experts for count in experts.token_counts(ops)})
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether an expert's weights are split over ranks."""
+        return any(experts.is_split for experts in self._reading.all_experts)
 
     def reducers(self) -> list[Reducer]:
         """The collectives in a step's layers, one for each process group."""

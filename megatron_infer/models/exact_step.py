@@ -201,6 +201,7 @@ class TrainingStep:
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
+        self.tokens_of_ranks = None
         self.lora: LoRABackend | None = None
         self.absorbed_S: Tensor | None = None
         self.is_padded, self.padding_T1 = False, None

@@ -30,7 +30,7 @@ from megatron_infer.models.mcore_compat import (
     topk_routing,
 )
 from megatron_infer.models.te_apex import is_grouped_experts
-from megatron_infer.models.tp_collectives import Reducer
+from megatron_infer.models.tp_collectives import SPARED_BYTES, Reducer, TokenExchange
 
 DENSE_TOKENS = 128
 """Tokens that a GPU multiplies by a weight in about the time that it reads the weight."""
@@ -103,13 +103,17 @@ class FusedExperts(LayerOp):
 
     With experts on several ranks, every rank routes every token alike, runs its own experts on the tokens that chose
     them, and the ranks' sums are added. No token is sent to another rank, and no rank waits for another to have work.
+    Where each rank has tokens of its own (`StepInputs.tokens_of_ranks`), tokens go to the ranks of their experts, and a
+    rank without tokens calls `serve`.
     """
 
     __slots__ = (
         "down",
+        "exchange",
         "experts",
         "first",
         "grouped",
+        "is_split",
         "layer",
         "probs_on_input",
         "reduce",
@@ -138,6 +142,10 @@ class FusedExperts(LayerOp):
         self.probs_on_input: bool = moe.config.moe_apply_probs_on_input
         """A token's weight multiplies what its one expert is given, not what the expert answers."""
         self.reduce = Reducer.of(expert_ranks(moe))
+        self.exchange = None if group_size(moe.ep_group) == 1 else TokenExchange(moe.ep_group)
+        """For tokens of each rank's own; None: this rank has all experts."""
+        self.is_split = group_size(moe.experts.tp_group) > 1
+        """Each expert is on several ranks, in parts."""
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its parts are added up with the others.
         where, each = f"{name}.experts", {"tp": None, "weighted": True}
@@ -171,6 +179,8 @@ class FusedExperts(LayerOp):
             self.shared = FusedMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if step.tokens_of_ranks is not None:
+            return self._exchanged(step, x_TD, step.tokens_of_ranks), residual_TD
         add = self._routed(step, x_TD)
         if self.down is not None:
             return self._latent(step, x_TD, add), residual_TD
@@ -194,6 +204,85 @@ class FusedExperts(LayerOp):
             sum_TL = self.reduce.all_reduce(sum_TL)
         out_TD: Tensor = self.up.run(step, sum_TL, None)[0]
         return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
+
+    def _exchanged(self, step: StepInputs, x_TD: Tensor, counts: Sequence[int]) -> Tensor:
+        """`run` for tokens that no other rank has. counts: tokens of each rank."""
+        ops = step.ops
+        ids_TK, weight_TK = self._chosen_pairs(ops, x_TD)
+        if step.routing_TLK is not None:
+            step.routing_TLK[:, self.layer] = ids_TK
+        own_TX = x_TD if self.down is None else self.down.run(step, x_TD, None)[0]
+        sum_TX = self._answered(ops, own_TX, ids_TK, weight_TK, counts)
+        out_TD = sum_TX if self.up is None else self.up.run(step, sum_TX, None)[0]
+        return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
+
+    def serve(self, ops: Ops, counts: Sequence[int], dtype: torch.dtype) -> None:
+        """This rank's part of a step in which only other ranks have tokens. counts: tokens of each rank."""
+        weight = self.experts[0].fc1.parameters["weight"]
+        assert weight is not None
+        x_TX = torch.empty(0, self.grouped.shape("fc1")[1], dtype=dtype, device=weight.device)
+        pairs = torch.empty(0, self.router.topk, dtype=torch.int32, device=weight.device)
+        self._answered(ops, x_TX, pairs, pairs, counts)
+
+    def _answered(self, ops: Ops, own_TX: Tensor, ids_TK: Tensor, weight_TK: Tensor, counts: Sequence[int]) -> Tensor:
+        """The sums of the weighted answers of all ranks' experts. See `TokenExchange.summed` for counts."""
+        assert self.exchange is not None
+        is_grouped = self._grouped_backend(ops, own_TX.dtype) is not None
+        weight_dtype = torch.float32 if is_grouped else self.router_dtype or own_TX.dtype
+        parts = (own_TX, ids_TK.int(), weight_TK.to(weight_dtype))
+        bytes_of_parts = [part.element_size() * part.shape[1] for part in parts]
+        row_TX = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+        def answer(row_PX: Tensor) -> Tensor:
+            x, ids, weight = (
+                column.contiguous().view(part.dtype)
+                for column, part in zip(row_PX.split(bytes_of_parts, dim=1), parts, strict=True)
+            )
+            return self._of_own_experts(ops, x, ids, weight)
+
+        needed_Tn = self._needing(ids_TK) if self._spares(counts, sum(bytes_of_parts)) else None
+        return self.exchange.summed(row_TX, needed_Tn, counts, answer)
+
+    def _spares(self, counts: Sequence[int], row_bytes: int) -> bool:
+        """Whether it pays to send tokens only to the ranks that need them, if choices are even; the same on each."""
+        assert self.exchange is not None
+        if self.router.config.moe_token_dispatcher_type == "allgather":
+            return False
+        size = self.exchange.size
+        unneeded = (1 - 1 / size) ** self.router.topk
+        return (size - 1) * max(counts) * unneeded * row_bytes > SPARED_BYTES
+
+    def _needing(self, ids_TK: Tensor) -> Tensor:
+        """bool [T, n]: the ranks that have an expert of a token."""
+        assert self.exchange is not None
+        rank_TK = torch.where(ids_TK < 0, self.exchange.size, ids_TK // len(self.experts)).long()
+        needed_Tn = torch.zeros(len(ids_TK), self.exchange.size + 1, dtype=torch.bool, device=ids_TK.device)
+        return needed_Tn.scatter_(1, rank_TK, True)[:, : self.exchange.size]
+
+    def _chosen_pairs(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts, -1 behind the last one of a token with fewer, and their weights, both [T, K]."""
+        logits_TE = self._logits(ops, x_TD)
+        if (grouped := self._grouped_backend(ops, x_TD.dtype)) is not None:
+            choice = self._grouped_choice(grouped, ops, logits_TE)
+            return choice.ids_TK, choice.weight_TK
+        probs_TE, chosen_TE = self._choose(ops, logits_TE)
+        ids_TK = chosen_ids(chosen_TE, self.router.topk)
+        is_one_TK = ids_TK < logits_TE.shape[1]
+        weight_TK = probs_TE.gather(1, torch.where(is_one_TK, ids_TK, 0))
+        return torch.where(is_one_TK, ids_TK, -1), weight_TK
+
+    def _of_own_experts(self, ops: Ops, x_PX: Tensor, ids_PK: Tensor, weight_PK: Tensor) -> Tensor:
+        """The weighted sum of this rank's experts for tokens of all ranks."""
+        num_experts = self.router.config.num_moe_experts
+        place_PK = torch.where(ids_PK < 0, num_experts, ids_PK).long()
+        chosen_PE = torch.zeros(len(x_PX), num_experts + 1, dtype=torch.bool, device=x_PX.device)
+        probs_PE = weight_PK.new_zeros(len(x_PX), num_experts + 1)
+        chosen_PE = chosen_PE.scatter_(1, place_PK, True)[:, :num_experts]
+        probs_PE = probs_PE.scatter_(1, place_PK, weight_PK)[:, :num_experts]
+        if (grouped := self._grouped_backend(ops, x_PX.dtype)) is not None:
+            choice = grouped.listed(chosen_PE, probs_PE, self.router.topk)
+            return grouped.add(x_PX, choice, self.grouped, None)
+        return self._add_each(ops, chosen_PE, probs_PE, x_PX, None)
 
     def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD), with None for

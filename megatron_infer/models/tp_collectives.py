@@ -1,11 +1,12 @@
-"""Sums and gathers over ranks: the only collectives in a model's layers.
+"""Sums, gathers and exchanges over ranks: the only collectives in a model's layers.
 
-Legend: T tokens, X any width, n ranks.
+Legend: T tokens of this rank, P tokens that all ranks send to this one, X any width, n ranks.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ log = logging.getLogger("megatron_infer")
 
 ONE_SHOT_BYTES = 1 << 17
 """Up to this size each rank gathers all parts and adds them itself: one round instead of two."""
+SPARED_BYTES = 1 << 18
+"""A token goes only where it is needed if that spares a rank so many bytes: the ranks exchange numbers of tokens first.
+Between two gloo processes of one machine the numbers take 90 us, and so many bytes 80 us."""
 
 
 class Reducer:
@@ -110,6 +114,58 @@ class Reducer:
         parts = [torch.empty_like(mine[:share]) for _ in range(self.size)]
         dist.all_gather(parts, _sum(list(mine.split(share))), group=self.group)
         return torch.cat(parts)[: flat.numel()].view(x.shape)
+
+
+class TokenExchange:
+    """Sends each rank's tokens to the ranks that need them and adds up what they answer. Without autograd.
+
+    Every rank of the group calls it in each layer of a step, with or without tokens.
+    """
+
+    __slots__ = ("group", "rank", "size")
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def summed(
+        self,
+        row_TX: Tensor,
+        needed_Tn: Tensor | None,
+        counts: Sequence[int],
+        answer: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The sum over the ranks of `answer` for each row -> as many rows of the width and dtype of the answers.
+
+        row_TX: uint8, contiguous. needed_Tn: bool, the ranks that a row goes to, the others answer zeros; None: all.
+        counts: rows of each rank, known to all ranks. answer([P, X]) -> [P, Y]: rows of all ranks, in order of rank.
+        An element's bits do not depend on its place: answers are added in order of rank, in fp32.
+        """
+        if needed_Tn is None:
+            sent_PX, sends, receives = row_TX.repeat(self.size, 1), [len(row_TX)] * self.size, list(counts)
+            places_P = None
+        else:
+            rank_P, places_P = needed_Tn.t().nonzero().unbind(1)
+            sent_PX = row_TX.index_select(0, places_P)
+            number_n = torch.bincount(rank_P, minlength=self.size)
+            other_n = torch.empty_like(number_n)
+            dist.all_to_all_single(other_n, number_n, group=self.group)
+            sends, receives = torch.stack([number_n, other_n]).tolist()
+        answer_PY = answer(self._moved(sent_PX, sends, receives))
+        parts = self._moved(answer_PY, receives, sends).split(sends)
+        if places_P is None:
+            return _sum(list(parts))
+        total_TY = answer_PY.new_zeros(
+            len(row_TX), answer_PY.shape[1], dtype=torch.promote_types(answer_PY.dtype, torch.float32)
+        )
+        for part_PY, places in zip(parts, places_P.split(sends), strict=True):
+            total_TY.index_add_(0, places, part_PY.to(total_TY.dtype))
+        return total_TY.to(answer_PY.dtype)
+
+    def _moved(self, row_PX: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """The first sends[0] rows to the first rank, and so on -> rows of all ranks, in order of rank."""
+        out = row_PX.new_empty(sum(receives), row_PX.shape[1])
+        dist.all_to_all_single(out, row_PX.contiguous(), receives, sends, group=self.group)
+        return out
 
 
 def _recorded(x: Tensor) -> bool:

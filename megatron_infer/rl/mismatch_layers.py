@@ -173,6 +173,8 @@ class LayerSearch:
             engine = self._session.engine
             if engine.rank_group.groups.pp is not None:
                 return not_located("sequences are not replayed over pipeline stages; try it with one stage")
+            if engine.relay.own_requests:
+                return not_located("with dp_attention=True each rank has a cache of its own; try it without")
             with self._session.generating():
                 engine.drain()
                 with engine.replay.inference(engine.loop):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
+import json
 import logging
 import time
 from collections import deque
@@ -173,7 +174,8 @@ class MismatchMeter:
         self._kept.clear()
 
     def measure(self, *, skip: bool = False) -> MismatchReport | None:
-        """Measure the samples that the leader has kept since the last call, as `observe` does.
+        """Measure the samples that the leader has kept since the last call, or with `dp_attention` all ranks, as
+        `observe` does.
 
         None until the calls since the last report have enough tokens for one. On every rank, within generating(); skip:
         on any rank, nothing is measured on any. Of a sample the last SESSION_TOKENS tokens are compared. Where the
@@ -183,14 +185,21 @@ class MismatchMeter:
         self._kept.clear()
         if self._why_off:
             return None
-        lockstep = self._session.engine.rank_group.lockstep
-        met = lockstep.meet("the mismatch meter", arguments=kept, flag=skip, compare=False)
-        if met.flag or not met.arguments:
+        engine = self._session.engine
+        lockstep = engine.rank_group.lockstep
+        own = engine.relay.own_requests
+        text = json.dumps(kept) if own else ""
+        met = lockstep.meet("the mismatch meter", arguments=kept, flag=skip, compare=False, text=text)
+        if own:
+            kept = [one for text in met.texts for one in json.loads(text)]
+        else:
+            kept = met.arguments
+        if met.flag or not kept:
             return None
-        report, failure, device = None, "", self._session.engine.device.torch
+        report, failure, device = None, "", engine.device.torch
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                report = self._observe([_chosen_of(one) for one in met.arguments], most_tokens=SESSION_TOKENS)
+                report = self._observe([_chosen_of(one) for one in kept], most_tokens=SESSION_TOKENS)
         except (MismatchAlarm, LockstepError, RankFailure):
             raise
         except Exception as error:  # training goes on without a meter

@@ -45,7 +45,9 @@ class RolloutRanks:
         keep: with `end`, ids of finished groups that a later call delivers.
         """
         self.delivered(groups)
-        if self._engine.rank_group.size == 1:
+        if not self._engine.rank_group.groups.shares_requests:
+            if end:
+                self._engine.serve_others()
             return
         sent = [
             [

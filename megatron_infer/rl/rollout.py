@@ -47,7 +47,8 @@ class Rollout:
     weight updates; the next call continues them and delivers them beside its own.
     With several ranks every rank makes the same calls with the same prompts and params (else PromptsDiffer is raised),
     or with no prompts ([]) on ranks other than the leader, and has the groups; or the leader alone calls, while the
-    others are in `engine.follow()`.
+    others are in `engine.follow()`. With `dp_attention` every rank calls with prompts of its own and has their groups;
+    a call ends on all ranks together.
     """
 
     def __init__(

@@ -65,6 +65,7 @@ async def converse(
     """
     check_on_error(on_error)
     roll.engine.relay.require_leader("converse()")
+    roll.engine.relay.require_shared("converse()")
     limits = limits if limits is not None else TurnLimits()
     gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
     batch = as_batch(prompts)

@@ -78,6 +78,7 @@ class Batch:
     restore: LayerwiseRestore | None = None
     """The cache is being restored: each layer waits, on the device, for its own part. None: all of it is there."""
     routing_TLK: Tensor | None = None
+    tokens_of_ranks: Sequence[int] | None = None
     lora: LoRABackend | None = None
     expanded: NativeLatentAttention | None = None
     """`attention`, where it may compute tokens in another way; None: it computes all alike."""
@@ -270,6 +271,13 @@ class BatchBuilder:
         self.rotations = Rotations(device, dtype, sizes.max_sequence_length)
         self.rotations.set(rotary)
         self._static: dict[GraphShape, StepMetadata] = {}
+        self.tokens_of_ranks: Sequence[int] | None = None
+        """See `StepInputs.tokens_of_ranks`: of the batches that are built from now on."""
+
+    @property
+    def ops(self) -> Ops:
+        """What the layers compute with."""
+        return self._kernels.ops
 
     @property
     def token_pool(self) -> Tensor:
@@ -404,6 +412,7 @@ class BatchBuilder:
             kv_cache=cache.kv_cache,
             scan=kernels.scan,
             states=cache.states,
+            tokens_of_ranks=self.tokens_of_ranks,
             layers=kernels.layers,
             expanded=kernels.expanded,
             restore=restore,

@@ -13,6 +13,7 @@ from megatron_infer.cli.main import main
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import DP_ATTENTION_REQUESTS
 from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
 
 ATTENTION = model_shape(
@@ -121,3 +122,23 @@ def test_the_dtype_is_that_of_the_linears(tmp_path, capsys, monkeypatch):
     for backend, dtype in (("auto", "bfloat16"), ("native", "bfloat16"), ("vendor", "float32")):
         assert main(["plan", str(tmp_path), "--device", "cpu", "--linear-backend", backend, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["model"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    "asked, max_requests, own",
+    [
+        (None, DP_ATTENTION_REQUESTS, True),
+        (None, DP_ATTENTION_REQUESTS - 1, False),
+        (True, 1, True),
+        (False, 99, False),
+    ],
+)
+def test_models_with_experts_say_whose_requests_expert_parallel_ranks_have(asked, max_requests, own, capsys):
+    shape = dataclasses.replace(ATTENTION, experts=ExpertShape(top_k=2, fc1_width=512, fc2_width=256))
+    config = InferenceConfig(buffer_size_gb=2, max_requests=max_requests, dp_attention=asked)
+    text = plan.as_dict(config, shape, config.resolve(shape))["dp_attention"]
+    assert ("requests of each rank" if own else "requests shared by all") in text
+    assert f"it pays from {DP_ATTENTION_REQUESTS} on" in text
+    plan._print_table("toy", config, shape, config.resolve(shape))
+    assert "dp_attention" in capsys.readouterr().out
+    assert plan.as_dict(config, ATTENTION, config.resolve(ATTENTION))["dp_attention"] is None

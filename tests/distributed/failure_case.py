@@ -22,10 +22,10 @@ from gloo_ranks import new_groups, stage_ends
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.testing.inspect import inspect, run_one_by_one
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 Case = tuple[str, str, int, str]
-"""Phase, how, rank, and what divides the model: tp or pp."""
+"""Phase, how, rank, and what divides the model: tp, pp or ep."""
 CASES: list[Case] = [
     (phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")
 ] + [
@@ -37,9 +37,19 @@ CASES: list[Case] = [
     ("decode", "SIGSTOP", 1, "pp"),
     ("decode", "STUCK", 1, "pp"),
     ("decode", "STUCK", 0, "pp"),
+    ("decode", "RAISES", 1, "ep"),
+    ("decode", "SIGKILL", 0, "ep"),
+    ("decode", "SIGSTOP", 1, "ep"),
+    ("suspend", "SIGKILL", 1, "ep"),
 ]
-"""STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
-QUICK: list[Case] = [("prefill", "SIGKILL", 1, "tp"), ("decode", "SIGSTOP", 1, "tp"), ("decode", "SIGKILL", 1, "pp")]
+"""STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself. ep: each rank
+has requests of its own."""
+QUICK: list[Case] = [
+    ("prefill", "SIGKILL", 1, "tp"),
+    ("decode", "SIGSTOP", 1, "tp"),
+    ("decode", "SIGKILL", 1, "pp"),
+    ("decode", "RAISES", 1, "ep"),
+]
 REST = [case for case in CASES if case not in QUICK]
 PARTS = (QUICK, REST[::2], REST[1::2])
 
@@ -67,6 +77,8 @@ class Bomb:
         open(f"{self.folder}/off", "w").close()
         if self.how == "STUCK":
             time.sleep(3600)
+        if self.how == "RAISES":
+            raise ValueError("raised by the case")
         os.kill(os.getpid(), getattr(signal, self.how))
 
 
@@ -85,12 +97,16 @@ class _Wired:
 def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
     phase, how, victim, layout = case
     ranks.start_rank(rank, 2, folder)
+    options: dict[str, Any] = {}
     if layout == "tp":
         model = ranks.part_of_model("attention", folder, rank, 2)
+    elif layout == "ep":
+        new_groups(expert_model_parallel_size=2)
+        model, options = tiny_gpt(**ranks.GPT | EXPERTS, randomize=False), {"dp_attention": True}
     else:
         new_groups(pipeline_model_parallel_size=2)
         model = tiny_gpt(**ranks.GPT, pipeline_model_parallel_size=2, **stage_ends(rank, 2))
-    engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False)
+    engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False, **options)
     engine.generate([list(range(9))], SamplingParams(max_tokens=3, ignore_eos=True))
     bomb = Bomb(engine, phase, how, folder) if rank == victim else None
     started = time.monotonic()
@@ -98,7 +114,7 @@ def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
     try:
         if phase == "follow" and rank == 1:
             engine.follow()
-        if rank == 0:
+        if rank == 0 or layout == "ep":
             engine.add_request(list(range(30)), SamplingParams(max_tokens=40, ignore_eos=True))
         for step in range(10):
             if step == 4 and phase in ("step", "follow") and bomb is not None:

@@ -32,7 +32,7 @@ def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path, part: 
         print(f"{layout}: {how} of rank {victim} in {phase}: {result['seconds']} s: {result['error']}")
         assert result["error"] is not None, (result, done.stderr)
         assert result["rank"] == victim and phase in result["phase"], result
-        limit = SLACK_S + {"SIGKILL": 0, "SIGSTOP": 1, "STUCK": 4}[how] * TIMEOUT_S
+        limit = SLACK_S + {"SIGKILL": 0, "SIGSTOP": 1, "STUCK": 4, "RAISES": 1}[how] * TIMEOUT_S
         if how == "STUCK":  # a message that is missed, then two ranks waited for
             assert f"rank {victim} of the engine failed" in result["victim"], result
         assert result["seconds"] < limit, result

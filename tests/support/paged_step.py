@@ -123,6 +123,7 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
     routing_TLK = absorbed_S = None
+    tokens_of_ranks = None
     lora = None
     is_padded = False
     padding_T1 = None

@@ -1,0 +1,51 @@
+"""Whether the expert-parallel ranks of an engine have requests of their own (data-parallel attention), and why not."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import dp_attention_pays
+from megatron_infer.distributed.groups import ParallelGroups
+from megatron_infer.errors import ConfigError
+from megatron_infer.models.adopt import AdoptedModel
+
+log = logging.getLogger("megatron_infer")
+
+
+def has_own_requests(
+    config: InferenceConfig, adopted: AdoptedModel, groups: ParallelGroups, *, max_requests: int
+) -> bool:
+    """What `dp_attention` comes to, the same on every rank. Raises ConfigError where it is True and cannot be."""
+    if config.dp_attention is False:
+        return False
+    reason = why_shared(config, adopted, groups)
+    if config.dp_attention and reason is not None:
+        raise ConfigError(f"dp_attention=True: {reason}")
+    chosen = reason is None and (config.dp_attention or dp_attention_pays(max_requests))
+    log.info("dp_attention: %s (%s)", chosen, reason or f"max_requests is {max_requests}")
+    return chosen
+
+
+def why_shared(config: InferenceConfig, adopted: AdoptedModel, groups: ParallelGroups) -> str | None:
+    """Why the ranks must share their requests; None: each can have its own."""
+    if groups.ep is None:
+        return "the model has one expert-parallel rank; leave it False"
+    if groups.tp is not None or groups.pp is not None:
+        return (
+            f"expert-parallel ranks have requests of their own where tp and pp are 1, here they are {groups.tp_size} "
+            f"and {groups.pp_size}; leave it False"
+        )
+    if (layer := adopted.foreign_layer()) is not None:
+        return f"{layer} is of a class of the user's own, which exchanges tokens in its own way; leave it False"
+    if adopted.splits_experts:
+        return (
+            "expert_tensor_parallel_size is above 1: an expert's parts are on ranks with other tokens; leave it False"
+        )
+    if config.speculative is not None and config.speculative.drafts_on_device:
+        return (
+            "the draft model's or MTP layer's steps are not exchanged; draft by 'ngram' or 'grammar', or leave it False"
+        )
+    if config.num_cuda_graphs:
+        return "steps that exchange tokens are not captured as CUDA graphs; set num_cuda_graphs=0, or leave it False"
+    return None
