@@ -1,8 +1,10 @@
-"""Ranks on one machine, each a gloo process: weights that change their layout, and stages that wait for each other.
+"""Ranks on one machine, each a gloo process: weights that change their layout, stages that wait for each other, and
+experts on two ranks whose requests are shared or each rank's own.
 
     python tools/bench/ranks.py --part reshard [--model smollm2] [--dtype bfloat16] [--bucket-mib 16] [--rounds 5]
     python tools/bench/ranks.py --part stages [--stages 2] [--requests 32] [--tokens 24]
         [--device-ms 4 --per-token-us 4000]
+    python tools/bench/ranks.py --part experts [--tokens 24] [--prompt 512] [--rounds 5] [--dtype float32]
 
 reshard: a trainer's weights into an engine's model of another layout, against what gloo alone takes for the bytes.
 "must" is what targets want and their own ranks do not have, over both ranks; "gloo" sends as many bytes in the same
@@ -14,6 +16,9 @@ computed, which takes a core for each stage: on a smaller machine stages wait fo
 --device-ms a step costs device-ms / stages + per-token-us x tokens / stages on each stage, spent asleep. Each
 micro-batch pays device-ms whatever its size: where device-ms is most of a step, as in decoding few requests, stages
 are busy and nothing is gained, except that more requests can run in the same time.
+
+experts: a model of `EXPERTS` with attention as large models have it, over two ranks of one thread each. "shared": both
+compute the attention of all requests. "own": `dp_attention`. Decoding alone is timed, in turns of both; medians.
 """
 
 from __future__ import annotations
@@ -222,20 +227,90 @@ def stages(rank: int, args: argparse.Namespace) -> None:
         print(f"{count} in flight: {rate:8.0f} tokens/s ({rate / found[1]['tokens_per_s']:4.2f}x)   idle: {idle}")
 
 
+# ---------------------------------------------------------------------- experts
+
+REQUESTS = (1, 2, 4, 8, 16, 32)
+"""Of each rank."""
+MOE = EXPERTS | {"num_attention_heads": 8, "num_query_groups": 8, "moe_ffn_hidden_size": 512, "vocab_size": 32768}
+
+
+def decode_costs(engine: Any, prompts: list[dict[str, Any]], args: argparse.Namespace) -> list[float]:
+    """Seconds, and seconds of this rank's core, from when all requests have drawn a token until each has drawn
+    args.tokens more."""
+    from megatron_infer.config.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens + 1, ignore_eos=True)
+    if engine.relay.is_leader:
+        for prompt in prompts:
+            engine.add_request(prompt, params)
+    begun: set[str] = set()
+    start: list[float] = []
+    while engine.has_unfinished():
+        if not start and len(begun) == len(prompts):
+            start = [time.perf_counter(), time.process_time()]
+        begun |= {output.request_id for output in engine.step()}
+    return [time.perf_counter() - start[0], time.process_time() - start[1]]
+
+
+def experts(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    from megatron.core import parallel_state
+
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.engine.engine import DynamicInferenceEngine
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    model = tiny_gpt(**MOE, max_sequence_length=2048, expert_model_parallel_size=RANKS)
+    model = model.to(getattr(torch, args.dtype))
+    generator = torch.Generator().manual_seed(1)
+    if rank == 0:
+        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.dtype}, {RANKS} ranks")
+        print(f"{args.prompt} prompt and {args.tokens} timed tokens a request; ms a token of any rank, wall and core")
+    for count in REQUESTS:
+        ids = torch.randint(0, 128, (RANKS * count, args.prompt), generator=generator).tolist()
+        every = [{"prompt_token_ids": one} for one in ids]
+        how = {
+            "buffer_size_gb": 0.5,
+            "max_requests": RANKS * count,
+            "max_tokens": RANKS * count * args.prompt,
+            "overlap": False,
+        }
+        engines = {
+            own: DynamicInferenceEngine(model, InferenceConfig(**how, dp_attention=own)) for own in (False, True)
+        }
+        found: dict[bool, list[list[float]]] = {False: [], True: []}
+        for _ in range(args.rounds + 1):
+            for own, engine in engines.items():
+                costs = torch.tensor(decode_costs(engine, every[rank::RANKS] if own else every, args))
+                dist.all_reduce(costs, dist.ReduceOp.MAX)
+                found[own].append((costs * 1e3 / (RANKS * count * args.tokens)).tolist())
+        # the first round has more to do
+        (shared, shared_core), (own, own_core) = (
+            map(statistics.median, zip(*found[key][1:], strict=True)) for key in (False, True)
+        )
+        if rank == 0:
+            print(
+                f"{count:3} requests a rank: wall shared {shared:7.3f} own {own:7.3f} ({shared / own:4.2f}x)   "
+                f"core shared {shared_core:7.3f} own {own_core:7.3f} ({shared_core / own_core:4.2f}x)",
+                flush=True,
+            )
+
+
 # ---------------------------------------------------------------------- command line
 
 
 def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
-    {"reshard": reshard, "stages": stages}[args.part](rank, args)
+    {"reshard": reshard, "stages": stages, "experts": experts}[args.part](rank, args)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["reshard", "stages"], required=True)
+    parser.add_argument("--part", choices=["reshard", "stages", "experts"], required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=16.0)
@@ -243,10 +318,11 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--device-ms", type=float, default=0.0, help="pretend that a whole step takes so long at least")
     parser.add_argument("--per-token-us", type=float, default=100.0, help="and so long for each of its tokens")
     args = parser.parse_args()
-    num_ranks = RANKS if args.part == "reshard" else args.stages
+    num_ranks = args.stages if args.part == "stages" else RANKS
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, args=(folder, num_ranks, args), nprocs=num_ranks)
 
