@@ -9,7 +9,7 @@ import stat
 
 import pytest
 import torch
-from hf_models import logits_of
+from hf_models import HYBRID, logits_of
 from plain_forward import full_logits
 from safetensors.torch import load_file
 from test_checkpoint import built, byte_level
@@ -81,25 +81,21 @@ def test_command_writes_what_transformers_and_the_engine_read(llama, tmp_path, c
     assert torch.allclose(full_logits(build_model(opened), IDS).reshape(logits.shape), logits, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers"),
-        *(
-            "glm4_moe_bias",
-            "gpt_oss",
-            "gpt_oss_limit",
-            "exaone_moe",
-            "ernie4_5_moe_every_second",
-            "hy_v3",
-            "dots1",
-            "nemotron_biases",
-        ),
-        *("deepseek_v3", "deepseek_v3_one_group"),
-    ],
+WRITTEN = (
+    *("mixtral", "mixtral_window_three", "qwen2_moe", "qwen3_moe_window", "qwen3_moe_dense_layers", "glm4_moe_bias"),
+    *("gpt_oss", "gpt_oss_limit", "exaone_moe", "hy_v3", "dots1", "nemotron_biases", "ernie4_5_moe_every_second"),
+    *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_one_group", "glm4_moe_lite", "glm_moe_dsa_shared"),
+    *("mistral_window", "smollm3_yarn", "phi3_longrope_partial", "glm4", "gemma", "gemma2", "gemma2_no_caps"),
+    *("gemma3_linear_rope", "gemma3_no_window", "olmo2_bias", "olmo3_yarn", "exaone4", "exaone4_no_window"),
+    *("olmoe", "olmoe_normalised", "minimax_m2", "nemotron_h_time_step", "nemotron_h_latent_experts"),
 )
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", WRITTEN)
 @pytest.mark.parametrize("through_checkpoint", [False, True])
-def test_experts_become_the_tensors_and_the_config_that_they_were_made_of(case, through_checkpoint, tmp_path):
+def test_a_directory_is_written_as_it_was_read(case, through_checkpoint, tmp_path):
+    """Tensors and description to the bit, and what transformers computes of both."""
     import transformers
 
     source, model = built(case, tmp_path / "hf")
@@ -113,7 +109,8 @@ def test_experts_become_the_tensors_and_the_config_that_they_were_made_of(case, 
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one, attn_implementation="eager").eval()
         for one in ("hf", "out")
     )
-    assert torch.equal(*(logits_of(each, IDS) for each in (before, after)))
+    difference = (logits_of(before, IDS) - logits_of(after, IDS)).abs().max()
+    assert difference < 1e-4 if case in HYBRID else difference == 0  # the size of a scan's chunks is not kept
 
 
 def test_dtype_may_be_another(llama, tmp_path):
@@ -124,10 +121,10 @@ def test_dtype_may_be_another(llama, tmp_path):
     assert open_source(tmp_path / "out").config().dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("case", ["mistral_window", "smollm3"])
+@pytest.mark.parametrize("case", ["dense_granite", "bamba"])
 def test_what_no_config_here_says_is_refused_by_its_name(case, tmp_path):
     source, _ = built(case, tmp_path / "hf")
-    named = {"mistral_window": "window_size is", "smollm3": "no_rope_freq is"}[case]
+    named = {"dense_granite": "scales is", "bamba": "NemotronHForCausalLM: "}[case]
     with pytest.raises(ModelError, match=named):
         write_hugging_face(source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

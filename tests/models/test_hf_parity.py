@@ -24,7 +24,7 @@ from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.checkpoint import DESCRIPTION_FILE, save_checkpoint
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.families import FAMILIES
-from megatron_infer.models.loading.hf_export import tensors_of
+from megatron_infer.models.loading.hf_export import tensors_of, write_hugging_face
 from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.mxfp4 import dequantised
 from megatron_infer.models.loading.sources import open_source
@@ -132,8 +132,12 @@ def test_ling_and_sarvam_are_glm_with_other_names_and_a_fused_projection(archite
     for old, new in names.items():
         tensors = {name.replace(old, new): value for name, value in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    built = build_model(open_source(tmp_path))
-    assert (full_logits(built, IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+    source = open_source(tmp_path)
+    assert (full_logits(build_model(source), IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+    write_hugging_face(source, tmp_path / "back")
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
+    assert open_source(tmp_path / "back").config() == replace(source.config(), name=str(tmp_path / "back"))
 
 
 def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_without_them(tmp_path):

@@ -226,8 +226,9 @@ _MISTRAL = Family(
     model_type="mistral",
     fields=_DECODER | {"num_query_groups": _kv_heads(8)},
     tensors=_LLAMA_TENSORS,
+    is_written=True,
     rope=Rope(),
-    window=Window(default=4096),
+    window=Window(default=4096, writes_all=True),
 )
 _QWEN2 = Family(
     model_type="qwen2",
@@ -250,6 +251,8 @@ _SMOLLM3 = Family(
     model_type="smollm3",
     fields=_DECODER | {"num_query_groups": _kv_heads(4), "tied_embeddings": Key("tie_word_embeddings", True, "flag")},
     tensors=_LLAMA_TENSORS,
+    is_written=True,
+    written={"no_rope_layers": lambda v: [1 - unrotated for unrotated in v["no_rope_freq"]]},
     biases=_ATTENTION_BIAS | _MLP_BIAS,
     rope=Rope(base=2e6),
     no_rope=True,
@@ -260,6 +263,7 @@ _PHI3 = Family(
     fields=_DECODER | {"layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive")},
     tensors=_LLAMA_TENSORS | {"self_attention.linear_qkv": "self_attn.qkv_proj", "mlp.linear_fc1": "mlp.gate_up_proj"},
     marks=("qkv_proj.", "gate_up_proj."),
+    is_written=True,
     rope=Rope(partial=True),
     window=Window(),
     ignored_keys=("original_max_position_embeddings",),  # of the longrope type only, where it is read
@@ -310,6 +314,12 @@ _NORMS_AFTER = {
 }
 
 
+def _query_scalar(v: Values) -> int | float:
+    """s of a softmax scale s ** -0.5, a whole number where it is near one."""
+    found: float = v["softmax_scale"] ** -2
+    return round(found) if abs(found - round(found)) < 1e-6 else found
+
+
 def _cap(name: str) -> Derived:
     """A softcap that may be null."""
     return lambda values: None if values[name] is None else float(values[name])
@@ -332,6 +342,8 @@ _GEMMA = Family(
         "activation": lambda v: "gelu_pytorch_tanh" if v["_activation"] == "gelu" else v["_activation"],
     },
     tensors=_LLAMA_TENSORS,
+    is_written=True,
+    written={"hidden_act": _same("activation")},
     biases=_ATTENTION_BIAS,
     rope=Rope(),
     ignored_keys=("hidden_activation",),  # the modelling file reads hidden_act
@@ -351,9 +363,15 @@ _GEMMA2 = Family(
         "extensions.logit_softcap": _cap("_logit_cap"),
     },
     tensors=_LLAMA_TENSORS | _NORMS_AFTER | {"pre_mlp_layernorm": "pre_feedforward_layernorm"},
+    is_written=True,
+    written={
+        "query_pre_attn_scalar": _query_scalar,
+        "attn_logit_softcapping": _same("extensions.attention_softcap"),
+        "final_logit_softcapping": _same("extensions.logit_softcap"),
+    },
     biases=_ATTENTION_BIAS,
     rope=Rope(),
-    window=Window(default=4096, pattern=("", 2)),
+    window=Window(default=4096, pattern=("", 2), writes_types=True),
     ignored_keys=("hidden_act", "cache_implementation"),
 )
 _GEMMA3 = replace(
@@ -371,7 +389,7 @@ _GEMMA3 = replace(
     },
     marks=("pre_feedforward_layernorm.",),
     rope=Rope(base=1e6, local_key="rope_local_base_freq", local_base=1e4),
-    window=Window(default=4096, pattern=("sliding_window_pattern", 6)),
+    window=Window(default=4096, pattern=("sliding_window_pattern", 6), writes_types=True),
     ignored_keys=(*_GEMMA2.ignored_keys, "_sliding_window_pattern", "sliding_window_pattern"),
 )
 _OLMO2 = Family(
@@ -390,6 +408,7 @@ _OLMO2 = Family(
     }
     | _NORMS_AFTER,
     marks=("post_feedforward_layernorm.",),
+    is_written=True,
     biases=_ATTENTION_BIAS,
     rope=Rope(),
 )
@@ -398,7 +417,7 @@ _OLMO3 = replace(
     model_type="olmo3",
     marks=(),
     rope=Rope(local_key="rope_local_base_freq"),
-    window=Window(default=4096, pattern=("", 4)),
+    window=Window(default=4096, pattern=("", 4), writes_types=True),
 )
 _EXAONE4 = replace(
     _OLMO2,
@@ -412,7 +431,7 @@ _EXAONE4 = replace(
     },
     marks=(),
     biases={},
-    window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True),
+    window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True, writes_types=True),
     ignored_keys=("sliding_window_pattern",),
 )
 _NEMOTRON = Family(
@@ -456,6 +475,7 @@ _GLM4 = Family(
         "mlp.linear_fc2.post_layernorm": "post_mlp_layernorm",
     },
     marks=("post_self_attn_layernorm.",),
+    is_written=True,
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
 )
@@ -500,7 +520,12 @@ _GROUPS = {
     "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
     "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
 }
+_GROUPS_WRITTEN: dict[str, Derived] = {
+    "n_group": lambda v: v.get("moe_router_num_groups") or 1,
+    "topk_group": lambda v: v.get("moe_router_group_topk") or 1,
+}
 _NORMALISED: dict[str, Derived] = {"norm_topk_prob": lambda v: not v.get("moe_router_pre_softmax")}
+_SIGMOID_NORMALISED: dict[str, Derived] = {"norm_topk_prob": lambda v: v.get("moe_router_topk") != 1}
 _DENSE_LAYERS: dict[str, Derived] = {
     "decoder_sparse_step": lambda v: 1,
     "mlp_only_layers": lambda v: [layer for layer, sparse in enumerate(v["moe_layer_freq"]) if not sparse],
@@ -508,6 +533,11 @@ _DENSE_LAYERS: dict[str, Derived] = {
 _FIRST_DENSE: dict[str, Derived] = {
     "first_k_dense_replace": lambda v: v["moe_layer_freq"].index(1) if 1 in v["moe_layer_freq"] else v["num_layers"]
 }
+
+
+def _num_shared(key: str) -> dict[str, Derived]:
+    """The key that counts shared experts."""
+    return {key: lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"]}
 
 
 def _sums_of_groups(num_summed: int) -> tuple[Callable[[Values], bool], str]:
@@ -638,6 +668,8 @@ _OLMOE = Family(
         "extensions.whole_head_norms": True,
     },
     tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
+    is_written=True,
+    written=_NORMALISED,
     rope=Rope(),
     ignored_keys=_ROUTER_LOSSES,
     renamed_keys={"num_local_experts": "num_experts"},
@@ -674,11 +706,7 @@ _GLM4_MOE = Family(
     marks=("mlp.gate.e_score_correction_bias",),
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     is_written=True,
-    written=_FIRST_DENSE
-    | {
-        "norm_topk_prob": lambda v: v["moe_router_topk"] > 1,
-        "n_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"],
-    },
+    written=_FIRST_DENSE | _SIGMOID_NORMALISED | _GROUPS_WRITTEN | _num_shared("n_shared_experts"),
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
     ignored_keys=(*_ROUTER_LOSSES, "num_nextn_predict_layers", "num_mtp_layers"),
@@ -686,9 +714,6 @@ _GLM4_MOE = Family(
 )
 _LAYER_TYPES: dict[str, Derived] = {
     "mlp_layer_types": lambda v: ["sparse" if sparse else "dense" for sparse in v["moe_layer_freq"]]
-}
-_NUM_SHARED: dict[str, Derived] = {
-    "num_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"]
 }
 _TYPES_OR_FIRST_DENSE = {
     "_num_dense": Key("first_k_dense_replace", 1, "any"),
@@ -722,7 +747,7 @@ _EXAONE_MOE = replace(
     tensors=_GLM4_MOE.tensors | {"mlp.router.expert_bias": "mlp.e_score_correction_bias"},
     marks=("mlp.e_score_correction_bias",),
     ignored_tensors=("mtp.",),
-    written={"norm_topk_prob": _GLM4_MOE.written["norm_topk_prob"]} | _LAYER_TYPES | _NUM_SHARED,
+    written=_SIGMOID_NORMALISED | _LAYER_TYPES | _GROUPS_WRITTEN | _num_shared("num_shared_experts"),
     biases={},
     rope=Rope(),
     window=Window(default=4096, pattern=("sliding_window_pattern", 4), rotates=True, writes_types=True),
@@ -750,7 +775,7 @@ _HY_V3 = replace(
         "mlp.shared_experts.linear_fc2": "mlp.shared_mlp.down_proj",
     },
     marks=("mlp.shared_mlp.",),
-    written=_LAYER_TYPES | _NUM_SHARED,
+    written=_LAYER_TYPES | _num_shared("num_shared_experts"),
     biases={},
     rope=Rope(base=11158840.0),
     ignored_keys=(*_GLM4_MOE.ignored_keys, "enable_moe_fp32_combine"),
@@ -803,8 +828,7 @@ _BAILING_MOE_V2 = replace(
         "mlp.router.expert_bias": "mlp.gate.expert_bias",
     },
     marks=("attention.query_key_value.",),
-    is_written=False,
-    written={},
+    written=_FIRST_DENSE | _SIGMOID_NORMALISED | _GROUPS_WRITTEN | _num_shared("num_shared_experts"),
     biases={"use_qkv_bias": ("qkv",)},
     ignored_keys=(
         *_GLM4_MOE.ignored_keys, "moe_shared_expert_intermediate_size", "router_dtype", "rotary_dim", "use_rmsnorm",
@@ -869,8 +893,8 @@ _ERNIE_MOE = replace(
     in_rows=("mlp.router.expert_bias",),
     marks=("mlp.moe_statics.",),
     ignored_tensors=("model.mtp_",),
-    written={
-        "moe_num_shared_experts": _NUM_SHARED["num_shared_experts"],
+    written=_num_shared("moe_num_shared_experts")
+    | {
         "moe_layer_start_index": lambda v: _layers_with_experts(v)[0],
         "moe_layer_end_index": lambda v: _layers_with_experts(v)[-1],
         "moe_layer_interval": lambda v: next((b - a for a, b in pairwise(_layers_with_experts(v))), 1),
@@ -955,6 +979,9 @@ _LATENT = {
     "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
     **_GROUPS,
 }
+_LATENT_WRITTEN = _GROUPS_WRITTEN | _num_shared("n_shared_experts") | {
+    "num_key_value_heads": _same("num_attention_heads"), "q_lora_rank": _same("q_lora_rank"),
+}  # fmt: skip
 _LATENT_TENSORS = {name: named for name, named in _LLAMA_TENSORS.items() if "linear_qkv" not in name} | {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
@@ -997,15 +1024,7 @@ _DEEPSEEK_V3 = Family(
     tensors=_LATENT_TENSORS | _LATENT_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     is_written=True,
-    written=_FIRST_DENSE
-    | {
-        "norm_topk_prob": lambda v: v["moe_router_topk"] > 1,
-        "n_shared_experts": lambda v: (v.get("moe_shared_expert_intermediate_size") or 0) // v["moe_ffn_hidden_size"],
-        "num_key_value_heads": lambda v: v["num_attention_heads"],
-        "q_lora_rank": lambda v: v["q_lora_rank"],
-        "n_group": lambda v: v.get("moe_router_num_groups") or 1,
-        "topk_group": lambda v: v.get("moe_router_group_topk") or 1,
-    },
+    written=_LATENT_WRITTEN | _FIRST_DENSE | _SIGMOID_NORMALISED,
     rope=Rope(mscales=True),
     ignored_keys=(*_LATENT_IGNORED, "num_nextn_predict_layers", "num_mtp_layers"),
     required=_LATENT_REQUIRED
@@ -1018,7 +1037,7 @@ _DEEPSEEK_V3 = Family(
 _GLM4_MOE_LITE = replace(
     _DEEPSEEK_V3,
     model_type="glm4_moe_lite",
-    is_written=False,
+    written=_LATENT_WRITTEN | _LAYER_TYPES | _SIGMOID_NORMALISED,
     fields=_DEEPSEEK_V3.fields
     | {
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
@@ -1063,6 +1082,10 @@ _DEEPSEEK_V2 = Family(
         "moe_router_group_topk": lambda v: v["_group_topk"] if v["_method"] == "group_limited_greedy" else None,
     },
     tensors=_LATENT_TENSORS | _LATENT_EXPERTS,
+    is_written=True,
+    written=_LATENT_WRITTEN
+    | _FIRST_DENSE
+    | {"topk_method": lambda v: "group_limited_greedy" if v.get("moe_router_num_groups") else "greedy"},
     rope=Rope(mscales=True),
     ignored_keys=(*_LATENT_IGNORED, "mlp_bias"),  # the modelling file gives MLPs no biases
     required=_LATENT_REQUIRED
@@ -1144,6 +1167,8 @@ _GLM_MOE_DSA = replace(
         "_index_offset": Key("index_skip_topk_offset", 2, "any"),
         "extensions.index_shared": _shared_choices,
     },
+    written=_DEEPSEEK_V32.written
+    | {"indexer_types": lambda v: [("full", "shared")[one] for one in v["extensions.index_shared"]] or None},
     required=_DEEPSEEK_V32.required
     | {"indexer_rope_interleave": ((None, True), "the modelling file pairs neighbouring dims")},
     refusals=(
@@ -1185,6 +1210,7 @@ _MINIMAX_M2 = Family(
         "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
     },
     marks=("block_sparse_moe.e_score_correction_bias",),
+    is_written=True,
     rope=Rope(base=5e6, partial=True, dim_key="rotary_dim"),
     ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     required={
@@ -1375,6 +1401,10 @@ _NEMOTRON_H = Family(
     layers="backbone.layers",
     marks=("backbone.", ".mixer.", "model.embeddings."),
     ignored_tensors=("mtp.",),
+    is_written=True,
+    written=_SIGMOID_NORMALISED | _GROUPS_WRITTEN | {
+        "hybrid_override_pattern": _same("hybrid.pattern"), "num_hidden_layers": _same("num_layers"),
+    },
     biases=_MLP_BIAS,
     pattern=Pattern(types=("layers_block_type", "layer_types"), text="hybrid_override_pattern"),
     ignored_keys=(

@@ -518,7 +518,9 @@ def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescr
     written = [
         name
         for name, family in FAMILIES.items()
-        if family.is_written and ("num_moe_experts" in family.fields) == has_experts
+        if family.is_written
+        and (family.pattern is not None) == (description.hybrid is not None)
+        and (description.hybrid is not None or ("num_moe_experts" in family.fields) == has_experts)
     ]
     reasons = []
     for architecture in sorted(written, key=lambda name: name != own):
@@ -548,6 +550,9 @@ def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescr
 def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
     layers = description.transformer
     values = {name: getattr(description, name) for name in _OWN_FIELDS} | dict(layers)
+    for group in KINDS:
+        if (found := getattr(description, group)) is not None:
+            values |= {f"{group}.{one.name}": getattr(found, one.name) for one in fields(found)}
     values["num_query_groups"] = layers.get("num_query_groups") or layers["num_attention_heads"]
     if layers.get("num_moe_experts"):
         values["moe_layer_freq"] = expert_layers(layers["num_layers"], layers.get("moe_layer_freq", 1))
@@ -561,12 +566,29 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
         config["rope_theta"] = description.rotary_base
         if family.rope.partial:
             config["partial_rotary_factor"] = description.rotary_percent
+        if family.rope.dim_key:
+            config[family.rope.dim_key] = round(description.rotary_percent * layers["kv_channels"])
         scaling = description.rope_scaling
         if scaling is not None and scaling.kind in _ROPE_TYPES:
             factors = {key: _json(getattr(scaling, name)) for name, key in _ROPE_TYPES[scaling.kind].items()}
             if family.rope.mscales and scaling.mscale_all_dim:
                 factors |= {key: getattr(scaling, key) for key in _YARN_WEIGHTS}
             config["rope_scaling"] = {"rope_type": scaling.kind, **factors}
+            if scaling.kind == "longrope":
+                config["original_max_position_embeddings"] = scaling.original_max_position
+        if family.rope.local_key:
+            local = description.extensions.local_rotary_base or description.rotary_base
+            config[family.rope.local_key] = local
+            everywhere = {
+                "rope_theta": description.rotary_base,
+                "rope_type": "default",
+                **config.get("rope_scaling", {}),
+            }
+            # of transformers 5; earlier ones read the keys above
+            config["rope_parameters"] = {
+                "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+                "full_attention": everywhere,
+            }
     if family.window is not None:
         config |= _written_window(family.window, layers)
     for key, linears in family.biases.items():
@@ -583,7 +605,10 @@ def _written_window(rule: Window, layers: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of sliding windows; those of layers without any where transformers could not be told of them."""
     slides = layers.get("window_attn_skip_freq")
     if "window_size" not in layers or not (rule.writes_types or (rule.writes_all and slides is None)):
-        return {rule.switch: False} if rule.switch else {"sliding_window": None}
+        if rule.switch:
+            return {rule.switch: False}
+        types = {"layer_types": ["full_attention"] * layers["num_layers"]} if rule.writes_types else {}
+        return types if types and not rule.rotates else {"sliding_window": None, **types}
     config = {rule.switch: True} if rule.switch else {}
     config |= {"sliding_window": layers["window_size"][0] + 1}
     if rule.writes_types:
