@@ -320,8 +320,8 @@ def _how_block_bytes(config: InferenceConfig, shape: ModelShape) -> str:
 def _how_prompts(config: InferenceConfig, shape: ModelShape, latent: LatentShape) -> str:
     """When chunks of prompts have full keys and values for the time of a layer."""
     if latent.expands_from is None or config.batch_invariant or config.kv_dtype_of(shape) != shape.dtype:
-        return ", which no prompt makes"
-    return f", which native kernels make for a layer at a time of a prompt's chunk of {latent.expands_from:,} tokens on"
+        return "; no prompt makes them"
+    return f"; native kernels make them, layer by layer, for chunks of prompts from {latent.expands_from:,} tokens on"
 
 
 def _how_blocks(

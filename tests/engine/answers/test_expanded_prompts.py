@@ -46,7 +46,7 @@ def expanded(monkeypatch, native_kernels) -> list[int]:
 def test_answers_are_those_of_the_models_own_forward(way, q_lora, expanded):
     model = make_model("latent", q_lora_rank=q_lora)
     engine = make_engine(model, **WAYS[way])
-    assert engine.shape.latent.expands_from == 32
+    assert "for chunks of prompts from 32 tokens on" in engine.sizes.how["block_bytes"]
     outputs = run(engine, [(prompt, GREEDY) for prompt in PROMPTS])
     assert worst_error(outputs, lambda ids: full_logits(model, ids)) < 2e-4
     assert expanded and min(expanded) >= 32
@@ -64,6 +64,8 @@ def test_prompt_logprobs_are_those_of_the_models_own_forward(expanded):
 
 def test_exact_mode_and_shorter_prompts_stay_in_the_latents_space(expanded):
     model = make_model("latent")
-    run(make_engine(model, batch_invariant=True), [(PROMPTS[0], GREEDY)])
+    exact = make_engine(model, batch_invariant=True)
+    assert "no prompt makes them" in exact.sizes.how["block_bytes"]
+    run(exact, [(PROMPTS[0], GREEDY)])
     run(make_engine(model), [(PROMPTS[0][:31], GREEDY)])
     assert not expanded
