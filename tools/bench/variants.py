@@ -43,6 +43,7 @@ CASES = {
     "lora": "adapters",
     "latent-prompts": "latent",
     "chosen-keys": "latent",
+    "kinds": "kinds",
 }
 """Case -> its module in tools/bench/cases."""
 
