@@ -288,6 +288,9 @@ def _print_token_details(one: CompletionOutput) -> None:
     if one.routing is not None:
         positions, layers, experts = one.routing.shape
         print(f"  routing of {positions} positions in {layers} layers, {experts} experts each: --output writes it")
+    if one.index_choices is not None:
+        positions, layers, keys = one.index_choices.shape
+        print(f"  chosen keys of {positions} positions in {layers} layers, up to {keys} each: --output writes them")
 
 
 def _scored(token: int, entry: Any) -> str:

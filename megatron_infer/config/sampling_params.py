@@ -92,6 +92,9 @@ class SamplingParams:
     """Return the ids that each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
     return_routing: bool = False
     """Return the experts of every position in every mixture-of-experts layer; the prompt uses no cached prefix."""
+    return_index_choices: bool = False
+    """Return the keys that every position attends to in every layer with an indexer (sparse attention), 4 bytes a key
+    and layer; the prompt uses no cached prefix."""
     pooling: str | None = option(None, choices=("last", "mean", "all"))
     """Return the prompt's final hidden states: "last" that of its last position, "mean" the mean over all positions,
     "all" one for each position; the latter two use no cached prefix. Needs max_tokens=1 and n=1. None: off."""
@@ -177,6 +180,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether something is returned of each position that was computed, and not of drawn tokens alone."""
+        return self.return_routing or self.return_index_choices
 
     @property
     def carries(self) -> bool:

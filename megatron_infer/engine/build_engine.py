@@ -72,6 +72,17 @@ NO_ROUTING = {
 }
 
 
+def _without_choices(setup: ModelSetup) -> dict[str, str]:
+    """Why no request can return the keys that indexers choose; {}: requests can."""
+    if setup.rank_group.groups.pp_size > 1:
+        reason = "pipeline stages do not pass on which keys their layers' indexers chose"
+    elif not setup.adopted.chooses_keys:
+        reason = "the model has no layers with an indexer (sparse attention)"
+    else:
+        return {}
+    return {"return_index_choices": f"{reason}; leave it False"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSetup:
     """One rank's model and what works on its tensors."""
@@ -299,7 +310,12 @@ def make_input_processor(
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         seed=seed,
-        unavailable={**({} if has_routing else NO_ROUTING), **without_drafts(config), **setup.adopted.unavailable},
+        unavailable={
+            **({} if has_routing else NO_ROUTING),
+            **_without_choices(setup),
+            **without_drafts(config),
+            **setup.adopted.unavailable,
+        },
         adapters=adapters,
     )
 

@@ -89,6 +89,7 @@ def build_runner(
         edit_logits=hooks,
         load_adapter=None if bank is None else bank.write,
         draft=None if drafter is None else drafter.run,
+        chooses_keys=adopted.chooses_keys,
     )
     if link is None:
         return runner, runner, graphs

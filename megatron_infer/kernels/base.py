@@ -370,6 +370,11 @@ class SparseAttentionBackend(AttentionBackend, Protocol):
         """
         ...
 
+    def choice_of_step(self, most: int) -> Tensor:
+        """Keys that each token attends to in the layer that ran last: int32 positions [T, top_k], ascending, and behind
+        them -1; at most `most` columns, which no sequence is longer than."""
+        ...
+
 
 class StepInputs(Protocol):
     """What a paged layer sees of the step; the decoder passes it as `inference_context`."""

@@ -259,6 +259,8 @@ class AdoptedModel:
         )
         """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
         self.routing = reading.routing
+        self.chooses_keys = any(spec.index is not None for spec in self.specs)
+        """Layers have indexers (sparse attention)."""
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
         self.num_adoptions += 1

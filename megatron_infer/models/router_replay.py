@@ -59,8 +59,8 @@ def replay_routing(
             hooks.append(router.register_forward_pre_hook(replay.on_forward, with_kwargs=True))
             router.router_replay = replay
         hooks += [
-            chunk.register_forward_pre_hook(targets.on_tokens, with_kwargs=True)
-            for chunk in map(unwrap, _chunks(model))
+            chunk.register_forward_pre_hook(targets.rows.on_tokens, with_kwargs=True)
+            for chunk in map(unwrap, chunks_of(model))
             if chunk.pre_process
         ]
         yield
@@ -122,6 +122,52 @@ class _Replay:
         return made
 
 
+class ReplayedRows:
+    """Which sequence is in each row of a forward, by its tokens."""
+
+    def __init__(self, caller: str, sequences: Sequence[Sequence[int]], known: Sequence[int]) -> None:
+        """known: leading positions of each sequence that have a record."""
+        self._caller = caller
+        self._sequences = [torch.tensor(list(sequence), dtype=torch.int64) for sequence in sequences]
+        self._known = [ids[:count] for ids, count in zip(self._sequences, known, strict=True)]
+        self.rows: tuple[int, ...] | None = None
+        """Of the present forward; None: one behind the other, or unknown."""
+        self._used = False
+
+    def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called when a forward begins."""
+        ids_BS = args[0] if args else kwargs.get("input_ids")
+        before, self.rows = self.rows, None
+        if ids_BS is None:
+            return
+        ids_BS = ids_BS.detach().cpu()
+        if not (len(ids_BS) == 1 and _begins(ids_BS[0], torch.cat(self._sequences))):
+            self.rows = tuple(self._row_of(row, ids_S) for row, ids_S in enumerate(ids_BS))
+        if self._used and before != self.rows and _recomputes(model):
+            raise ModelError(
+                f"{self._caller}: forwards over other rows than before, and their activations are recomputed in the "
+                f"backward pass, which cannot tell the rows apart; use one {self._caller} for each forward and its "
+                "backward"
+            )
+
+    def see(self) -> tuple[int, ...] | None:
+        """`rows`, for a layer that replays."""
+        self._used = True
+        return self.rows
+
+    def _row_of(self, row: int, ids_S: Tensor) -> int:
+        """The sequence that a row begins with: that of the same index if possible, else the longest."""
+        if row < len(self._known) and _begins(ids_S, self._known[row]):
+            return row
+        fitting = [i for i, ids in enumerate(self._known) if _begins(ids_S, ids)]
+        if not fitting:
+            raise ModelError(
+                f"{self._caller}: row {row} of the forward's tokens begins with none of the {len(self._known)} "
+                "sequences; run those, one a row and padded at the end, or one behind the other in one row"
+            )
+        return max(fitting, key=lambda i: len(self._sequences[i]))
+
+
 class _Targets:
     """The recorded experts in the layout of a forward's tokens."""
 
@@ -139,40 +185,9 @@ class _Targets:
             _checked(i, array, len(sequence), len(routers), router.topk, router.config.num_moe_experts)
             for i, (array, sequence) in enumerate(zip(routing, sequences, strict=True))
         ]
-        self._sequences = [torch.tensor(list(sequence), dtype=torch.int64) for sequence in sequences]
         self._lengths = [len(sequence) for sequence in sequences]
-        self._rows: tuple[int, ...] | None = None
-        """The sequence in each row of the present forward; None: one behind the other, or unknown."""
+        self.rows = ReplayedRows("replay_routing", sequences, [len(array) for array in self._arrays])
         self._made: dict[tuple[int, int, tuple[int, ...] | None], Tensor] = {}
-
-    def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called when a forward begins."""
-        ids_BS = args[0] if args else kwargs.get("input_ids")
-        before, self._rows = self._rows, None
-        if ids_BS is None:
-            return
-        ids_BS = ids_BS.detach().cpu()
-        if not (len(ids_BS) == 1 and _begins(ids_BS[0], torch.cat(self._sequences))):
-            self._rows = tuple(self._row_of(row, ids_S) for row, ids_S in enumerate(ids_BS))
-        if self._made and before != self._rows and _recomputes(model):
-            raise ModelError(
-                "replay_routing: forwards over other rows than before, and their activations are recomputed in the "
-                "backward pass, which cannot tell the rows apart; use one replay_routing for each forward and its "
-                "backward"
-            )
-
-    def _row_of(self, row: int, ids_S: Tensor) -> int:
-        """The sequence that a row begins with: that of the same index if possible, else the longest."""
-        known = [ids[: len(array)] for ids, array in zip(self._sequences, self._arrays, strict=True)]
-        if row < len(known) and _begins(ids_S, known[row]):
-            return row
-        fitting = [i for i, ids in enumerate(known) if _begins(ids_S, ids)]
-        if not fitting:
-            raise ModelError(
-                f"replay_routing: row {row} of the forward's tokens begins with none of the {len(self._lengths)} "
-                "sequences; run those, one a row and padded at the end, or one behind the other in one row"
-            )
-        return max(fitting, key=lambda i: self._lengths[i])
 
     def of(self, router: Any, shape: tuple[int, ...], name: str) -> Tensor:
         """int64 [N, layers, K] for a router that gets [S, B, hidden], with this rank's share of S."""
@@ -182,13 +197,14 @@ class _Targets:
         return target_SBLK[part * local : (part + 1) * local].flatten(0, 1)
 
     def _laid_out(self, num_positions: int, size: int, name: str) -> Tensor:
-        key = num_positions, size, self._rows
+        own_rows = self.rows.see()
+        key = num_positions, size, own_rows
         found = self._made.get(key)
         if found is not None:
             return found
         starts = np.cumsum([0, *self._lengths[:-1]])
-        rows = self._rows is not None or size == len(self._arrays)
-        if self._rows is None and not (
+        rows = own_rows is not None or size == len(self._arrays)
+        if own_rows is None and not (
             max(self._lengths) <= num_positions if rows else size == 1 and sum(self._lengths) <= num_positions
         ):
             raise ModelError(
@@ -198,7 +214,7 @@ class _Targets:
             )
         _, layers, top_k = self._arrays[0].shape
         target = torch.full((num_positions, size, layers, top_k), _UNKNOWN, dtype=torch.int64)
-        for place, i in enumerate(self._rows if self._rows is not None else range(len(self._arrays))):
+        for place, i in enumerate(own_rows if own_rows is not None else range(len(self._arrays))):
             array, first, column = self._arrays[i], 0 if rows else int(starts[i]), place if rows else 0
             target[first : first + len(array), column] = torch.from_numpy(array)
         self._made[key] = target
@@ -213,13 +229,13 @@ def _recomputes(model: Any) -> bool:
     return model.training and torch.is_grad_enabled() and model.config.recompute_granularity is not None
 
 
-def _chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
     """(name, router) of the model's mixture-of-experts layers, first to last."""
-    chunks = _chunks(model)
+    chunks = chunks_of(model)
     for number, chunk in enumerate(chunks):
         prefix = f"chunk {number}: " if len(chunks) > 1 else ""
         for i, layer in enumerate(unwrap(chunk).decoder.layers):

@@ -63,6 +63,21 @@ class TorchIndexer(MegatronModule):
             x_sbD, latent_sbX = (
                 gather_from_sequence_parallel_region(part, group=self._tp_group) for part in (x_sbD, latent_sbX)
             )
+        q_sbiH, k_sbH, weights_sbi = self.forward_before_topk(x_sbD, latent_sbX)
+        length = len(x_sbD)
+        scores = torch.einsum("sbih,tbh->bsit", q_sbiH.float(), k_sbH.float()).relu()
+        scores = (scores * weights_sbi.float().transpose(0, 1).unsqueeze(-1)).sum(2)
+        seen = torch.ones(length, length, dtype=torch.bool, device=x_sbD.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : min(self.top_k, length)]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & seen
+
+    def forward_before_topk(
+        self, x_sbD: Tensor, latent_sbX: Tensor, packed_seq_params: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(index queries [s, b, i, dim], index keys [s, b, dim], both rotated, weights of index heads [s, b, i]), as
+        of megatron-core's own indexer. packed_seq_params: not supported."""
+        assert packed_seq_params is None, "packed sequences are taken apart before"
         length = len(x_sbD)
         table = latent_rotary_table(self.rotary_pos_emb, length, x_sbD.device)
         cos, sin = (part.to(x_sbD.dtype) for part in (table.cos_PR, table.sin_PR))
@@ -71,13 +86,7 @@ class TorchIndexer(MegatronModule):
         turn = {"dim": cos.shape[1], "interleaved": self.rope_interleaved}
         q_sbiH = apply_rotary(self.linear_wq_b(latent_sbX)[0].unflatten(-1, (self.num_heads, -1)), cos, sin, **turn)
         k_sbH = apply_rotary(self.k_norm(self.linear_wk(x_sbD)[0]), cos, sin, **turn)
-        weights_sbi = self.linear_weights_proj(x_sbD)[0] * self.num_heads**-0.5 * self.dim**-0.5
-        scores = torch.einsum("sbih,tbh->bsit", q_sbiH.float(), k_sbH.float()).relu()
-        scores = (scores * weights_sbi.float().transpose(0, 1).unsqueeze(-1)).sum(2)
-        seen = torch.ones(length, length, dtype=torch.bool, device=x_sbD.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : min(self.top_k, length)]
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & seen
+        return q_sbiH, k_sbH, self.linear_weights_proj(x_sbD)[0] * self.num_heads**-0.5 * self.dim**-0.5
 
 
 class TorchSparseAttention(MegatronModule):

@@ -42,6 +42,10 @@ class SampleOutputs:
     """With return_routing, once the sequence has ended: the experts of each computed position in each
     mixture-of-experts layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Those
     of position p are from the forward that computed it first; the last token was never an input."""
+    index_choices: np.ndarray | None = None
+    """With return_index_choices, of the same positions as `routing`: the positions of the keys that the indexer of each
+    layer chose, ascending, and behind them -1: int32 [prompt + output - 1, layers with an indexer, top-k]. top-k is at
+    most the engine's max_sequence_length."""
 
 
 class TokenValues(msgspec.Struct, array_like=True, gc=False):
@@ -287,6 +291,7 @@ TOKEN_OUTPUTS: tuple[TokenOutput, ...] = (
     NumberOutput("processed_logprobs", "processed", "return_sampled_logprobs", ("float32",)),
     IdSetOutput("support", "support", "return_support", ("int32",)),
     PositionOutput("routing", "routing", "return_routing", ("uint8", "uint16")),
+    PositionOutput("index_choices", "choices", "return_index_choices", ("int32",)),
 )
 """Their order is that of saved files."""
 PARAMETERS = tuple(dict.fromkeys(output.asked_by for output in TOKEN_OUTPUTS))

@@ -93,6 +93,7 @@ class ForeignModel:
 
     is_first_stage = is_last_stage = True
     fp8 = routing = tp_group = heads = None
+    chooses_keys = False
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
     linears: Mapping[str, Any] = {}

@@ -79,6 +79,8 @@ class Batch:
     """The cache is being restored: each layer waits, on the device, for its own part. None: all of it is there."""
     routing_TLK: Tensor | None = None
     tokens_of_ranks: Sequence[int] | None = None
+    index_choices: list[Tensor] | None = None
+    """Gets the keys that each layer's indexer chooses, int32 [T, top-k]; None: no request asks for them."""
     lora: LoRABackend | None = None
     expanded: NativeLatentAttention | None = None
     """`attention`, where it may compute tokens in another way; None: it computes all alike."""
@@ -150,7 +152,10 @@ class Batch:
         if self.restore is not None:
             self.restore.wait_for_layer(("blocks", layer))
         backend = cast(SparseAttentionBackend, self.attention)
-        return backend.run_sparse(q_TKGH, k_TKH, self.kv_cache, layer=layer, spec=spec, index=index)
+        out_TX = backend.run_sparse(q_TKGH, k_TKH, self.kv_cache, layer=layer, spec=spec, index=index)
+        if self.index_choices is not None and index is not None:
+            self.index_choices.append(backend.choice_of_step(self.max_sequence_length))
+        return out_TX
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
         assert self.scan is not None and self.states is not None, "a recurrent layer in a model adopted without any"

@@ -49,8 +49,8 @@ class RunnerOutput:
     """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
     prompt_scores: list[PromptScores]
     token_details: TokenDetailsBatch | None = None
-    routing: np.ndarray | None = None
-    """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where a request returns them."""
+    positions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By key of a PositionOutput that a request returns: [T, layers, k] of every token of the step."""
     error: str = ""
     """The step failed after its launch, for instance on another pipeline stage, and drew nothing."""
     is_out_of_memory: bool = False
@@ -100,6 +100,8 @@ class LocalStep:
     """What the padded step has computed."""
     routed_TLK: Tensor | None = None
     """The experts of its tokens, of this pipeline stage's layers and those before; see `routing_buffer`."""
+    chosen_TLC: Tensor | None = None
+    """int32: the keys that each layer's indexer chose for its tokens, see `SampleOutputs.index_choices`."""
     also_read: tuple[Tensor, ...] = ()
     """Other device tensors to be read with the step's outputs."""
     drafts_N: Tensor | None = None
@@ -112,7 +114,7 @@ class LocalStep:
         """Everything is enqueued, and these tokens are drawn: start copying the step's outputs to the host."""
         self.logits_SV, self.padded, self.greedy, self._sampled = None, None, None, sampled
         tensors = [] if sampled is None else [sampled.tokens_S, sampled.bad_S]
-        tensors += [one for one in (self.routed_TLK, self.drafts_N) if one is not None]
+        tensors += [one for one in (self.routed_TLK, self.chosen_TLC, self.drafts_N) if one is not None]
         parts = [tensor for part in self._parts() for tensor in _tensors_of(part)]
         self._read = device.begin_read(*tensors, *self.also_read, *parts)
 
@@ -123,7 +125,11 @@ class LocalStep:
         assert self._read is not None, "the step was not sampled"
         host = list(self._read.wait())[::-1]
         tokens, bad = (host.pop().numpy(), host.pop().numpy()) if self._sampled is not None else _NOTHING
-        routing = None if self.routed_TLK is None else expert_ids(host.pop())
+        positions: dict[str, np.ndarray] = {}
+        if self.routed_TLK is not None:
+            positions["routing"] = expert_ids(host.pop())
+        if self.chosen_TLC is not None:
+            positions["choices"] = host.pop().numpy()
         drafts = [] if self.drafts_N is None else host.pop().tolist()
         also_read = tuple(host.pop() for _ in self.also_read)
         logprobs, token_details, scores, pooled = None, None, self.prompt_scores, self.pooled
@@ -136,7 +142,7 @@ class LocalStep:
             np.flatnonzero(bad).tolist(),
             scores,
             token_details,
-            routing,
+            positions,
             pooled=pooled,
             also_read=also_read,
             drafts=drafts,

@@ -16,7 +16,7 @@ from megatron_infer.memory.store import CacheStore
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
 from megatron_infer.runner.pooling import pool
-from megatron_infer.runner.routing import asks_routing, routing_buffer
+from megatron_infer.runner.routing import asks_index_choices, asks_routing, routing_buffer
 from megatron_infer.runner.sampling.logprobs import prompt_logprobs
 from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.runner.sampling.token_masks import TokenMasks
@@ -102,13 +102,14 @@ class ModelRunner:
         edit_logits: EditLogits | None = None,
         load_adapter: Callable[[int, str], None] | None = None,
         draft: Draft | None = None,
+        chooses_keys: bool = False,
     ) -> None:
         """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none.
-        draft: None: no model drafts."""
+        draft: None: no model drafts. chooses_keys: layers have indexers."""
         self._edit_logits, self.load_adapter, self._draft = edit_logits, load_adapter, draft
         self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
-        self.model, self.device = model, builder.device
+        self.model, self.device, self._chooses_keys = model, builder.device, chooses_keys
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         return None if self.graphs is None else self.graphs.shape_of(plan)
@@ -120,7 +121,12 @@ class ModelRunner:
         if step.shape is None and self.routing is not None and asks_routing(plan):
             step.routed_TLK = routing_buffer(plan.num_tokens, self.routing, self.device)
             step.batch.routing_TLK = step.routed_TLK
-        self.finish(step, self.run_layers(step))
+        choices: list[Tensor] | None = [] if self._chooses_keys and asks_index_choices(plan) else None
+        step.batch.index_choices = choices
+        hidden_TD = self.run_layers(step)
+        if choices is not None:
+            step.chosen_TLC = torch.stack(choices, 1)
+        self.finish(step, hidden_TD)
         return step
 
     def prepare(self, step: LocalStep, table_writes: Sequence[tuple[int, int, int]]) -> None:

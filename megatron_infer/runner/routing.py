@@ -1,4 +1,4 @@
-"""Routing of a step's tokens: the experts that each mixture-of-experts layer chose, where a request returns them."""
+"""What layers chose for a step's tokens, where a request returns it: experts, and keys of sparse attention."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def asks_routing(plan: StepPlan) -> bool:
     return any(request.params.return_routing for request in plan.decode) or any(
         chunk.request.params.return_routing for chunk in plan.prefill
     )
+
+
+def asks_index_choices(plan: StepPlan) -> bool:
+    """Whether a request of the step returns the keys that indexers choose."""
+    requests = [*plan.decode, *(chunk.request for chunk in plan.prefill)]
+    return any(request.params.return_index_choices for request in requests)
 
 
 def routing_buffer(num_tokens: int, shape: RoutingShape, device: Device) -> Tensor:

@@ -155,9 +155,9 @@ class Request:
     def may_hit(self) -> bool:
         """Whether published blocks may stand for its tokens; once a token is drawn, prompt logprobs are complete.
 
-        Not for routing: a request that was begun elsewhere has tokens whose positions were never computed here.
+        Not where positions have values: a request that was begun elsewhere has tokens that were never computed here.
         """
-        return self.cache.allowed or (len(self.tokens) > self.prompt_len and not self.params.return_routing)
+        return self.cache.allowed or (len(self.tokens) > self.prompt_len and not self.params.reads_positions)
 
 
 sort_key_of = attrgetter("sort_key")

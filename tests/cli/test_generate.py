@@ -145,7 +145,8 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
         "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
-        "--return-sampled-logprobs --return-support --return-routing --regex a+ --priority -3 --no-skip-special-tokens "
+        "--return-sampled-logprobs --return-support --return-routing --return-index-choices "
+        "--regex a+ --priority -3 --no-skip-special-tokens "
         "--no-detokenize --no-speculate --adapter french"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
@@ -175,6 +176,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         structured=StructuredOutput(regex="a+"),
         return_support=True,
         return_routing=True,
+        return_index_choices=True,
         priority=-3,
         skip_special_tokens=False,
         speculate=False,

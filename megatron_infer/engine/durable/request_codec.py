@@ -244,21 +244,20 @@ def _encode_values(details: TokenDetails) -> dict[str, TokenValues]:
 
 
 def _encode_positions(details: TokenDetails) -> dict[str, list[TokenValues | None]]:
-    outputs = [output for output in TOKEN_OUTPUTS if output.per_position and details.of_prompt is not None]
-    logs = (details.of_prompt, details.of_output)
     return {
-        output.name: [None if log is None or not log.count else output.pack(log.rows) for log in logs]
-        for output in outputs
+        output.name: [output.pack(log.rows) if log.count else None for log in details.logs[output.key]]
+        for output in TOKEN_OUTPUTS
+        if output.key in details.logs
     }
 
 
 def _decode_token_details(details: TokenDetails, record: SequenceRecord) -> None:
-    """Fill those of a new sequence; the record of each sequence has the routing of their common prompt."""
+    """Fill those of a new sequence; the record of each sequence has the positions of their common prompt."""
     for output in TOKEN_OUTPUTS:
         if output.per_position:
-            parts = record.positions.get(output.name, (None, None))
-            for log, rows in zip((details.of_prompt, details.of_output), parts, strict=True):
-                if log is not None and rows is not None:
+            logs, parts = details.logs.get(output.key), record.positions.get(output.name, (None, None))
+            for log, rows in () if logs is None else zip(logs, parts, strict=True):
+                if rows is not None:
                     log.take(log.first, output.unpack(rows))
         elif (values := record.piece.token_outputs.get(output.name)) is not None:
             details.set_value(output, output.unpack(values))

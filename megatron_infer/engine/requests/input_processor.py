@@ -220,7 +220,7 @@ class InputProcessor:
 
 def _may_share(params: SamplingParams) -> bool:
     """Whether cached blocks may replace prompt positions: not if the caller wants a value of every position."""
-    return params.prompt_logprobs is None and not params.return_routing and params.pooling not in ("mean", "all")
+    return params.prompt_logprobs is None and not params.reads_positions and params.pooling not in ("mean", "all")
 
 
 def salt_of(prompt: Prompt) -> str:

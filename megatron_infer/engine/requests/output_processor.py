@@ -15,6 +15,7 @@ from megatron_infer.engine.requests.pooled_prompt import PooledPrompt
 from megatron_infer.engine.requests.request_state import RequestState, SequenceState, StreamMode, logprob_entry
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import RequestMetrics, RequestOutput
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, TokenOutput
 from megatron_infer.runner.in_flight import PromptScores, RunnerOutput
 from megatron_infer.runner.pooling import Pooled
 from megatron_infer.runner.sampling.returned_details import ALONE, TokenDetailsBatch
@@ -164,8 +165,9 @@ class OutputProcessor:
         if self._watched:
             if output.logprobs is not None or output.token_details is not None:
                 self._add_details(plan, output, set(taken))
-            if output.routing is not None:
-                self._add_routing(plan, output.routing)
+            for one in TOKEN_OUTPUTS:
+                if one.key in output.positions:
+                    self._add_positions(plan, one, output.positions[one.key])
             for request in requests:
                 if request.id in self._watched:
                     self._add_text(request, touched, finish_by_text)
@@ -259,21 +261,21 @@ class OutputProcessor:
                     alone = request.tokens[-1] if row == ALONE else None
                     token_details.add_ids(key, bits, alone, batch.vocab_size)
 
-    def _add_routing(self, plan: StepPlan, routing: np.ndarray) -> None:
-        """Experts of each position of the step whose request asked, also of requests that have just ended."""
+    def _add_positions(self, plan: StepPlan, output: TokenOutput, rows: np.ndarray) -> None:
+        """Values of each position of the step whose request asked, also of requests that have just ended."""
         for token, (request, start) in enumerate(zip(plan.decode, plan.decode_starts, strict=True)):
-            if request.params.return_routing:
-                self._add_routing_of(request, start, routing[token : token + 1])
+            self._add_positions_of(request, output, start, rows[token : token + 1])
         offset = len(plan.decode)
         for chunk in plan.prefill:
-            if chunk.request.params.return_routing:
-                self._add_routing_of(chunk.request, chunk.start, routing[offset : offset + chunk.n])
+            self._add_positions_of(chunk.request, output, chunk.start, rows[offset : offset + chunk.n])
             offset += chunk.n
 
-    def _add_routing_of(self, request: Request, start: int, rows: np.ndarray) -> None:
+    def _add_positions_of(self, request: Request, output: TokenOutput, start: int, rows: np.ndarray) -> None:
+        if not getattr(request.params, output.asked_by):
+            return
         found = self._sequences.get(request.id)
         if found is not None and found[1].token_details is not None:
-            found[1].token_details.add_routing(start, rows)
+            found[1].token_details.add_positions(output.key, start, rows)
 
     def _add_pooled(self, pooled: Pooled) -> None:
         found = self._sequences.get(pooled.request.id)

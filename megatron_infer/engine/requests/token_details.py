@@ -13,8 +13,8 @@ from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, TokenOutput
 from megatron_infer.outputs.token_support import lone_row, support_row
 
 
-class RoutingLog:
-    """Experts of consecutive positions; a position that is computed again keeps its first entry."""
+class PositionLog:
+    """Values of consecutive positions; a position that is computed again keeps its first entry."""
 
     def __init__(self, first: int, limit: int) -> None:
         """For positions first .. limit - 1."""
@@ -27,9 +27,9 @@ class RoutingLog:
         return self.first + self.count >= self.limit
 
     def take(self, start: int, rows: np.ndarray) -> None:
-        """Add rows [positions, layers, top-k] from position `start` on; known or out-of-range positions are skipped."""
+        """Add rows [positions, layers, k] from position `start` on; known or out-of-range positions are skipped."""
         known = self.first + self.count
-        assert start <= known or start >= self.limit, f"routing of position {start} came, {known} was next"
+        assert start <= known or start >= self.limit, f"values of position {start} came, {known} was next"
         rows = rows[known - start : max(0, self.limit - start)]
         if not len(rows):
             return
@@ -49,21 +49,28 @@ class RoutingLog:
 
 
 class TokenDetails:
-    """One sequence's entries, one for each token it drew. All sequences of a request share the prompt's routing."""
+    """One sequence's entries, one for each token it drew. All sequences of a request share the values of the prompt's
+    positions."""
 
-    __slots__ = ("entries", "of_output", "of_prompt", "vocab_size")
+    __slots__ = ("entries", "logs", "vocab_size")
 
-    def __init__(self, params: SamplingParams, prompt_len: int, limit: int, of_prompt: RoutingLog | None) -> None:
-        """limit: tokens of prompt and output at most. of_prompt: that of the request's first sequence; None for
-        the first itself."""
+    def __init__(self, params: SamplingParams, prompt_len: int, limit: int, first: TokenDetails | None) -> None:
+        """limit: tokens of prompt and output at most. first: of the request's first sequence; None for the first
+        itself."""
         asked = [one for one in TOKEN_OUTPUTS if getattr(params, one.asked_by)]
         self.entries: dict[str, list[Any]] = {one.key: [] for one in asked if not one.per_position}
         """By key, the entry of each token: numbers, or rows of a TokenSupport."""
         self.vocab_size = 0
         """0 until the first set of ids."""
-        routed = any(one.per_position for one in asked)
-        self.of_prompt = (of_prompt or RoutingLog(0, prompt_len)) if routed else None
-        self.of_output = RoutingLog(prompt_len, limit) if routed else None
+        self.logs: dict[str, tuple[PositionLog, PositionLog]] = {
+            one.key: (
+                PositionLog(0, prompt_len) if first is None else first.logs[one.key][0],
+                PositionLog(prompt_len, limit),
+            )
+            for one in asked
+            if one.per_position
+        }
+        """By key, the values of the prompt's positions and of the output's."""
 
     def add_numbers(self, numbers: Mapping[str, Sequence[float]], entry: int) -> None:
         """numbers: of the step, by key; entry: this sequence's."""
@@ -80,14 +87,14 @@ class TokenDetails:
             row = lone_row(alone, vocab_size) if alone is not None else np.empty(0, dtype=np.int32)
         self.entries[key].append(row)
 
-    def add_routing(self, start: int, rows: np.ndarray) -> None:
+    def add_positions(self, key: str, start: int, rows: np.ndarray) -> None:
         """Add rows of positions from `start` on, prompt or output."""
-        assert self.of_prompt is not None and self.of_output is not None
-        if not self.of_prompt.is_full:
-            self.of_prompt.take(start, rows)
-        if start + len(rows) > self.of_output.first:
-            skipped = max(0, self.of_output.first - start)
-            self.of_output.take(start + skipped, rows[skipped:])
+        of_prompt, of_output = self.logs[key]
+        if not of_prompt.is_full:
+            of_prompt.take(start, rows)
+        if start + len(rows) > of_output.first:
+            skipped = max(0, of_output.first - start)
+            of_output.take(start + skipped, rows[skipped:])
 
     def fill_up(self, num_tokens: int) -> None:
         """Add empty entries for tokens that another replica drew, which handed out their entries."""
@@ -95,12 +102,12 @@ class TokenDetails:
             if output.key in self.entries:
                 self.entries[output.key] += [output.drawn_elsewhere] * num_tokens
 
-    def routing(self, num_positions: int) -> np.ndarray | None:
-        """[positions, layers, top-k] of prompt and output, as far as they are computed."""
-        if self.of_prompt is None or self.of_output is None:
+    def positions(self, key: str, num_positions: int) -> np.ndarray | None:
+        """[positions, layers, k] of prompt and output, as far as they are computed."""
+        if key not in self.logs:
             return None
-        parts = [log.rows for log in (self.of_prompt, self.of_output) if log.count]
-        return np.concatenate(parts)[:num_positions] if parts else self.of_prompt.rows
+        parts = [log.rows for log in self.logs[key] if log.count]
+        return np.concatenate(parts)[:num_positions] if parts else self.logs[key][0].rows
 
     def value(self, output: TokenOutput, first: int = 0, end: int | None = None) -> Any:
         """The entries of tokens first .. end - 1; None where they were not asked for, or are of positions."""
@@ -114,15 +121,15 @@ class TokenDetails:
         self.vocab_size = output.vocab_size_of(value) or self.vocab_size
 
     def fill(self, completion: CompletionOutput, first: int, end: int, *, num_positions: int | None) -> None:
-        """Put the entries of tokens first .. end - 1 into `completion`, and the routing once the sequence has ended.
+        """Put the entries of tokens first .. end - 1 into `completion`, and values of positions once it has ended.
 
-        num_positions: positions that the routing has; None while the sequence goes on.
+        num_positions: positions that have values; None while the sequence goes on.
         """
         for output in TOKEN_OUTPUTS:
             if not output.per_position:
                 setattr(completion, output.name, self.value(output, first, end))
             elif num_positions is not None:
-                setattr(completion, output.name, self.routing(num_positions))
+                setattr(completion, output.name, self.positions(output.key, num_positions))
 
 
 def token_details_of(
@@ -131,4 +138,4 @@ def token_details_of(
     """For a new sequence; None: it collects nothing. first: that of its request's first sequence."""
     if not params.carries:
         return None
-    return TokenDetails(params, prompt_len, limit, None if first is None else first.of_prompt)
+    return TokenDetails(params, prompt_len, limit, first)

@@ -204,6 +204,18 @@ class SparseAttention:
         out_TX[queries.token_S] = mixed_SX
         return out_TX
 
+    def choice_of_step(self, most: int) -> Tensor:
+        step = self._step
+        assert step is not None, "choice_of_step() before plan()"
+        position_C = torch.arange(min(self._top_k, most), dtype=torch.int32, device=step.positions_T.device)
+        chosen_TC = position_C.where(position_C <= step.positions_T[:, None], -1)
+        if self._sparse is not None:
+            assert self._chosen_SC is not None
+            if self._sparse.token_S is None:
+                return self._chosen_SC
+            chosen_TC[self._sparse.token_S] = self._chosen_SC
+        return chosen_TC
+
 
 def _leading_queries(step: StepMetadata, count_R: np.ndarray) -> tuple[StepMetadata, Tensor]:
     """(a step of the first count queries of each row, without rows that have none; its tokens in `step`)."""

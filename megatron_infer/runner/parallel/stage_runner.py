@@ -301,7 +301,7 @@ def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:
 
 
 def _arrays_of(output: RunnerOutput) -> dict[str, Any]:
-    """Logprobs, token details, routing, prompt scores and pooled states as arrays by name; {} where there are none."""
+    """Logprobs, token details, positions, prompt scores, pooled states as arrays by name; {} where there are none."""
     parts: dict[str, Any] = {"logprobs": output.logprobs, "details": output.token_details}
     parts |= {f"scores {i}": scores for i, scores in enumerate(output.prompt_scores)}
     parts |= {f"pooled {i}": pooled for i, pooled in enumerate(output.pooled)}
@@ -313,7 +313,7 @@ def _arrays_of(output: RunnerOutput) -> dict[str, Any]:
     }
     if output.token_details is not None:
         found["details/vocab_size"] = np.array(output.token_details.vocab_size)
-    return found if output.routing is None else found | {"routing/": output.routing}
+    return found | {f"positions/{key}": rows for key, rows in output.positions.items()}
 
 
 def _outputs_in(plan: StepPlan, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,8 +328,7 @@ def _outputs_in(plan: StepPlan, arrays: Mapping[str, Any]) -> dict[str, Any]:
     if (details := parts.get("details")) is not None:
         make_details = partial(TokenDetailsBatch, vocab_size=int(details.pop("vocab_size")))
         outputs["token_details"] = with_arrays(make_details, details)
-    if "routing" in parts:
-        outputs["routing"] = parts["routing"][""]
+    outputs["positions"] = parts.get("positions", {})
     if arrays:
         for i, chunk in enumerate(_scored(plan)):
             make_scores = partial(PromptScores, chunk.request, chunk.start + 1)

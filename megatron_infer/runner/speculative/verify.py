@@ -121,7 +121,7 @@ def _select(output: RunnerOutput, places: Sequence[int], token_rows: Sequence[in
         [index for index, place in enumerate(places) if place in bad],
         [],
         None if output.token_details is None else _details(output.token_details, chosen),
-        None if output.routing is None else output.routing[list(token_rows)],
+        {key: rows[list(token_rows)] for key, rows in output.positions.items()},
     )
 
 
