@@ -555,7 +555,7 @@ def main() -> int:
         default=os.environ.get("MEGATRON_INFER_CENSUS", PACKAGES),
     )
     parser.add_argument("--write", action="store_true", help=f"renew {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="compare with that page")
+    parser.add_argument("--check", action="store_true", help="compare with that page or its rows of these families")
     options = parser.parse_args()
     folders = [Path(folder).resolve() for folder in str(options.packages).split(os.pathsep)]
     if not any((folder / "megatron" / "bridge").is_dir() for folder in folders):
@@ -564,8 +564,8 @@ def main() -> int:
     chosen = options.families.split(",") if options.families else list(FAMILIES)
     if unknown := set(chosen) - set(FAMILIES):
         raise SystemExit(f"census: no family {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
-    if options.families and (options.write or options.check):
-        raise SystemExit("census: --write and --check are of all families")
+    if options.families and options.write:
+        raise SystemExit("census: --write is of all families")
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None  # the stand-in's has not the arguments of the router's
@@ -573,6 +573,7 @@ def main() -> int:
 
     gemma2_provider._HAVE_FLEX_ATTN = False  # it has no backward on a CPU; the recipe then computes the same unfused
     check_complete()
+    rows_begin = tuple(f"| {name} |" for name in chosen)
     rows = []
     for row in rows_of(chosen):
         rows.append(row)
@@ -582,11 +583,10 @@ def main() -> int:
     if options.write:
         PAGE.write_text(page)
     if options.check:
-        difference = list(
-            difflib.unified_diff(
-                masked(PAGE.read_text()).splitlines(), masked(page).splitlines(), "committed", "now", lineterm=""
-            )
-        )
+        committed, now = (masked(text).splitlines() for text in (PAGE.read_text(), page))
+        if options.families:  # the rows of these families alone
+            committed, now = ([line for line in text if line.startswith(rows_begin)] for text in (committed, now))
+        difference = list(difflib.unified_diff(committed, now, "committed", "now", lineterm=""))
         print("\n".join(difference))
         return int(bool(difference))
     return 0

@@ -32,6 +32,7 @@ RUNS = {
     "serve_attacks.py --part rows": "after that row has ended",
 }
 """Command line -> a part of what it prints."""
+LONGEST = [one for one in RUNS if one.split()[0] in ("ranks.py", "host_costs.py") or "--part overhead" in one]
 REAL_RUNS = {
     "speculative.py --steps --rounds 1": "32 rows",
     "variants.py exact --rounds 1": "prefill 1536",
@@ -63,7 +64,7 @@ def run(line, environment):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("line", RUNS)
+@pytest.mark.parametrize("line", [pytest.param(one, marks=pytest.mark.slow) if one in LONGEST else one for one in RUNS])
 def test_tool_runs(line, environment):
     assert RUNS[line] in run(line, environment)
 

@@ -35,7 +35,7 @@ def play(whole_or_part: torch.nn.Module, **settings: Any) -> list[Any]:
     outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
     engine.rank_group.lockstep.close()
     found = engine.spec_decode_metrics()
-    assert found is None or 20 < found.num_accepted <= found.num_drafted, found
+    assert found is None or 10 < found.num_accepted <= found.num_drafted, found  # adaptive: by measured costs
     for (_, params), output in zip(work, outputs, strict=True):
         for one in output.outputs if params.structured is not None else ():
             check(params.structured, one.text)

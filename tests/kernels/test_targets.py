@@ -123,7 +123,10 @@ def test_panels_give_the_products_and_a_token_its_bits_in_any_step(library, dtyp
             assert torch.equal(outputs(x[:tokens], threads), alone[:tokens]), (tokens, threads)
 
 
-@pytest.fixture(scope="module", params=["x86-64", *TARGETS, "icelake-server", "alderlake"])
+WIDER = [pytest.param(name, marks=pytest.mark.slow) for name in ("skylake-avx512", "icelake-server", "alderlake")]
+
+
+@pytest.fixture(scope="module", params=["x86-64", "haswell", *WIDER])
 def quantised_library(request, tmp_path_factory) -> ctypes.CDLL:
     """The linears in 8 and 4 bits for a CPU without AVX2, with it, with AVX-512, with VNNI and with AVX-VNNI."""
     more = {"icelake-server": {"avx512_vnni", "avx512vbmi"}, "alderlake": {"avx_vnni", "vaes"}}

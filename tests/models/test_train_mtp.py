@@ -16,6 +16,7 @@ from small_model import installed, write_package
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not installed(), reason="needs the package of SmolLM2, whose tokenizer it takes")
 def test_a_layer_is_trained_measured_and_served(tmp_path):
     write_package(tmp_path / "packages")

@@ -115,7 +115,10 @@ def disturb(world, rng, totals, pending):
     world.check()
 
 
-@pytest.mark.parametrize("shard", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_SHARDS))])
+@pytest.mark.parametrize(
+    "shard",
+    [0, *(pytest.param(n, marks=pytest.mark.long if n < 3 else pytest.mark.slow) for n in range(1, NUM_SHARDS))],
+)
 def test_tokens_equal_the_oracle_in_random_schedules(shard, monkeypatch):
     totals = Counter()
     monkeypatch.setattr(draft_depth, "IDLE_STEPS", 1)  # requests rest a step after nothing was drafted for them

@@ -66,7 +66,10 @@ def disturb(world, rng, totals):
     world.check()
 
 
-@pytest.mark.parametrize("shard", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_SHARDS))])
+@pytest.mark.parametrize(
+    "shard",
+    [0, *(pytest.param(n, marks=pytest.mark.long if n < 3 else pytest.mark.slow) for n in range(1, NUM_SHARDS))],
+)
 def test_tokens_equal_the_oracle_at_any_depth(shard):
     totals = Counter()
     for seed in range(shard, NUM_SEEDS, NUM_SHARDS):

@@ -123,6 +123,7 @@ POINTS = (
 """(engines, how the update comes, the command at which one dies, which time it is sent after the first update)."""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("num_engines", "how", "point", "count"), POINTS)
 def test_engine_that_dies_within_an_update_leaves_no_engine_paused_and_one_version(
     tmp_path, num_engines, how, point, count

@@ -117,6 +117,7 @@ def expected(model, weight_dtype) -> Answers:
     return run(engine)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 def test_features_give_the_same_answers(weight_dtype, model, expected, name):
