@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -35,6 +36,8 @@ class ParallelGroups:
     pp: ProcessGroup | None = None
     ep: ProcessGroup | None = None
     dp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    """Ranks of equal weights that divide a training sequence; each generates by itself."""
     engine: ProcessGroup | None = None
     """All ranks of this replica: tensor, pipeline and expert parallel together."""
     inner: tuple[ProcessGroup, ...] = field(default=(), repr=False)
@@ -50,6 +53,8 @@ class ParallelGroups:
     ep_size = property(lambda self: _size(self.ep))
     dp_rank = property(lambda self: _rank(self.dp))
     dp_size = property(lambda self: _size(self.dp))
+    cp_rank = property(lambda self: _rank(self.cp))
+    cp_size = property(lambda self: _size(self.cp))
     engine_rank = property(lambda self: _rank(self.engine))
     engine_size = property(lambda self: _size(self.engine))
 
@@ -76,7 +81,7 @@ class ParallelGroups:
         """The groups of InferenceConfig.pg_collection and, where it lacks one, of the model's own collection.
 
         own_requests: see `dp_attention` of the config. parallel_state is never read. Raises ConfigError if the two
-        contradict each other, a group is missing, or sequences are split over context-parallel ranks.
+        contradict each other or a group is missing.
         """
         own = getattr(model, "pg_collection", None)
         found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
@@ -87,10 +92,11 @@ class ParallelGroups:
                     f"pg_collection has {name}={given.size()}, the model was built with {name}="
                     f"{getattr(own, name).size()}; give the groups that the model was built with"
                 )
-        if found["cp"] is not None:
+        size = getattr(getattr(model, "config", None), "context_parallel_size", 1)
+        if size != _size(found["cp"]):
             raise ConfigError(
-                f"pg_collection has cp={found['cp'].size()}: inference over context-parallel ranks is not supported; "
-                "build the model with cp=1"
+                f"the model's config has context_parallel_size={size}, pg_collection and the model's own groups have "
+                f"cp={_size(found['cp'])}; give the groups that the model was built with"
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
@@ -98,15 +104,8 @@ class ParallelGroups:
         replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
         if own_requests:
             replicas = found["dp"] or found["ep"]
-        return cls(
-            tp=found["tp"],
-            pp=found["pp"],
-            ep=found["ep"],
-            dp=replicas,
-            engine=engine,
-            inner=inner,
-            own_requests=own_requests,
-        )
+        parts = {name: found[name] for name in ("tp", "pp", "ep", "cp")}
+        return cls(**parts, dp=replicas, engine=engine, inner=inner, own_requests=own_requests)
 
     def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
@@ -117,15 +116,40 @@ class ParallelGroups:
         )
         return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
 
+    def context_lockstep(self, *, timeout_s: float) -> Lockstep | None:
+        """Link the engine's ranks and those of the engines that context parallelism has beside it, by global rank;
+        None: there are none beside it. They wait for each other's rollouts as long as all live. Every rank calls it.
+        """
+        if self.cp is None:
+            return None
+        own = torch.distributed.get_rank()
+        ranks = list(self._gather_with_context(""))
+        if len(ranks) == self.engine_size:
+            return None
+        links = connect(
+            ranks.index(own),
+            len(ranks),
+            lambda text: list(self._gather_with_context(text).values()),
+            timeout_s=timeout_s,
+            hosts=list(own_addresses()),
+        )
+        return Lockstep(links, timeout_s=timeout_s, patient=True)
+
+    def _gather_with_context(self, text: str) -> dict[int, str]:
+        """The texts of the engine's ranks and of those beside it, by global rank."""
+        assert self.cp is not None
+        named = {torch.distributed.get_rank(): text}
+        if self.engine is not None:
+            named = dict(zip(torch.distributed.get_process_group_ranks(self.engine), self._gather(text), strict=True))
+        found: dict[str, str] = {}
+        for part in _texts_of(self.cp, json.dumps(named), 2 * _TEXT_BYTES * self.engine_size):
+            found |= json.loads(part)
+        return {int(rank): found[rank] for rank in sorted(found, key=int)}
+
     def _gather(self, text: str) -> list[str]:
         """The texts of all ranks, over the engine's group."""
-        body = text.encode()
-        assert len(body) < _TEXT_BYTES, f"{len(body)} bytes"
-        device = device_of(self.engine)
-        mine = torch.tensor([*body, *bytes(_TEXT_BYTES - len(body))], dtype=torch.uint8, device=device)
-        parts = [torch.empty_like(mine) for _ in range(self.engine_size)]
-        torch.distributed.all_gather(parts, mine, group=self.engine)
-        return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
+        assert self.engine is not None
+        return _texts_of(self.engine, text, _TEXT_BYTES)
 
 
 class TimeLimit:
@@ -172,6 +196,16 @@ class TimeLimit:
             # Kernels end at once, but a communicator lives until the last CUDA graph with it is destroyed.
             threading.Thread(target=_abort, args=(backends,), daemon=True, name="megatron_infer abort").start()
         return True
+
+
+def _texts_of(group: ProcessGroup, text: str, limit: int) -> list[str]:
+    """The texts of all ranks of a group, each of fewer than `limit` bytes."""
+    body = text.encode()
+    assert len(body) < limit, f"{len(body)} bytes"
+    mine = torch.tensor([*body, *bytes(limit - len(body))], dtype=torch.uint8, device=device_of(group))
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, mine, group=group)
+    return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
 
 
 def build_groups(

@@ -104,12 +104,19 @@ class Lockstep:
     timeout_s: how long a rank may be late or silent before it counts as failed.
     """
 
-    def __init__(self, links: RankLinks, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> None:
-        """give_up: see `Heartbeat`."""
+    def __init__(
+        self,
+        links: RankLinks,
+        *,
+        timeout_s: float,
+        give_up: Callable[[], bool] = lambda: True,
+        patient: bool = False,
+    ) -> None:
+        """give_up: see `Heartbeat`. patient: a rank that lives may be late."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self.phase = "start"
         """What the engine is doing, for error messages here and on the other ranks."""
-        self._links = links
+        self._links, self._patient = links, patient
         phase = _PhaseOf(self)
         self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
         self._broken: RankFailure | LockstepError | None = None
@@ -283,7 +290,7 @@ class Lockstep:
             if message is not None:
                 return _RoundReport(*message)
             self._watch.check()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and (alone is not None or not self._patient):
                 raise alone or RankFailure(rank, self.phase, self._late(rank, call))
 
     def _answer(self, answer: dict[str, Any]) -> None:
@@ -296,6 +303,7 @@ class Lockstep:
     def _report(self, mine: _RoundReport, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
         # The leader may wait for other ranks first, for each as long as for this one.
         patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
+        patient = patient or self._patient
         deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         lost = False
         try:

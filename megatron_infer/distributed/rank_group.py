@@ -6,16 +6,24 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_infer.distributed.groups import ParallelGroups, TimeLimit
+from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
 
 
 class RankGroup:
     """Decides once for all ranks of an engine."""
 
-    def __init__(self, groups: ParallelGroups, *, timeout_s: float) -> None:
-        """Links the ranks; every rank of the engine calls it."""
+    def __init__(self, groups: ParallelGroups, *, timeout_s: float, lockstep: Lockstep | None = None) -> None:
+        """Links the ranks; every rank of the engine calls it. lockstep: of these ranks and others, linked already."""
         self.groups = groups
         self._time_limit = TimeLimit(groups.inner, timeout_s)
-        self.lockstep = groups.lockstep(timeout_s=timeout_s, give_up=self._time_limit.cut)
+        self.lockstep: Lockstep | LocalLockstep = lockstep or groups.lockstep(
+            timeout_s=timeout_s, give_up=self._time_limit.cut
+        )
+
+    def with_context_ranks(self, *, timeout_s: float) -> RankGroup:
+        """These ranks and those of the engines that context parallelism has beside theirs. Every rank calls it."""
+        lockstep = self.groups.context_lockstep(timeout_s=timeout_s)
+        return self if lockstep is None else RankGroup(self.groups, timeout_s=timeout_s, lockstep=lockstep)
 
     @property
     def size(self) -> int:

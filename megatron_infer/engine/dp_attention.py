@@ -36,6 +36,8 @@ def why_shared(config: InferenceConfig, adopted: AdoptedModel, groups: ParallelG
             f"expert-parallel ranks have requests of their own where tp and pp are 1, here they are {groups.tp_size} "
             f"and {groups.pp_size}; leave it False"
         )
+    if groups.cp is not None:
+        return "context-parallel ranks divide training sequences, and have the same prompts; leave it False"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is of a class of the user's own, which exchanges tokens in its own way; leave it False"
     if adopted.splits_experts:

@@ -24,7 +24,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
-    "context_parallel_size": "context parallelism splits a sequence over ranks; generate without it",
 }
 """Config field -> why no other value than off can be adopted. A field that a version lacks is off."""
 

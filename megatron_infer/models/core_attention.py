@@ -6,14 +6,17 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.models.context_parallel import gather_positions, take_own
 from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.mcore_compat import (
     AttnMaskType,
     MegatronModule,
     TransformerConfig,
+    group_size,
     is_layer_window_attention,
     packed_lengths,
     sharded_tensors,
@@ -24,8 +27,9 @@ class TorchCoreAttention(MegatronModule):
     """Spec slot `core_attention` through torch's SDPA: dense [s, b, n, h] or packed (thd) [t, n, h] queries.
 
     Stock `DotProductAttention` takes its score buffer and its dropout generator from CUDA and cannot run on a CPU.
-    Supports both of megatron-core's kinds of softmax sinks, and `Extensions.attention_softcap`. Raises
-    NotImplementedError for attention biases.
+    Supports both of megatron-core's kinds of softmax sinks, and `Extensions.attention_softcap`. Over context-parallel
+    ranks each has the queries of its positions and gathers the keys and values of all. Raises NotImplementedError for
+    attention biases.
     """
 
     def __init__(
@@ -41,8 +45,11 @@ class TorchCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.cp_group: dist.ProcessGroup | None = None
         if config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism: TorchCoreAttention sees one rank's positions only")
+            if pg_collection is None:
+                raise ValueError("context parallelism: TorchCoreAttention needs pg_collection with the group cp")
+            self.cp_group = pg_collection.cp
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.attn_mask_type = attn_mask_type
@@ -98,8 +105,10 @@ class TorchCoreAttention(MegatronModule):
         return mixed.flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
-        """Sequences laid end to end; each attends to itself only."""
-        lengths = packed_lengths(packed_seq_params, length=len(query), batch=1)
+        """Sequences laid end to end; each attends to itself only. Over context-parallel ranks each is divided alone."""
+        num_ranks = group_size(self.cp_group)
+        wholes = packed_lengths(packed_seq_params, length=len(query) * num_ranks, batch=1)
+        lengths = [length // num_ranks for length in wholes]
         parts = [
             self._attend(*(x.unsqueeze(1) for x in sequence), None, AttnMaskType.causal).squeeze(1)
             for sequence in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
@@ -110,13 +119,20 @@ class TorchCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
     ) -> Tensor:
         """[s, b, n, h] queries -> [s, b, n, h]."""
+        if self.cp_group is not None:
+            key, value = (gather_positions(x, self.cp_group) for x in (key, value))
         num_queries, num_keys = query.shape[0], key.shape[0]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask: Tensor | None = None
-        if self.window is not None:
+        if self.window is not None and self.cp_group is None:
             mask = _window_mask(num_queries, num_keys, self.window, query.device)
+        elif self.window is not None:
+            mask = take_own(_window_mask(num_keys, num_keys, self.window, query.device), self.cp_group)
         elif attention_mask is not None:
             mask = ~attention_mask
+        elif self.cp_group is not None and mask_type == AttnMaskType.causal:
+            causal = torch.ones(num_keys, num_keys, dtype=torch.bool, device=query.device).tril()
+            mask = take_own(causal, self.cp_group)
         if self.softmax_offset is not None or self.softcap is not None:
             if mask is None and mask_type == AttnMaskType.causal:
                 mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()

@@ -68,6 +68,12 @@ class LayerAdoption:
             self._read_mamba(num_mamba)
         else:
             raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
+        if self.mixer is not None and (num_ranks := model.config.context_parallel_size) > 1:
+            raise AdoptionError(
+                name,
+                f"context_parallel_size={num_ranks} with a layer that has a recurrent state: such ranks divide its "
+                "heads in training, which is not supported; build the model with context_parallel_size=1",
+            )
 
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""

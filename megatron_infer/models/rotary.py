@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import RotaryTable
+from megatron_infer.models.context_parallel import take_own
 from megatron_infer.models.mcore_compat import (
     RotaryEmbedding,
     YarnRotaryEmbedding,
     cuda_available,
+    group_size,
     yarn_concentration,
     yarn_frequencies,
 )
@@ -25,6 +30,12 @@ class DeviceAgnosticRotary(RotaryEmbedding):
         """Angles of positions offset .. offset + max_seq_len - 1, [P, 1, 1, rotary_dim] fp32."""
         return angles(self, max_seq_len, offset)[:, None, None, :]
 
+    @functools.lru_cache(maxsize=32)  # noqa: B019 - as in megatron-core, which clears it
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """`get_emb` of this context-parallel rank's positions."""
+        whole = self.get_emb(max_seq_len, offset)
+        return whole if packed_seq else _of_own_positions(self, whole, cp_group)
+
 
 class DeviceAgnosticYarn(YarnRotaryEmbedding):
     """megatron-core's yarn embedding without the move of its frequencies to CUDA; the same values to the bit."""
@@ -32,6 +43,20 @@ class DeviceAgnosticYarn(YarnRotaryEmbedding):
     def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[Tensor, float]:
         """(angles as those of `DeviceAgnosticRotary`, the factor of cosines and sines)."""
         return angles(self, max_seq_len, offset)[:, None, None, :], yarn_concentration(self)
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> tuple[Tensor, float]:
+        """`get_emb` of this context-parallel rank's positions."""
+        whole, factor = self.get_emb(max_seq_len, offset)
+        return whole if packed_seq else _of_own_positions(self, whole, cp_group), factor
+
+
+def _of_own_positions(rotary: RotaryEmbedding, emb: Tensor, cp_group: Any) -> Tensor:
+    """megatron-core selects them through pinned memory, which a machine without CUDA does not have."""
+    group = rotary.cp_group if cp_group is None else cp_group
+    return emb if group_size(group) == 1 else take_own(emb, group)
 
 
 ROTARY_CLASSES = {

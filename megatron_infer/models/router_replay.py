@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.models.mcore_compat import MoELayer, replay_forward, sequence_parts
+from megatron_infer.models.context_parallel import gather_positions, take_own
+from megatron_infer.models.mcore_compat import MoELayer, group_size, replay_forward, sequence_parts
 
 _UNKNOWN = -1
 
@@ -42,7 +43,8 @@ def replay_routing(
     last. Layers are those of `model`: for a pipeline stage pass the part of its layers.
     sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence per row, padded at the end, or
     [1, N] with the sequences one behind the other. Rows are recognised by their tokens and may be some of the sequences
-    in another order, as `RolloutSession.score` runs them. A later pipeline stage, which gets no tokens, assumes all
+    in another order, as `RolloutSession.score` runs them. Context-parallel ranks have one sequence per row, of which
+    each has its positions (`models.context_parallel`). A later pipeline stage, which gets no tokens, assumes all
     sequences in order. Positions without a record (last ones, padding) are routed as usual.
     Where activations are recomputed the backward must be inside, too. An engine of the model generates inside as usual;
     make it before, as adoption refuses modules with hooks.
@@ -140,6 +142,8 @@ class ReplayedRows:
         before, self.rows = self.rows, None
         if ids_BS is None:
             return
+        if (cp := _context_ranks(model)) is not None:
+            ids_BS = gather_positions(ids_BS.T, cp).T
         ids_BS = ids_BS.detach().cpu()
         if not (len(ids_BS) == 1 and _begins(ids_BS[0], torch.cat(self._sequences))):
             self.rows = tuple(self._row_of(row, ids_S) for row, ids_S in enumerate(ids_BS))
@@ -193,7 +197,10 @@ class _Targets:
         """int64 [N, layers, K] for a router that gets [S, B, hidden], with this rank's share of S."""
         local, size = shape[0], shape[1] if len(shape) > 1 else 1
         parts, part = sequence_parts(router)
-        target_SBLK = self._laid_out(local * parts, size, name)
+        cp = _context_ranks(router)
+        target_SBLK = self._laid_out(local * parts * group_size(cp), size, name)
+        if cp is not None:
+            target_SBLK = take_own(target_SBLK, cp)
         return target_SBLK[part * local : (part + 1) * local].flatten(0, 1)
 
     def _laid_out(self, num_positions: int, size: int, name: str) -> Tensor:
@@ -253,8 +260,6 @@ def _check_router(name: str, router: Any) -> None:
         reason = "sinkhorn routing does not choose by top-k"
     elif router.config.moe_router_fusion:
         reason = "moe_router_fusion=True chooses inside a kernel; turn it off"
-    elif router.config.context_parallel_size > 1:
-        reason = "context_parallel_size > 1 distributes positions in an order of its own"
     if reason is not None:
         raise ModelError(f"replay_routing: {name}: {reason}")
 
@@ -277,3 +282,9 @@ def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_exper
     if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
         raise ModelError(f"{where} sends a token to the same expert twice")
     return ids
+
+
+def _context_ranks(module: Any) -> Any:
+    """The context-parallel ranks of a model or a router; None: they are one."""
+    group = getattr(module, "cp_group", None)
+    return None if group_size(group) == 1 else group

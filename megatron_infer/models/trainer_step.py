@@ -69,6 +69,7 @@ def routes_around_padding(config: Any) -> bool:
 def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.device) -> None:
     """Backward passes add the mean of the micro-batches' auxiliary losses, as in megatron-core's schedules.
 
+    Context-parallel ranks have a part of the losses each, and DDP averages over them: they add that many times as much.
     The scale is one for the process, read in the backward pass, and stays (see `auxiliary_scale_kept`).
     """
     if getattr(config, "num_moe_experts", None) is None:
@@ -76,7 +77,7 @@ def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.de
     scale = torch.ones(1, device=device)
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale)
-    mcore.MoEAuxLossAutoScaler.set_loss_scale(scale / num_micro_batches)
+    mcore.MoEAuxLossAutoScaler.set_loss_scale(scale * config.context_parallel_size / num_micro_batches)
 
 
 @contextmanager
@@ -249,6 +250,21 @@ def check_all_get_gradients(chain: Sequence[Any], call: str) -> None:
             f"{call} of a model with MTP layers, which get no gradients from scores, with {waits}, which waits for "
             "them; change that, or freeze the layers before DDP is built: model.mtp.requires_grad_(False)"
         )
+
+
+def check_sums_over(chain: Sequence[Any], group: dist.ProcessGroup, call: str) -> None:
+    """Raise ConfigError unless DDP adds up the gradients of these context-parallel ranks, each of which has a part."""
+    wanted, found = set(dist.get_process_group_ranks(group)), "no DDP around the model"
+    for part in chain:
+        over = getattr(part, "dp_cp_group", None) or getattr(part, "process_group", None)
+        if over is not None:
+            found = f"DDP over ranks {sorted(dist.get_process_group_ranks(over))}"
+            if wanted <= set(dist.get_process_group_ranks(over)):
+                return
+    raise ConfigError(
+        f"{call} over context-parallel ranks {sorted(wanted)}, of which each computes a part of the gradients, and "
+        f"{found} adds them up; wrap the model in megatron-core's DistributedDataParallel, whose group dp_cp has them"
+    )
 
 
 def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:

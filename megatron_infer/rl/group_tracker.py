@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -91,6 +91,8 @@ class GroupTracker:
         """Ids of groups that have finished and were neither delivered nor dropped."""
         self.aborted: set[str] = set()
         """Ids of aborted groups that were not delivered: other ranks have no output of them."""
+        self.seeds: Callable[[], int] | None = None
+        """Gives seeds to requests that have none; None: the engine does."""
         self._owners: dict[str, RolloutCall] = {}
         self._finished_outputs: dict[str, RequestOutput] = {}
         """Outputs of groups in `unfinished` that finished while another call stepped the engine."""
@@ -120,7 +122,10 @@ class GroupTracker:
             name = PREFIX + self.engine.input_processor.new_id(
                 lambda name: PREFIX + name in self.engine.output_processor
             )
-            self.engine.add_request(request.prompt, request.params, request_id=name, stream="final")
+            params = request.params
+            if self.seeds is not None and params.seed is None:
+                params = replace(params, seed=self.seeds())
+            self.engine.add_request(request.prompt, params, request_id=name, stream="final")
             pending = PendingGroup(
                 id=name,
                 index=index,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.teacher_forcing import (
     MOST_DECODED,
@@ -145,6 +146,9 @@ class MeteredSession(Protocol):
     def engine(self) -> DynamicInferenceEngine: ...
 
     @property
+    def ranks(self) -> RankGroup: ...
+
+    @property
     def weight_version(self) -> int: ...
 
     def generating(self) -> AbstractContextManager[Any]: ...
@@ -175,6 +179,8 @@ class LayerSearch:
                 return not_located("sequences are not replayed over pipeline stages; try it with one stage")
             if engine.relay.own_requests:
                 return not_located("with dp_attention=True each rank has a cache of its own; try it without")
+            if engine.rank_group.groups.cp is not None:
+                return not_located("sequences are not replayed over context-parallel ranks; try it with one")
             with self._session.generating():
                 engine.drain()
                 with engine.replay.inference(engine.loop):

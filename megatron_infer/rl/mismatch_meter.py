@@ -186,7 +186,7 @@ class MismatchMeter:
         if self._why_off:
             return None
         engine = self._session.engine
-        lockstep = engine.rank_group.lockstep
+        lockstep = self._session.ranks.lockstep
         own = engine.relay.own_requests
         text = json.dumps(kept) if own else ""
         met = lockstep.meet("the mismatch meter", arguments=kept, flag=skip, compare=False, text=text)
@@ -239,7 +239,7 @@ class MismatchMeter:
         suspect = _suspect_of(worst[of_sampler], tally.worst, of_sampler=of_sampler) if tripped else None
         # Copies of weights may have drifted apart, and with them the ranks' figures: all follow the leader's.
         leaders = [tripped, None if suspect is None else suspect.to_dict()]
-        over, given = self._session.engine.rank_group.from_leader("the alarm of the mismatch meter", leaders)
+        over, given = self._session.ranks.from_leader("the alarm of the mismatch meter", leaders)
         report = MismatchReport(figures=figures, over=over)
         if over and most_tokens is not None and self.last is not None and self.last.is_alarm:
             report = replace(report, place=self.last.place)  # the mismatch goes on: it is searched for once

@@ -273,6 +273,22 @@ class Rollout:
         """Abort all groups that paused calls left unfinished -> what they have. On the leader."""
         return [self.abort(group_id) for group_id in list(self.tracker.unfinished)]
 
+    # ------------------------------------------------------------------ several engines, see `ContextRollout`
+    def own_prompts(self, prompts: Iterable[Any] | None, params: SamplingParams) -> Iterable[Any] | None:
+        """Those of a queue's prompts that this engine draws."""
+        return prompts
+
+    def part_of_batch(self, groups: int) -> int:
+        """How many of a queue's groups this engine draws for a batch."""
+        return groups
+
+    def united(self, draw: Callable[[], list[RolloutGroup]], own: Any = (), *, wanted: int = 0) -> list[RolloutGroup]:
+        """The groups of all engines. draw: draws this one's, of the prompts `own`."""
+        return draw()
+
+    def require_one_engine(self, call: str) -> None:
+        """Raise ConfigError where several engines divide prompts."""
+
     # ------------------------------------------------------------------ one call
     def _begin(self, call: RolloutCall, prompts: Any, params: Params) -> None:
         batch = as_batch(prompts)

@@ -48,6 +48,8 @@ class RolloutQueue:
     ) -> None:
         """data_parallel: engines that share the batch; used by lag "auto" only."""
         check_on_error(on_error, ("raise", "replace"))
+        self._wanted, groups_per_step = groups_per_step, roll.part_of_batch(groups_per_step)
+        self._prompts = roll.own_prompts(prompts, params)
         if lag == "auto":
             lag = automatic_lag(
                 max_requests=roll.engine.sizes.max_requests,
@@ -63,7 +65,7 @@ class RolloutQueue:
         """Groups dropped so far because they were too stale or failed."""
         self.stats: RolloutStats | None = None
         """Figures of the latest batch. On the leader."""
-        self._roll, self._feed = roll, PromptFeed(roll.tracker, prompts, params)
+        self._roll, self._feed = roll, PromptFeed(roll.tracker, self._prompts, params)
         self._raises = on_error == "raise"
         self._call: RolloutCall | None = None
         self._finished: dict[str, RolloutGroup] = {}
@@ -74,6 +76,10 @@ class RolloutQueue:
         Raises RolloutShortage when the prompts have run out, with the remaining groups in `accepted`; RolloutError with
         the groups that failed since the last call.
         """
+        return self._roll.united(self._next_batch, self._prompts, wanted=self._wanted)
+
+    def _next_batch(self) -> list[RolloutGroup]:
+        """This engine's part of a batch."""
         if not self._roll.ranks.is_leader:
             return checked_groups(list(self._roll.ranks.follow(self._feed.given)))
         error, started = "", time.perf_counter()

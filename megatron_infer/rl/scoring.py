@@ -1,6 +1,9 @@
 """Log probabilities of given tokens from the forward that trains.
 
-Legend: B sequences, S positions, P scored positions, V this rank's part of the vocabulary, D hidden.
+Over context-parallel ranks sequences are divided as in megatron-core's own loop, and every rank has all scores.
+
+Legend: B sequences, S positions, P scored positions, Q those of this context-parallel rank, V this rank's part of the
+vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -19,9 +22,22 @@ from torch import Tensor
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.models.context_parallel import gather_chosen, positions_of
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.selected_logits import logits_at
 from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explained, routes_around_padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPositions:
+    """What a context-parallel rank computes of a micro-batch."""
+
+    positions_S: Tensor
+    """Of each sequence, see `models.context_parallel`."""
+    scored_Q: Tensor
+    """Which of the tokens that are scored."""
+    places_Q: Tensor
+    """Where in `positions_S` the position before each of them is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +54,8 @@ class MicroBatch:
     """Row and place of each token that is scored, row by row."""
     lengths: list[int]
     """Scored tokens of each row."""
+    own: OwnPositions | None
+    """None: this rank has all positions."""
 
 
 class ScoringForward:
@@ -50,26 +68,42 @@ class ScoringForward:
         logprobs_of: Callable[[Tensor, Tensor], Tensor],
         logits_at: Callable[[Tensor, Tensor], AbstractContextManager[None]],
         dropped: DroppedTokens,
+        *,
+        cp: dist.ProcessGroup | None,
+        max_position: int,
     ) -> None:
-        """logprobs_of(logits, targets) -> the targets' log probabilities. logits_at: as `models.selected_logits`."""
+        """logprobs_of(logits, targets) -> the targets' log probabilities. logits_at: as `models.selected_logits`.
+        cp: ranks over which micro-batches are divided. max_position: positions that the model has; padding may be
+        longer."""
         self._model, self._forward, self._logprobs_of, self._logits_at = model, forward, logprobs_of, logits_at
         self._dropped = dropped
+        self._cp, self._max_position = cp, max_position
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Logits [1, P, V] of the positions before the targets; hidden states of a stage that is not the last."""
-        ids_BS = batch.ids_BS
-        positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand(len(ids_BS), -1)
+        """Logits [1, Q, V] of the positions before the targets; hidden states of a stage that is not the last."""
+        ids_BS, padding_BS, own = batch.ids_BS, batch.padding_BS, batch.own
+        rows_Q, places_Q = batch.rows_P, batch.targets_P - 1
+        positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        if own is not None:
+            ids_BS, positions_S = ids_BS[:, own.positions_S], own.positions_S
+            padding_BS = None if padding_BS is None else padding_BS[:, own.positions_S]
+            rows_Q, places_Q = rows_Q[own.scored_Q], own.places_Q
         padding: dict[str, Tensor] = {}
-        if self._model.training and batch.padding_BS is not None and routes_around_padding(self._model.config):
-            padding = {"padding_mask": batch.padding_BS}
-        counted = self._dropped.counted(batch.padding_BS)
-        with self._logits_at(batch.rows_P, batch.targets_P - 1), counted, cuda_error_explained(ids_BS.device):
+        if self._model.training and padding_BS is not None and routes_around_padding(self._model.config):
+            padding = {"padding_mask": padding_BS}
+        counted = self._dropped.counted(padding_BS)
+        with self._logits_at(rows_Q, places_Q), counted, cuda_error_explained(ids_BS.device):
+            positions_BS = positions_S.clamp(max=self._max_position - 1).expand(len(ids_BS), -1)
             return self._forward(ids_BS, positions_BS, None, **padding)
 
-    def scores(self, batch: MicroBatch, logits_1PV: Tensor) -> Tensor:
+    def scores(self, batch: MicroBatch, logits_1QV: Tensor) -> Tensor:
         """Log probabilities of the targets, fp32 [P]."""
-        targets_P = batch.ids_BS[batch.rows_P, batch.targets_P]
-        return self._logprobs_of(logits_1PV, targets_P.unsqueeze(0)).squeeze(0)
+        targets_P, own = batch.ids_BS[batch.rows_P, batch.targets_P], batch.own
+        if own is None:
+            return self._logprobs_of(logits_1QV, targets_P.unsqueeze(0)).squeeze(0)
+        own_Q = self._logprobs_of(logits_1QV, targets_P[own.scored_Q].unsqueeze(0)).squeeze(0)
+        assert self._cp is not None
+        return gather_chosen(own_Q, own.scored_Q, len(targets_P), self._cp)
 
 
 class Scorer:
@@ -79,9 +113,12 @@ class Scorer:
     """
 
     def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
-        """exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True."""
+        """exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True. Every
+        context-parallel rank then computes whole sequences."""
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
         self.dropped = DroppedTokens(model)
+        self.cp = None if exact else groups.cp
+        """Ranks over which sequences are divided; None: over none."""
 
     def check(
         self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int, starts: Sequence[int]
@@ -121,13 +158,15 @@ class Scorer:
         for indices in micro_batches([len(sequence) for sequence in sequences], limit):
             ids_BS, padding_BS = self._padded([sequences[index] for index in indices], device)
             spans = [(starts[index], len(sequences[index])) for index in indices]
+            targets_P = torch.tensor([at for span in spans for at in range(*span)], device=device)
             yield MicroBatch(
                 indices=indices,
                 ids_BS=ids_BS,
                 padding_BS=padding_BS,
                 rows_P=torch.tensor([row for row, span in enumerate(spans) for _ in range(*span)], device=device),
-                targets_P=torch.tensor([at for span in spans for at in range(*span)], device=device),
+                targets_P=targets_P,
                 lengths=[end - start for start, end in spans],
+                own=None if self.cp is None else _own_positions(self.cp, ids_BS.shape[1], targets_P),
             )
 
     @contextmanager
@@ -138,17 +177,18 @@ class Scorer:
 
         single_backward: gradients are taken once at most, so that logits are overwritten by their gradient.
         """
+        how: dict[str, Any] = {"cp": self.cp, "max_position": self._shape.max_position}
         with ExitStack() as stack:
             if self._exact:
                 math = stack.enter_context(exact_math(self._model))
                 logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
-                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at, self.dropped)
+                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at, self.dropped, **how)
                 return
             logprobs_of = functools.partial(
                 self._token_logprobs, temperature=temperature, single_backward=single_backward
             )
             at = functools.partial(logits_at, self._model)
-            yield ScoringForward(self._model, forward, logprobs_of, at, self.dropped)
+            yield ScoringForward(self._model, forward, logprobs_of, at, self.dropped, **how)
 
     def score(
         self, forward: Callable[..., Tensor], batches: Sequence[MicroBatch], *, temperature: float
@@ -169,8 +209,10 @@ class Scorer:
     def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Padded with zeros at the end, which no position before it attends to; and where, None: nowhere."""
         length = max(map(len, sequences))
-        if self._model.config.sequence_parallel:  # positions are split over the ranks in equal parts
-            length += -length % self._groups.tp_size
+        num_parts = 1 if self.cp is None else 2 * self.cp.size()
+        if self._model.config.sequence_parallel:
+            num_parts *= self._groups.tp_size
+        length += -length % num_parts  # positions are split over the ranks in equal parts
         ids_BS = torch.zeros(len(sequences), length, dtype=torch.int64)
         padding_BS = torch.zeros(len(sequences), length, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
@@ -181,6 +223,7 @@ class Scorer:
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """The shape that a pipeline stage sends to the next one: (positions of this rank, sequences, hidden size)."""
         (size, length), config = batch.ids_BS.shape, self._model.config
+        length = length if batch.own is None else len(batch.own.positions_S)
         return length // (self._groups.tp_size if config.sequence_parallel else 1), size, config.hidden_size
 
     def stand_in(self, batch: MicroBatch) -> Tensor:
@@ -244,6 +287,15 @@ class Scorer:
             logits_BSV, targets_BS - first, num_columns, group, temperature, single_backward
         )
         return out
+
+
+def _own_positions(cp: dist.ProcessGroup, length: int, targets_P: Tensor) -> OwnPositions:
+    positions_S = positions_of(cp.rank(), cp.size(), length).to(targets_P.device)
+    places = torch.full((length,), -1, device=targets_P.device)
+    places[positions_S] = torch.arange(len(positions_S), device=targets_P.device)
+    places_P = places[targets_P - 1]
+    scored_Q = (places_P >= 0).nonzero().flatten()
+    return OwnPositions(positions_S=positions_S, scored_Q=scored_Q, places_Q=places_P[scored_Q])
 
 
 def micro_batches(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:

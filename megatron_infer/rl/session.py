@@ -25,6 +25,7 @@ from megatron_infer.engine.requests.input_processor import TextCodec
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
+from megatron_infer.rl.context_rollout import ContextRollout
 from megatron_infer.rl.mismatch_meter import AUTO, meter_of
 from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
@@ -102,9 +103,17 @@ class RolloutSession:
         self._changes = ModeChanges(
             engine, self._switch, suspend_mode=self._suspend_mode, offloads=self._optimizer is not None
         )
-        self._trainer = TrainerStep(self._chain, self._switch, engine)
+        self.ranks = engine.rank_group.with_context_ranks(timeout_s=engine.config.collective_timeout_s)
+        """Those that hold parts of the model or of its sequences: the engine's, and with context parallelism those of
+        the engines that its ranks have beside it."""
+        self._trainer = TrainerStep(self._chain, self._switch, engine, self.ranks)
         self.meter = meter_of(self, meter)
-        self._rollout = Rollout(engine, on_delivered=None if self.meter is None else self.meter.keep)
+        keep = None if self.meter is None else self.meter.keep
+        self._rollout = (
+            Rollout(engine, on_delivered=keep)
+            if self.ranks is engine.rank_group
+            else ContextRollout(engine, ranks=self.ranks, on_delivered=keep)
+        )
         self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
 
@@ -198,7 +207,7 @@ class RolloutSession:
             self._measure()
         with self._switch.gathered_parameters():
             update = self._update(source, version=version, running=running, undo=undo)
-            return WeightTransition(self.engine, update, mode=chosen).run()
+            return WeightTransition(self.engine, update, mode=chosen, ranks=self.ranks).run()
 
     def score(
         self,

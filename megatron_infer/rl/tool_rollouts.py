@@ -64,6 +64,7 @@ async def converse(
     With several ranks the leader alone calls, while the others are in `engine.follow()`.
     """
     check_on_error(on_error)
+    roll.require_one_engine("converse()")
     roll.engine.relay.require_leader("converse()")
     roll.engine.relay.require_shared("converse()")
     limits = limits if limits is not None else TurnLimits()
@@ -123,6 +124,7 @@ def run_conversations(
 
 async def say(roll: Rollout, conversation: Conversation, params: SamplingParams | None = None) -> Turn:
     """One answer of the model, appended to the conversation. On the leader."""
+    roll.require_one_engine("say()")
     roll.engine.relay.require_leader("say()")
     return conversation.add_answer(await _draw(roll, conversation.next_request(params), None))
 

@@ -31,6 +31,7 @@ from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     auxiliary_scale_kept,
     check_all_get_gradients,
+    check_sums_over,
     cuda_error_explained,
     reduce_gradients,
     reduces_while_backward,
@@ -90,11 +91,13 @@ class StepReport:
 class TrainerStep:
     """Runs the model of a session as its trainer does. Every rank of the model makes the same calls."""
 
-    def __init__(self, chain: Sequence[Any], switch: TrainModeSwitch, engine: DynamicInferenceEngine) -> None:
-        """chain: `models.trainer_state.wrapper_chain`."""
+    def __init__(
+        self, chain: Sequence[Any], switch: TrainModeSwitch, engine: DynamicInferenceEngine, ranks: RankGroup
+    ) -> None:
+        """chain: `models.trainer_state.wrapper_chain`. ranks: of the model, context-parallel ones too."""
         self._chain, self._switch, self._weights = chain, switch, engine.weights
-        self._rank_group: RankGroup = engine.rank_group
-        self._groups = engine.rank_group.groups
+        self._rank_group = ranks
+        self._groups = ranks.groups
         self._exact = engine.config.batch_invariant
         self._scorer = Scorer(chain[-1], shape=engine.shape, groups=self._groups, exact=self._exact)
         self._registry = engine.output_processor.meter.registry
@@ -150,6 +153,7 @@ class TrainerStep:
         start, limit = options.start, options.micro_batch_tokens
         starts = [int(start)] * len(given_ids) if isinstance(start, Integral) else [int(one) for one in start]
         if self._rank_group.size > 1:
+            self._rank_group.lockstep.phase = call.removesuffix("()")
             given = json.dumps(
                 [given_ids, starts, options.temperature, limit, options.dropout, options.adapter, others]
             )
@@ -304,6 +308,8 @@ class TrainerStep:
                 "first call's gradients; pass all sequences in one call",
                 state="gradients reduced",
             )
+        if self._scorer.cp is not None:
+            check_sums_over(self._chain, self._scorer.cp, "score_and_backward()")
         self._check_complete("score_and_backward()")
 
     def _check_complete(self, call: str) -> None:
@@ -335,7 +341,9 @@ class TrainerStep:
 
     def _backward_in_stages(self, run: ScoringForward, losses: LossCalls) -> None:
         """The last stage calls `loss`. Where that or a stage's forward raises, all stages raise after the schedule."""
-        calls = StageCalls(run, losses, self._scorer.stand_in)
+        # the schedule divides by the number of micro-batches, and multiplies by that of context-parallel ranks
+        scale = len(losses.batches) / self._groups.cp_size
+        calls = StageCalls(run, losses, self._scorer.stand_in, scale=scale)
         shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
         run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
         with self._rank_group.together("the schedule of score_and_backward()"):
@@ -441,9 +449,11 @@ class LossCalls:
 class StageCalls:
     """One stage's calls in megatron-core's schedule. After an error it goes on with zeros: the other stages wait."""
 
-    def __init__(self, run: ScoringForward, losses: LossCalls, stand_in: Callable[[MicroBatch], Tensor]) -> None:
-        """stand_in: see `Scorer.stand_in`."""
-        self._run, self._losses, self._stand_in = run, losses, stand_in
+    def __init__(
+        self, run: ScoringForward, losses: LossCalls, stand_in: Callable[[MicroBatch], Tensor], *, scale: float
+    ) -> None:
+        """stand_in: see `Scorer.stand_in`. scale: of losses that the schedule gets."""
+        self._run, self._losses, self._stand_in, self._scale = run, losses, stand_in, scale
         self.failure: BaseException | None = None
         """What this stage's forward or the loss has raised first."""
 
@@ -463,7 +473,7 @@ class StageCalls:
             try:
                 value = self._losses.of(batch, out)
                 self._losses.num_done += 1
-                return value * len(self._losses.batches), {}  # the schedule divides
+                return value * self._scale, {}
             except BaseException as error:
                 self.failure = error
         return out.sum() * 0.0, {}

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.suspend import MemoryReport
@@ -55,8 +56,9 @@ class SessionUpdate(Protocol):
 class WeightTransition:
     """One suspend, update and resume of an engine; every rank creates one, with the same arguments."""
 
-    def __init__(self, engine: DynamicInferenceEngine, update: SessionUpdate, *, mode: Any) -> None:
-        self._engine, self._update, self._suspend_mode = engine, update, mode
+    def __init__(self, engine: DynamicInferenceEngine, update: SessionUpdate, *, mode: Any, ranks: RankGroup) -> None:
+        """ranks: that do it together, those of the engine and of others."""
+        self._engine, self._update, self._suspend_mode, self._ranks = engine, update, mode, ranks
         self._state_before = engine.state
 
     def run(self) -> TransitionReport:
@@ -87,7 +89,7 @@ class WeightTransition:
 
     def _gather(self, phase: str, outcome: PhaseOutcome) -> list[str]:
         text = json.dumps([outcome.text, outcome.is_own, outcome.tensor])
-        return self._engine.rank_group.lockstep.gather(f"the outcome of the {phase}", text)
+        return self._ranks.lockstep.gather(f"the outcome of the {phase}", text)
 
     def _fail(self, phase: str, failed: list[tuple[int, PhaseOutcome]], error: BaseException | None) -> NoReturn:
         """Undo the phases so far, then raise."""

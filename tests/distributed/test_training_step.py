@@ -21,6 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ign
 EXPERTS = training_case.EXPERTS | {"num_layers": 4}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "qk_layernorm": True}
 PP = {"pipeline_model_parallel_size": 2, "share_embeddings_and_output_weights": True, "num_layers": 4}
+CP = {"context_parallel_size": 2, "position_embedding_type": "rope"}
+EP = {"expert_model_parallel_size": 2}
 EVEN, EVEN_GROUPS, EVEN_LIMIT = [12, 12, 8, 8, 8], [[0, 1], [2, 3, 4]], 24
 ONE, ONE_GROUPS = [10, 10, 10], [[0], [1], [2]]
 QUICK = ("distributed optimizer, experts", "TP2, sequence parallel", "PP2")
@@ -39,6 +41,18 @@ CASES: dict[str, Any] = {
         PP | EXPERTS,
         lambda m: MegatronTrainer(m, distributed=True, overlap=True, smooth=True),
     ),
+    "CP2": (CP, lambda m: MegatronTrainer(m, distributed=False, smooth=True)),
+    "CP2, torch DDP": (CP, lambda m: TorchTrainer(m, ddp=True, smooth=True)),
+    "CP2, distributed optimizer, experts": (
+        CP | EXPERTS,
+        lambda m: MegatronTrainer(m, distributed=True, smooth=True),
+    ),
+    "CP2 x EP2": (CP | EP | EXPERTS, lambda m: MegatronTrainer(m, distributed=False, smooth=True)),
+}
+PARTS: dict[str, Any] = {
+    "quick": list(QUICK),
+    "CP2": ["CP2"],
+    "rest": pytest.param([name for name in CASES if name not in (*QUICK, "CP2")], marks=pytest.mark.long),
 }
 
 
@@ -90,7 +104,8 @@ def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
             plain.model.disable_forward_pre_hook()  # gathers what its next forward would gather
         pairs = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
         assert_equal(*pairs, tolerance=2e-6)
-        session.engine.rank_group.lockstep.close()
+        for group in {session.engine.rank_group, session.ranks}:
+            group.lockstep.close()
 
 
 def check_gradients(name: str, session: Any, plain: Any, ours: Any) -> None:
@@ -112,9 +127,9 @@ def check_gradients(name: str, session: Any, plain: Any, ours: Any) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.long)])
-def test_two_ranks_train_as_megatrons_own_step_does(tmp_path: Path, part: str) -> None:
-    run_on_ranks(on_ranks, 2, tmp_path, [name for name in CASES if (name in QUICK) == (part == "quick")])
+@pytest.mark.parametrize("names", PARTS.values(), ids=PARTS)
+def test_two_ranks_train_as_megatrons_own_step_does(tmp_path: Path, names: list[str]) -> None:
+    run_on_ranks(on_ranks, 2, tmp_path, names)
 
 
 def on_faults(rank: int, size: int, folder: Path) -> None:

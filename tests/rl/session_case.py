@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import engines
@@ -46,6 +47,17 @@ def fresh_answers(model: torch.nn.Module, params: SamplingParams = PARAMS) -> li
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(step))
     return ids, torch.arange(12)[None].expand(2, -1), ids.roll(-1, 1)
+
+
+def own_positions(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a context-parallel rank has of tensors [rows, positions], by megatron-core."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    how: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        how["is_hybrid_cp"] = False
+    return get_batch_on_this_cp_rank(dict(batch), **how)
 
 
 def train_step(model: Any, step: int, rate: float = 0.3, grads: list[torch.Tensor] | None = None) -> float:

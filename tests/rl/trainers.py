@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from session_case import batch
+from session_case import batch, own_positions
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -68,16 +68,24 @@ class MegatronTrainer:
             )
 
     def step(self, step: int, rows: slice = slice(None)) -> float | None:
-        """rows: this rank's part of the batch. Returns the loss on ranks that compute it."""
+        """rows: this rank's part of the batch; a context-parallel rank takes its positions of it. Returns the loss on
+        ranks that compute it."""
+        from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.train()
         self.model.config.finalize_model_grads_func = finalize_model_grads
         ids, positions, labels = (part[rows] for part in batch(step))
+        shape, num_ranks = ids.shape, parallel_state.get_context_parallel_world_size()
+        cut = own_positions({"ids": ids, "positions": positions, "labels": labels})
+        ids, positions, labels = cut.values()
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return losses.mean(), {"loss": losses.mean().detach().clone()}
+            loss = losses.mean() / num_ranks
+            whole = loss.detach().clone()
+            torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+            return loss, {"loss": whole}
 
         def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
             next(batches)
@@ -91,8 +99,8 @@ class MegatronTrainer:
                 data_iterator=iter([None]),
                 model=[self.model],
                 num_microbatches=1,
-                seq_length=ids.shape[1],
-                micro_batch_size=len(ids),
+                seq_length=shape[1],
+                micro_batch_size=shape[0],
                 forward_only=False,
             )
             self.optimizer.step()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from session_case import VOCAB
+from session_case import VOCAB, own_positions
 
 from megatron_infer.testing.cpu_shim import cpu_shim
 
@@ -54,21 +54,27 @@ def megatron_backward(
     """megatron-core's schedule over micro-batches (groups of indices) of the model's whole logits -> sum of the losses.
 
     chain: the model in its wrappers, in train mode. loss: of scores and indices; None: `loss_over`.
-    finalize: as config.finalize_model_grads_func.
+    finalize: as config.finalize_model_grads_func. Over context-parallel ranks: the loop of `context_step`.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    loss, found = loss_over(sequences) if loss is None else loss, []
+    every, found = weights_of(sequences), []
+    loss = loss_over(sequences) if loss is None else loss
     config = chain.config if hasattr(chain, "config") else chain.module.config
 
     def forward_step(batches: Iterator[Sequence[int]], model: Any) -> Any:
         indices = list(next(batches))
-        length = max(len(sequences[i]) for i in indices)
+        length = padded_to(max(len(sequences[i]) for i in indices), config)
         ids = torch.zeros(len(indices), length, dtype=torch.int64)
         padding = torch.zeros(len(indices), length, dtype=torch.bool)
         for row, index in enumerate(indices):
             ids[row, : len(sequences[index])] = torch.tensor(sequences[index])
             padding[row, len(sequences[index]) :] = True
+        if config.context_parallel_size > 1:
+            weights = torch.zeros(ids.shape)
+            for row, index in enumerate(indices):
+                weights[row, : len(sequences[index]) - 1] = every[index] / len(sequences)
+            return context_step(model, config, ids, padding, weights, found, len(groups))
         mask = {"padding_mask": padding} if padding.any() and config.num_moe_experts else {}
         out = model(ids, torch.arange(length)[None].expand(len(indices), -1), None, **mask)
 
@@ -90,7 +96,7 @@ def megatron_backward(
 
     config.finalize_model_grads_func = finalize
     config.no_sync_func = getattr(chain, "no_sync", None)
-    lengths = {(len(group), max(len(sequences[i]) for i in group)) for group in groups}
+    lengths = {(len(group), padded_to(max(len(sequences[i]) for i in group), config)) for group in groups}
     config.variable_seq_lengths = len(lengths) > 1
     try:
         with cpu_shim(4):
@@ -107,6 +113,41 @@ def megatron_backward(
         config.finalize_model_grads_func = config.no_sync_func = None
         config.variable_seq_lengths = False
     return sum(found)
+
+
+def padded_to(length: int, config: Any) -> int:
+    """Positions of a sequence that context-parallel ranks divide in 2 * size parts."""
+    num_ranks = config.context_parallel_size
+    return length if num_ranks == 1 else length + -length % (2 * num_ranks * config.tensor_model_parallel_size)
+
+
+def context_step(
+    model: Any,
+    config: Any,
+    ids: torch.Tensor,
+    padding: torch.Tensor,
+    weights: torch.Tensor,
+    found: list[float],
+    num_micro_batches: int,
+) -> Any:
+    """A forward step as in Megatron-LM's pretrain_gpt.py: a batch divided by get_batch_on_this_cp_rank, the losses of
+    labels times a mask, which is `weights` here, summed over this rank's part."""
+    from megatron.core import parallel_state
+
+    positions = torch.arange(ids.shape[1])[None].expand(len(ids), -1)
+    batch = {"tokens": ids, "labels": ids.roll(-1, 1), "loss_mask": weights, "position_ids": positions}
+    batch = own_positions(batch | {"padding": padding})
+    mask = {"padding_mask": batch["padding"]} if padding.any() and config.num_moe_experts else {}
+    out = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
+
+    def loss_of(losses: torch.Tensor) -> Any:
+        value = (losses * batch["loss_mask"]).sum()
+        whole = value.detach().clone()
+        torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        found.append(whole.item())
+        return value * num_micro_batches, {}
+
+    return out, loss_of
 
 
 def megatron_step(trainer: Any, sequences: Batch, groups: Sequence[Sequence[int]], **how: Any) -> tuple[float, float]:

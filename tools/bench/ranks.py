@@ -5,6 +5,7 @@ experts on two ranks whose requests are shared or each rank's own.
     python tools/bench/ranks.py --part stages [--stages 2] [--requests 32] [--tokens 24]
         [--device-ms 4 --per-token-us 4000]
     python tools/bench/ranks.py --part experts [--tokens 24] [--prompt 512] [--rounds 5] [--dtype float32]
+    python tools/bench/ranks.py --part context [--requests 64] [--tokens 64] [--rounds 5]
 
 reshard: a trainer's weights into an engine's model of another layout, against what gloo alone takes for the bytes.
 "must" is what targets want and their own ranks do not have, over both ranks; "gloo" sends as many bytes in the same
@@ -19,6 +20,9 @@ are busy and nothing is gained, except that more requests can run in the same ti
 
 experts: a model of `EXPERTS` with attention as large models have it, over two ranks of one thread each. "shared": both
 compute the attention of all requests. "own": `dp_attention`. Decoding alone is timed, in turns of both; medians.
+
+context: a rollout of the same prompts by one rank while the other one waits, and by two context-parallel ranks, in
+turns. Seconds of the clock, and CPU seconds of the busier rank, which other processes of the machine change less.
 """
 
 from __future__ import annotations
@@ -297,20 +301,77 @@ def experts(rank: int, args: argparse.Namespace) -> None:
             )
 
 
+# ---------------------------------------------------------------------- context-parallel ranks
+
+
+def make_session(num_ranks: int, args: argparse.Namespace) -> Any:
+    """A session of a model that trains with as many context-parallel ranks."""
+    from megatron_infer.models.mcore_compat import parallel_state
+    from megatron_infer.rl.session import RolloutSession
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=num_ranks)
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8, "max_sequence_length": 1024}
+    model = tiny_gpt(num_layers=4, context_parallel_size=num_ranks, position_embedding_type="rope", **sizes)
+    return RolloutSession(model, {"buffer_size_gb": 0.5, "max_requests": args.requests}, meter=None)
+
+
+def timed_rollout(session: Any, args: argparse.Namespace, *, draws: bool) -> tuple[float, float]:
+    """Seconds of the clock until all ranks are done, and CPU seconds of the busier one."""
+    from megatron_infer.config.sampling_params import SamplingParams
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 128, (16,), generator=generator).tolist() for _ in range(args.requests)]
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+    dist.barrier()
+    started, cpu = time.perf_counter(), time.process_time()
+    if draws:
+        with session.generating() as roll:
+            assert len(roll.generate(prompts, params)) == args.requests
+    used = torch.tensor(time.process_time() - cpu)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    return seconds, float(used)
+
+
+def context(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    sessions = {count: make_session(count, args) for count in (1, RANKS)}
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in sessions}
+    for turn in range(args.rounds + 1):
+        for count, session in sessions.items():
+            times = timed_rollout(session, args, draws=rank < count)
+            if turn:  # the first round warms up
+                found[count].append(times)
+    if rank > 0:
+        return
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a rank, fp32")
+    print(f"{args.requests} requests, 16 prompt and {args.tokens} output tokens each; medians of {args.rounds} rounds")
+    first: dict[str, float] = {}
+    for count, rounds in found.items():
+        for kind, values in zip(("clock", "CPU"), zip(*rounds, strict=True), strict=True):
+            median = statistics.median(values)
+            first.setdefault(kind, median)
+            print(f"{count} rank(s): {median:7.3f} s {kind} ({first[kind] / median:4.2f}x)")
+
+
 # ---------------------------------------------------------------------- command line
 
 
 def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
-    {"reshard": reshard, "stages": stages, "experts": experts}[args.part](rank, args)
+    parts = {"reshard": reshard, "stages": stages, "experts": experts, "context": context}
+    parts[args.part](rank, args)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["reshard", "stages", "experts"], required=True)
+    parser.add_argument("--part", choices=["reshard", "stages", "experts", "context"], required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=16.0)

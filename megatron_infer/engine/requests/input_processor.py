@@ -63,6 +63,7 @@ class InputProcessor:
         self.num_seeds = 0
         """Seeds derived so far: the next unseeded request takes the one after."""
         self.num_ids = 0
+        self._num_own_seeds = 0
 
     def new_id(self, taken: Callable[[str], bool]) -> str:
         """An id for a request without one: the next number that is not taken."""
@@ -70,6 +71,16 @@ class InputProcessor:
             name, self.num_ids = str(self.num_ids), self.num_ids + 1
             if not taken(name):
                 return name
+
+    def next_seed(self) -> int:
+        """The seed of the next request that has none."""
+        self.num_seeds += 1
+        return derive_seed(self._seed, self.num_seeds)
+
+    def own_seed(self, rank: int) -> int:
+        """A seed for the next unseeded request of a rank other than the leader: a function of its own requests."""
+        self._num_own_seeds += 1
+        return derive_seed(self._seed, (rank << 48) + self._num_own_seeds)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of any accepted prompt form."""
@@ -197,7 +208,7 @@ class InputProcessor:
         max_total = self.check(ids, params)
         seed = params.seed
         if seed is None:
-            seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
+            seed = self.next_seed()
         stop_ids = self.stop_ids(params)
         sequences = [
             Request(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import pytest
 import torch
@@ -38,9 +37,9 @@ def stock(**overrides):
     return tiny_gpt(spec=stock_spec, **overrides)
 
 
-def set_config(**values):
+def set_config(model=None, **values):
     """A model whose config says something it was not built with: the field alone must refuse it."""
-    model = stock()
+    model = stock() if model is None else model
     for name, value in values.items():
         setattr(model.config, name, value)
     return model
@@ -245,7 +244,10 @@ REFUSED = {
     ),
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
     "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
-    "context_parallel": (lambda: set_config(context_parallel_size=2), "context_parallel_size=2"),
+    "context_parallel": (
+        lambda: set_config(tiny_hybrid("M*"), context_parallel_size=2),
+        "decoder.layers.0: context_parallel_size=2 with a layer that has a recurrent state",
+    ),
     "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
     "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
     "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
@@ -420,11 +422,6 @@ def test_cpu_shim_refuses_where_cuda_is_available(monkeypatch):
         pass
 
 
-def test_groups_that_split_sequences_are_a_config_error():
-    class TwoRanks:
-        def size(self):
-            return 2
-
-    collection = types.SimpleNamespace(cp=TwoRanks())
-    with pytest.raises(ConfigError, match=r"cp=2: inference over context-parallel ranks.*build the model with cp=1"):
-        ParallelGroups.of(collection, stock())
+def test_groups_without_the_context_parallel_ranks_of_the_config_are_a_config_error():
+    with pytest.raises(ConfigError, match=r"has context_parallel_size=2, .* have cp=1; give the groups"):
+        ParallelGroups.of(None, set_config(context_parallel_size=2))

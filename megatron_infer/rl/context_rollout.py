@@ -1,0 +1,296 @@
+"""Rollouts of a model whose training divides sequences over context-parallel ranks.
+
+Such ranks hold equal weights: each is an engine of its own, and they divide the prompts of a call.
+
+    digests of all ranks' prompts ─▶ equal: engine i draws prompts i, i + size, ... ─▶ all groups on all ranks
+                                     other: each engine draws its own prompts, and its ranks have those groups
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.rank_group import RankGroup
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.given_prompts import digests_of
+from megatron_infer.errors import ConfigError, OtherRankFailed, PromptsDiffer
+from megatron_infer.rl import sample_file
+from megatron_infer.rl.group_tracker import PREFIX, Budget
+from megatron_infer.rl.oversampling import RolloutShortage
+from megatron_infer.rl.prompts import as_batch, group_requests_of
+from megatron_infer.rl.rollout import Params, Progress, Rollout
+from megatron_infer.rl.samples import RolloutError, RolloutGroup, checked_groups
+
+
+@dataclass
+class OwnPrompts:
+    """Every `size`-th of some prompts, from `index` on, read as they are wanted."""
+
+    prompts: Iterable[Any]
+    params: SamplingParams
+    index: int
+    size: int
+    read: list[str] = field(default_factory=list)
+    """Digests of what was read, of `size` prompts each."""
+
+    def __iter__(self) -> Iterator[Any]:
+        given = iter(self.prompts)
+        while part := [prompt for _, prompt in zip(range(self.size), given, strict=False)]:
+            self.read.append(_digest(part, self.params))
+            if self.index < len(part):
+                yield part[self.index]
+
+
+class ContextRollout(Rollout):
+    """A `Rollout` of several engines with equal weights, of whose ranks each makes every call: `follow()` is none.
+
+    Prompts of generate(), iterate() and stream() without a seed have those that a single engine would give them. Groups
+    come when all engines are done: sorted by prompt from iterate() and stream(). A budget is divided over the engines.
+    `stats`, `unfinished`, `in_flight`, `abort` and progress are of this rank's engine. An error of one engine is raised
+    on all ranks, where OtherRankFailed names the rank; groups that the others have drawn are lost.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        ranks: RankGroup,
+        on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None,
+    ) -> None:
+        """ranks: of all these engines, see `RankGroup.with_context_ranks`. on_delivered: as for `Rollout`."""
+        super().__init__(engine, on_delivered=on_delivered)
+        group = engine.rank_group.groups.engine
+        own = dist.get_rank() if group is None else dist.get_process_group_ranks(group)[0]
+        self._leaders = [int(text) for text in ranks.lockstep.gather("the engines of context-parallel ranks", str(own))]
+        """The leader of each rank's engine."""
+        self._over = ranks
+        engines = sorted(set(self._leaders))
+        self._index, self._size = engines.index(own), len(engines)
+        self.tracker.seeds = lambda: engine.input_processor.own_seed((self._index + 1) << 9)
+        self._begun_together: set[str] = set()
+        """Unfinished groups that calls with divided prompts have left."""
+
+    # ------------------------------------------------------------------ calls
+
+    def _groups(self, prompts: Any, params: Params, on_progress: Progress | None) -> Generator[RolloutGroup]:
+        batch = [] if prompts is None else as_batch(prompts)
+        if not self._are_equal(batch, params):
+            with closing(super()._groups(batch, params, on_progress)) as groups:
+                for group in groups:
+                    yield self._numbered(group)
+            return
+        own, each = self._part_of(batch, params)
+        yield from self.united(lambda: list(Rollout._groups(self, own, each, on_progress)))
+
+    async def _stream(self, prompts: Any, params: Params, on_progress: Progress | None) -> AsyncGenerator[RolloutGroup]:
+        run = self.thread.run
+        batch = [] if prompts is None else as_batch(prompts)
+        if not await run(lambda: self._are_equal(batch, params)):
+            async with aclosing(super()._stream(batch, params, on_progress)) as groups:
+                async for group in groups:
+                    yield self._numbered(group)
+            return
+        own, each = self._part_of(batch, params)
+        found: list[RolloutGroup] = []
+        failure: BaseException | None = None
+        before = set(self.tracker.unfinished)
+        try:
+            async for group in super()._stream(own, each, on_progress):
+                found.append(group)
+        except BaseException as error:
+            failure = error
+        for group in await run(lambda: self._exchange(found, failure, before)):
+            yield group
+
+    def collect(
+        self, num_groups: int, prompts: Iterable[Any], params: SamplingParams, **how: Any
+    ) -> list[RolloutGroup]:
+        """As `Rollout.collect`. Each engine draws its part of the prompts until it has its part of `num_groups`.
+
+        Raises PromptsDiffer if the engines have read other prompts.
+        """
+        own = self.own_prompts(prompts, params)
+        share = num_groups // self._size + (self._index < num_groups % self._size)
+
+        def draw() -> list[RolloutGroup]:
+            return Rollout.collect(self, share, own, params, **how) if share or num_groups < 1 else []
+
+        return self.united(draw, own, wanted=num_groups)
+
+    def pause_at(self, budget: Budget | None) -> None:
+        """As `Rollout.pause_at`; groups and tokens are divided over the engines."""
+        if budget is not None:
+            groups, tokens = (None if one is None else -(-one // self._size) for one in (budget.groups, budget.tokens))
+            budget = replace(budget, groups=groups, tokens=tokens)
+        super().pause_at(budget)
+
+    def own_prompts(self, prompts: Iterable[Any] | None, params: SamplingParams) -> OwnPrompts:
+        return OwnPrompts(() if prompts is None else prompts, params, self._index, self._size)
+
+    def part_of_batch(self, groups: int) -> int:
+        if groups % self._size:
+            raise ConfigError(
+                f"groups_per_step is {groups}, and {self._size} context-parallel engines divide a batch; give a "
+                f"multiple of {self._size}"
+            )
+        return groups // self._size
+
+    def require_one_engine(self, call: str) -> None:
+        raise ConfigError(
+            f"{call} with {self._size} context-parallel engines: conversations are not divided over them, and each "
+            "would call the tools; take generate(), or converse in a job with context_parallel_size=1"
+        )
+
+    def united(
+        self, draw: Callable[[], list[RolloutGroup]], own: Iterable[Any] = (), *, wanted: int = 0
+    ) -> list[RolloutGroup]:
+        """The groups that draw() gives on each engine -> those of all, by number.
+
+        own: the prompts that it reads. wanted: groups that are wanted of all engines, for a RolloutShortage.
+        """
+        before = set(self.tracker.unfinished)
+        found: list[RolloutGroup] = []
+        failure: BaseException | None = None
+        try:
+            found = draw()
+        except RolloutError as error:
+            found = error.groups
+        except BaseException as error:
+            failure = error
+        if not isinstance(own, OwnPrompts):
+            return self._exchange(found, failure, before)
+        return checked_groups(self._exchange(found, failure, before, own, wanted))
+
+    # ------------------------------------------------------------------ dividing
+
+    def _are_equal(self, batch: list[Any], params: Params) -> bool:
+        """Whether all engines were given the same prompts and parameters, which are valid."""
+        failure: Exception | None = None
+        ids, digest = self.engine.input_processor, ""
+        try:
+            if self.ranks.is_leader:
+                group_requests_of(self.engine, batch, params)
+            if batch or self.ranks.is_leader:
+                digest = _digest(batch, params)
+        except Exception as error:  # the other ranks wait
+            failure = error
+        self._over.lockstep.phase = "a rollout"
+        own = json.dumps([digest, ids.num_ids, _described(failure)])
+        reports = [json.loads(text) for text in self._over.lockstep.gather("the prompts of a rollout", own)]
+        ids.num_ids = max(number for _, number, _ in reports)  # the engines number on alike: groups sort by prompt
+        if failure is not None:
+            raise failure
+        _raise_first([error for *_, error in reports])
+        return len({digest for digest, *_ in reports if digest}) == 1
+
+    def _part_of(self, batch: list[Any], params: Params) -> tuple[list[Any], Params]:
+        """This engine's prompts, with seeds that a single engine would derive. The leader passes them on."""
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        draw = self.engine.input_processor.next_seed
+        each = [one if one.seed is not None else replace(one, seed=draw()) for one in each]
+        if not self.ranks.is_leader:
+            return [], []
+        return batch[self._index :: self._size], each[self._index :: self._size]
+
+    def _numbered(self, group: RolloutGroup) -> RolloutGroup:
+        """With an id that no other engine gives."""
+        number = int(group.group_id.removeprefix(PREFIX)) * self._size + self._index
+        group.group_id = f"{PREFIX}{number}"
+        return group
+
+    # ------------------------------------------------------------------ exchange
+
+    def _exchange(
+        self,
+        found: list[RolloutGroup],
+        failure: BaseException | None,
+        before: set[str],
+        own: OwnPrompts | None = None,
+        wanted: int = 0,
+    ) -> list[RolloutGroup]:
+        """All engines' groups on every rank; where one engine has failed all ranks raise.
+
+        before: groups that were unfinished when the call began.
+        """
+        short: int | None = None
+        if isinstance(failure, RolloutShortage):
+            found, short, failure = failure.accepted, failure.num_rejected, None
+        for group in found:
+            if group.group_id not in before or group.group_id in self._begun_together:
+                group.index = group.index * self._size + self._index
+            self._numbered(group)
+        left = set(self.tracker.unfinished)
+        self._begun_together = left & (self._begun_together | (left - before))
+        encoded = ""
+        if self.ranks.is_leader and failure is None:
+            try:
+                encoded = base64.b85encode(sample_file.encode(found)).decode()
+            except Exception as error:  # the other ranks wait
+                failure = error
+        report: dict[str, Any] = {"error": _described(failure)}
+        if self.ranks.is_leader:
+            report |= {"groups": encoded, "short": short, "read": [] if own is None else own.read}
+        texts = self._over.lockstep.gather("the groups of a rollout", json.dumps(report))
+        reports = [json.loads(text) for text in texts]
+        leaders = {leader: report for leader, report in zip(self._leaders, reports, strict=True) if "groups" in report}
+        ended = {leader for leader, report in leaders.items() if report["error"] or report["short"] is not None}
+        if failure is not None and (self.ranks.is_leader or self._leaders[self._over.lockstep.rank] not in ended):
+            raise failure
+        # a rank beside a leader that has ended says so in other words
+        errors = [
+            report["error"] if "groups" in report or leader not in ended else ""
+            for leader, report in zip(self._leaders, reports, strict=True)
+        ]
+        _raise_first(errors)
+        parts = [leaders[leader] for leader in sorted(leaders)]
+        if own is not None:
+            del own.read[: _num_equal([part["read"] for part in parts])]
+        groups: list[RolloutGroup] = []
+        for index, part in enumerate(parts):
+            if index == self._index and self.ranks.is_leader:
+                groups += found
+                continue
+            others = sample_file.decode(base64.b85decode(part["groups"]))
+            groups += others
+            if self.ranks.is_leader:
+                self.ranks.delivered(others)
+        groups.sort(key=lambda group: int(group.group_id.removeprefix(PREFIX)))
+        shortages = [part["short"] for part in parts if part["short"] is not None]
+        if shortages:
+            raise RolloutShortage(wanted, groups, sum(shortages))
+        return groups
+
+
+def _digest(prompts: Sequence[Any], params: Params) -> str:
+    return hashlib.blake2b("".join(digests_of(prompts, params)).encode(), digest_size=8).hexdigest()
+
+
+def _described(failure: BaseException | None) -> str:
+    return "" if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _raise_first(errors: Sequence[str]) -> None:
+    """OtherRankFailed if a rank has an error."""
+    failed = [rank for rank, text in enumerate(errors) if text]
+    if failed:
+        raise OtherRankFailed("; ".join(f"rank {rank}: {errors[rank]}" for rank in failed), ranks=failed)
+
+
+def _num_equal(read: Sequence[Sequence[str]]) -> int:
+    """How many digests all engines have reported; one of them may have read further. PromptsDiffer if some differ."""
+    together = list(zip(*read, strict=False))
+    if any(len(set(digests)) > 1 for digests in together):
+        raise PromptsDiffer(
+            "context-parallel engines have read other prompts, or parameters: collect() and RolloutQueue divide one "
+            "sequence of prompts; give every rank the same"
+        )
+    return len(together)
