@@ -129,14 +129,24 @@ class _Pending(NamedTuple):
 class StageLink:
     """One rank's connections to its neighbours and to the last stage. Sends are asynchronous, in order."""
 
-    def __init__(self, group: dist.ProcessGroup, *, hidden_size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        hidden_size: int,
+        device: torch.device,
+        timeout_s: float,
+        num_chunks: int = 1,
+    ) -> None:
         """group: the ranks that hold this rank's share of the stages, first stage first. timeout_s: how long a message
         may take once it is waited for, over gloo (NCCL has its own watchdog, and a wait on the host would stall it).
+        num_chunks: parts of the model on each rank; between them the residual stream goes from the last rank to the
+        first.
 
         Results go from host to host, over gloo: in a group of their own if `group` has no gloo for the host, which all
         of its members create here.
         """
-        self.rank, self.num_stages = group.rank(), group.size()
+        self.rank, self.num_stages, self.num_chunks = group.rank(), group.size(), num_chunks
         self.is_first, self.is_last = self.rank == 0, self.rank == self.num_stages - 1
         self._ranks = dist.get_process_group_ranks(group)
         self._group, self._device, self._hidden_size = group, device, hidden_size
@@ -161,18 +171,20 @@ class StageLink:
         """Zeros in the place of a residual stream."""
         return torch.zeros(num_tokens, self._hidden_size, device=self._device)
 
-    def receive(self, num_tokens: int, *, routing_width: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def receive(
+        self, num_tokens: int, *, routing_width: int = 0, chunk: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(residual stream of the stage before, fp32 [T, D]; its routing, fp32 [T, routing_width]; the code of the
-        failure of the first stage that failed, fp32 [1], else NO_FAILURE). All None in the first stage.
+        failure of the first stage that failed, fp32 [1], else NO_FAILURE). All None in the first stage's first chunk.
 
         Where a stage failed the residual stream is zeros. On a GPU the host does not wait: what is received is ordered
         on the stream, the code is a number on the device. gloo's receive waits for the stage before.
         """
-        if self.is_first:
+        if self.is_first and chunk == 0:
             return None, None, None
         split = num_tokens * self._hidden_size
         buffer = torch.empty(split + num_tokens * routing_width + 1, device=self._device)
-        self._wait(self._irecv(buffer, self.rank - 1, self._group, _HIDDEN))
+        self._wait(self._irecv(buffer, (self.rank - 1) % self.num_stages, self._group, _HIDDEN))
         residual_TD = buffer[:split].view(num_tokens, self._hidden_size)
         return residual_TD, buffer[split:-1].view(num_tokens, routing_width), buffer[-1:]
 
@@ -185,13 +197,14 @@ class StageLink:
         routing_width: int = 0,
         routing_TN: Tensor | None = None,
         failed_before: Tensor | None = None,
+        chunk: int = 0,
     ) -> None:
-        """Send the residual stream to the next stage (None: zeros); does nothing in the last stage.
+        """Send the residual stream to the next stage (None: zeros); does nothing in the last stage's last chunk.
 
         failure: this stage's. failed_before: as received. routing_width, routing_TN: see `receive`; whole numbers below
         2**24, which fp32 holds.
         """
-        if self.is_last:
+        if self.is_last and chunk == self.num_chunks - 1:
             return
         split = num_tokens * self._hidden_size
         buffer = torch.empty(split + num_tokens * routing_width + 1, device=self._device)
@@ -204,7 +217,7 @@ class StageLink:
             torch.where(failed_before == NO_FAILURE, buffer[-1:], failed_before, out=buffer[-1:])
         if routing_TN is not None:
             buffer[split:-1].view(num_tokens, routing_width).copy_(routing_TN)
-        self._post(buffer, self.rank + 1, self._group, _HIDDEN)
+        self._post(buffer, (self.rank + 1) % self.num_stages, self._group, _HIDDEN)
 
     # ------------------------------------------------------------------ last stage to all
 
@@ -256,7 +269,7 @@ class StageLink:
         except RuntimeError as error:
             raise self._lost(stage, error) from error
         self._sent.append((_Pending(work, stage, self._limits[tensor.device.type]), tensor))
-        while len(self._sent) > 4 * self.num_stages:
+        while len(self._sent) > 4 * self.num_stages * self.num_chunks:
             self._wait(self._sent.popleft()[0])
 
     def _wait(self, pending: _Pending) -> None:

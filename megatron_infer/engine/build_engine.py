@@ -48,6 +48,7 @@ from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.engine.teacher_forcing import TeacherForcing
+from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import select
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
@@ -256,6 +257,8 @@ def set_up_model(
     # before the cache takes what is left of the device's memory
     bank = lora = None
     if config.lora is not None:
+        if adopted.num_chunks > 1:
+            raise ConfigError("lora with virtual pipeline stages (several model chunks on a rank) is not supported")
         lora = select.choose_lora(own_device.torch, getattr(torch, adopted.shape.dtype))
         bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)

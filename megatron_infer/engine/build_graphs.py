@@ -143,6 +143,8 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
 
 def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
     """The first part of this engine that cannot be captured, and why; None: all can."""
+    if adopted.num_chunks > 1:
+        return "the model has several chunks on a rank, and a graph would run one of them"
     if adopted.specs and chosen.attention.graphs is GraphSupport.NONE:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:

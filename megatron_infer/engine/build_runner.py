@@ -16,6 +16,7 @@ from megatron_infer.engine.build_drafts import max_drafts_of
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.draft_model import DraftModel
 from megatron_infer.engine.logits_hooks import LogitsHooks
+from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.select import ATTENTION, SCAN, ChosenKernels
 from megatron_infer.memory.build_store import build_store
 from megatron_infer.memory.device import Device
@@ -78,7 +79,15 @@ def build_runner(
     link: StageLink | None = None
     if (stages := rank_group.groups.pp) is not None:
         link = StageLink(
-            stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
+            stages,
+            hidden_size=shape.hidden_size,
+            device=device.torch,
+            timeout_s=config.collective_timeout_s,
+            num_chunks=adopted.num_chunks,
+        )
+    elif adopted.num_chunks > 1:
+        raise ConfigError(
+            f"{adopted.num_chunks} model chunks and one pipeline stage; give the pipeline's groups (pg_collection)"
         )
     graphs = step_graphs(adopted, model, config, sizes, chosen, builder, sampler, link)
     runner = ModelRunner(
@@ -103,7 +112,8 @@ def warm_up(runner: Runner, adopted: AdoptedModel, kernels: ChosenKernels, devic
     max_tokens: of a step.
     """
     used = {kernels.ops.name} | {row.chosen for row in kernels.rows if row.operation.startswith((ATTENTION, SCAN))}
-    if device.is_cuda and TRITON in used and used <= WARMED_UP and adopted.foreign_layer() is None:
+    is_whole = adopted.foreign_layer() is None and adopted.num_chunks == 1
+    if device.is_cuda and TRITON in used and used <= WARMED_UP and is_whole:
         started = time.perf_counter()
         launch_kernels(runner, max_tokens, [n for n in adopted.token_counts(kernels.ops) if n <= max_tokens])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from megatron_infer.models.fused_mixer import RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
+from megatron_infer.models.model_chunks import ModelChunks, chunks_of
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.moe import FusedExperts, routing_shape
@@ -69,7 +71,7 @@ def adopt(
     """Make a live GPTModel, MambaModel or HybridModel paged, in place, and return it as what the runner drives.
 
     It may be one stage of a pipeline, with or without embedding, output layer, attention or Mamba layers.
-    `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the
+    `model` may be wrapped (DDP, Float16Module) and may be Megatron's list of this rank's chunks. `vocab_size` is the
     true size where the model's own is padded; None: the size that `build_model` noted, else the padded one.
     `state_config` gives the dtypes of recurrent states. A model may be adopted again. Raises AdoptionError, naming the
     module and the reason, with nothing changed, if some part of the model is not known to compute what the paged path
@@ -83,9 +85,15 @@ def adopt(
     was_adopted = any(getattr(layer, "fused", None) is not None for layer in live.decoder.layers)
     # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)
+    if not isinstance(live, ModelChunks) and (live.config.virtual_pipeline_model_parallel_size or 1) > 1:
+        raise AdoptionError(
+            "config", "the model is one chunk of its rank; give the list of all, as get_model returns it"
+        )
     read = partial(_read, live, vocab_size, state_config, was_adopted)
     reading = read()
     foreign = next((layer.name for layer in reading.layers if layer.fused is None), None)
+    if foreign is not None and isinstance(live, ModelChunks):
+        raise AdoptionError(foreign, "a layer of another class with virtual pipeline stages is not supported")
     for field, reason in _AROUND_FOREIGN.items() if foreign is not None else ():
         if not is_off(field, value := getattr(live.config, field, None)):
             raise AdoptionError(foreign, f"a layer of another class with {field}={value}: {reason}")
@@ -98,6 +106,8 @@ class ModelReading:
 
     shape: ModelShape
     layers: list[LayerAdoption]
+    ends: tuple[int, ...]
+    """One past the last layer of each chunk; several with virtual pipeline stages."""
     norm: FusedNorm | None
     fp8: Fp8Linears | None
     tp: Reducer | None
@@ -148,33 +158,44 @@ class ModelReading:
         }
 
     @property
-    def routing(self) -> RoutingShape | None:
-        """None: of layers of the user's own, whose experts are not known. Numbers the experts' layers."""
-        return None if None in self.fused else routing_shape(self.experts)
+    def routing(self) -> list[RoutingShape] | None:
+        """Of the experts in each chunk. None: of layers of the user's own, whose experts are not known.
+
+        Numbers the experts' layers, of each chunk from 0.
+        """
+        if None in self.fused:
+            return None
+        parts = [self.layers[first:end] for first, end in pairwise((0, *self.ends))]
+        return [routing_shape([one.experts for one in part if one.experts is not None]) for part in parts]
 
 
 def _read(
     live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None, was_adopted: bool
 ) -> ModelReading:
     """The first half of adoption: raises AdoptionError, and changes nothing."""
-    check_model(live)
     tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerAdoption] = []
+    ends: list[int] = []
     num_attention = num_mamba = 0
-    for i, module in enumerate(live.decoder.layers):
-        layer = LayerAdoption(
-            module,
-            f"decoder.layers.{i}",
-            model=live,
-            tp=tp,
-            num_attention=num_attention,
-            num_mamba=num_mamba,
-        )
-        num_attention += layer.attention is not None
-        num_mamba += layer.mixer is not None
-        layers.append(layer)
-    if all(layer.fused is not None for layer in layers):
-        check_called_by_none(live.decoder, "decoder")
+    for number, chunk in enumerate(chunks_of(live)):
+        prefix = f"chunks.{number}." if isinstance(live, ModelChunks) else ""
+        check_model(chunk)
+        for i, module in enumerate(chunk.decoder.layers):
+            layer = LayerAdoption(
+                module,
+                f"{prefix}decoder.layers.{i}",
+                model=chunk,
+                tp=tp,
+                num_attention=num_attention,
+                num_mamba=num_mamba,
+            )
+            num_attention += layer.attention is not None
+            num_mamba += layer.mixer is not None
+            layers.append(layer)
+        _check_own_choice(layers[ends[-1] if ends else 0 :])
+        ends.append(len(layers))
+        if all(layer.fused is not None for layer in layers):
+            check_called_by_none(chunk.decoder, f"{prefix}decoder")
     _check_one_rotation(layers)
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError(
@@ -192,6 +213,7 @@ def _read(
     return ModelReading(
         shape=shape,
         layers=layers,
+        ends=tuple(ends),
         norm=norm,
         fp8=fp8,
         tp=tp,
@@ -201,13 +223,22 @@ def _read(
     )
 
 
+def _latent_of(layers: Sequence[LayerAdoption]) -> list[LayerAdoption]:
+    return [layer for layer in layers if isinstance(layer.attention, FusedLatentAttention)]
+
+
+def _check_own_choice(layers: Sequence[LayerAdoption]) -> None:
+    """Raise AdoptionError unless a chunk's first layer with sparse attention chooses its keys itself."""
+    for layer in _latent_of(layers)[:1]:
+        if layer.attention is not None and layer.attention.attend.reuses_choice:
+            raise AdoptionError(
+                f"{layer.name}.self_attention", "attends to keys that a layer of another pipeline stage chooses"
+            )
+
+
 def _check_one_rotation(layers: Sequence[LayerAdoption]) -> None:
     """Raise AdoptionError unless all layers with latent attention, which have a rotary embedding each, rotate alike."""
-    latent = [layer for layer in layers if isinstance(layer.attention, FusedLatentAttention)]
-    if latent and latent[0].attention.attend.reuses_choice:
-        raise AdoptionError(
-            f"{latent[0].name}.self_attention", "attends to keys that a layer of another pipeline stage chooses"
-        )
+    latent = _latent_of(layers)
     for layer in latent[1:]:
         first, other = (one.layer.self_attention.rotary_pos_emb for one in (latent[0], layer))
         if not rotate_alike(first, other):
@@ -239,7 +270,8 @@ class AdoptedModel:
         """The second half of adoption: give the modules their classes and run what was read from now on."""
         for layer in reading.layers:
             layer.apply()
-        cpu_rotary(self.live)
+        for chunk in chunks_of(self.live):
+            cpu_rotary(chunk)
         before = self.linears if self.num_adoptions else {}
         self._reading, self.shape = reading, reading.shape
         self.set_lora({path: linear.lora for path, linear in before.items()})
@@ -252,19 +284,41 @@ class AdoptedModel:
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
         self.layers: list[FusedLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
-        norm = [] if reading.norm is None else [reading.norm]
-        each = [operation for layer in reading.fused if layer is not None for operation in layer.flat()]
-        self._operations = (
-            None if None in reading.fused else LayerOps(*with_programs([*each, *norm], end_model=bool(norm)))
-        )
-        """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
-        self.routing = reading.routing
+        self._operations = None if None in reading.fused else [*map(self._operations_of, range(self.num_chunks))]
+        """Of each chunk, those of its layers and the final norm; None: megatron-core's decoder runs the layers."""
+        self.routing_of_chunks = reading.routing
+        """Of each chunk; None: not known."""
         self.chooses_keys = any(spec.index is not None for spec in self.specs)
         """Layers have indexers (sparse attention)."""
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
         self.num_adoptions += 1
         self._module_guard = ModuleGuard(self.live)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of all experts on this rank; None: not known."""
+        parts = self.routing_of_chunks
+        if parts is None:
+            return None
+        return RoutingShape(
+            num_layers=sum(part.num_layers for part in parts),
+            top_k=max(part.top_k for part in parts),
+            num_experts=max(part.num_experts for part in parts),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts of the model on this rank, between which other ranks run theirs."""
+        return len(self._reading.ends)
+
+    def _operations_of(self, chunk: int) -> LayerOps:
+        reading = self._reading
+        first, end = (0, *reading.ends)[chunk : chunk + 2]
+        is_last = chunk == self.num_chunks - 1
+        norm = [] if reading.norm is None or not is_last else [reading.norm]
+        each = [operation for layer in reading.fused[first:end] if layer is not None for operation in layer.flat()]
+        return LayerOps(*with_programs([*each, *norm], end_model=bool(norm)))
 
     def set_lora(self, weights: Mapping[str, AdapterPairs | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
@@ -347,7 +401,7 @@ class AdoptedModel:
             "the recurrent layers": (self.ssm_specs, [mixer.spec for mixer in reading.mixers]),
             "the order of layers": (self.cache_order, reading.cache_order),
             "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
-            "the experts": (self.routing, reading.routing),
+            "the experts": (self.routing_of_chunks, reading.routing),
             "the MTP layer": (self.heads and self.heads.spec, reading.heads and reading.heads.spec),
             "products in FP8": (self.fp8 is None, reading.fp8 is None),
         }
@@ -363,14 +417,14 @@ class AdoptedModel:
         """Token (and learned position) embeddings, [T, 1, D]."""
         return self._embed(step).unsqueeze(1)
 
-    def hidden(self, step: StepInputs, received_TD: Tensor | None = None) -> Tensor:
+    def hidden(self, step: StepInputs, received_TD: Tensor | None = None, *, chunk: int = 0) -> Tensor:
         """Final normed hidden states [T, D]; on a stage that is not the last, its residual stream in fp32.
 
-        received_TD: what the stage before returned, on all stages but the first; it may be overwritten.
-        Runs under torch.inference_mode() (no_grad too), in eval mode.
+        received_TD: what the stage before returned, on all stages but the first; it may be overwritten. chunk: which of
+        this rank's parts runs. Runs under torch.inference_mode() (no_grad too), in eval mode.
         """
         require_inference(self.live)
-        return self.decode(step, received_TD)
+        return self.decode(step, received_TD, chunk=chunk)
 
     def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
         """This rank's part of a step in which only other ranks have tokens: its experts answer them.
@@ -381,11 +435,16 @@ class AdoptedModel:
             experts.serve(ops, tokens_of_ranks, self._dtype)
 
     def decode(
-        self, step: StepInputs, received_TD: Tensor | None = None, *, around: Callable[..., Any] | None = None
+        self,
+        step: StepInputs,
+        received_TD: Tensor | None = None,
+        *,
+        around: Callable[..., Any] | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """`hidden` in any mode: the step's kernels and the caller decide about autograd and dropout.
 
-        around(run, *arguments) is called for each layer in the place of run(*arguments).
+        around(run, *arguments) is called for each layer in the place of run(*arguments), of a model in one chunk.
         """
         if self.fp8 is not None:
             self.fp8.padding_T1 = step.padding_T1 if self.fp8.scale_is_shared and step.is_padded else None
@@ -396,9 +455,9 @@ class AdoptedModel:
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
         if self._operations is None:
             return self._stock_decoder(step, x_TD, residual_TD)
-        norm = self._reading.norm
+        norm = self._reading.norm if chunk == self.num_chunks - 1 else None
         if around is None:
-            x_TD, residual_TD = self._operations.run(step, x_TD, residual_TD)
+            x_TD, residual_TD = self._operations[chunk].run(step, x_TD, residual_TD)
             if norm is not None:
                 return x_TD
         else:

@@ -12,6 +12,7 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.bridge_modules import TWO_ROPES, embedding_scale, is_capped_output, is_of
 from megatron_infer.models.extended_modules import CappedOutput, ScaledEmbedding, TwoRopes
 from megatron_infer.models.hybrid import TorchHybridStack
+from megatron_infer.models.model_chunks import ModelChunks, chunks_of
 from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.rotary import ROTARY_CLASSES
 from megatron_infer.models.te_apex import qualified
@@ -23,7 +24,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
-    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
 }
 """Config field -> why no other value than off can be adopted. A field that a version lacks is off."""
 
@@ -47,10 +47,13 @@ def is_off(field: str, value: Any) -> bool:
 
 
 def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
-    """The language model inside DDP and Float16Module; raises AdoptionError for anything else."""
+    """The language model inside DDP and Float16Module, `ModelChunks` of a list of several; raises AdoptionError for
+    anything else."""
+    if isinstance(model, ModelChunks):
+        return model
     if isinstance(model, (list, tuple)):
-        if len(model) != 1:
-            raise AdoptionError("", f"{len(model)} model chunks: virtual pipeline stages are not supported")
+        if len(model) > 1:
+            return ModelChunks([unwrap(chunk) for chunk in model])
         model = model[0]
     while (
         type(model) not in (*_MODELS, mcore.MambaModel)
@@ -79,8 +82,9 @@ _DRIVEN = ("forward", "_preprocess", "_postprocess", "shared_embedding_or_output
 
 def final_norm_of(model: Any) -> tuple[str, Any]:
     """(name, module or None) of the norm behind the last layer."""
-    name = "final_layernorm" if isinstance(model, mcore.GPTModel) else "final_norm"
-    return f"decoder.{name}", getattr(model.decoder, name, None)
+    last = chunks_of(model)[-1]
+    name = "final_layernorm" if isinstance(last, mcore.GPTModel) else "final_norm"
+    return f"decoder.{name}", getattr(last.decoder, name, None)
 
 
 def check_model(model: Any) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_infer.errors import ModelError
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.models.mcore_compat import DSAttention
-from megatron_infer.models.router_replay import ReplayedRows, chunks_of
+from megatron_infer.models.model_chunks import chunks_of
+from megatron_infer.models.router_replay import ReplayedRows
 from megatron_infer.models.sparse_module import TorchSparseAttention
 
 _CALLER = "replay_index_choices"

@@ -208,11 +208,12 @@ def inference_mode() -> Any:
     return getattr(utils, "InferenceMode", None)
 
 
-def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
-    """Layers of the pipeline stages before this one; None takes the stage from the global state."""
+def layer_offset(config: TransformerConfig, pp_rank: int | None = None, vp_stage: int | None = None) -> int:
+    """Layers of the pipeline stages before this one; None takes the stage from the global state. vp_stage: the chunk of
+    the stage, where it has several."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    return get_transformer_layer_offset(config, pp_rank=pp_rank)
+    return get_transformer_layer_offset(config, vp_stage, pp_rank)
 
 
 def config_class(settings: Mapping[str, Any]) -> type[TransformerConfig]:

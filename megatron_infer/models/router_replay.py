@@ -27,6 +27,7 @@ from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.models.context_parallel import gather_positions, take_own
 from megatron_infer.models.mcore_compat import MoELayer, group_size, replay_forward, sequence_parts
+from megatron_infer.models.model_chunks import chunks_of
 
 _UNKNOWN = -1
 
@@ -84,6 +85,12 @@ def check_not_replaying(model: torch.nn.Module | Sequence[torch.nn.Module], call
                 f"{call}: {name} replays the experts of other tokens ({action}); call "
                 "RouterReplay.clear_global_router_replay_action() before, or run within replay_routing(...)"
             )
+
+
+def knows_rows(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+    """Whether a record is replayed in forwards of this model, of which it knows the rows of the last one."""
+    hooks = [hook for chunk in chunks_of(model) for hook in unwrap(chunk)._forward_pre_hooks.values()]
+    return any(isinstance(getattr(hook, "__self__", None), ReplayedRows) for hook in hooks)
 
 
 class _Replay:
@@ -234,10 +241,6 @@ def _begins(ids_S: Tensor, sequence: Tensor) -> bool:
 
 def _recomputes(model: Any) -> bool:
     return model.training and torch.is_grad_enabled() and model.config.recompute_granularity is not None
-
-
-def chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:

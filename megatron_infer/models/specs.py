@@ -116,14 +116,16 @@ def gpt_spec(
     qk_layernorm: bool | None = None,
     normalization: str | None = None,
     pp_rank: int | None = None,
+    vp_stage: int | None = None,
     stock: bool = False,
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
     Pass it as GPTModel's `transformer_layer_spec`. Arguments that are None come from the config. State-dict and
     checkpoint keys are those of megatron-core's local spec. `config.moe_layer_freq` decides which layers have experts.
-    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state. stock: with the
-    classes of megatron-core's local spec, which train on CUDA only, and which adoption makes paged in place.
+    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state. vp_stage: the chunk of
+    that stage, where it has several. stock: with the classes of megatron-core's local spec, which train on CUDA only,
+    and which adoption makes paged in place.
     """
     num_experts = config.num_moe_experts if num_experts is None else num_experts
     qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
@@ -146,11 +148,11 @@ def gpt_spec(
     }
     layers = [made[kind] for kind in zip(has_experts, is_delta, strict=True)]
     norm = submodules_of(layers[0]).input_layernorm
-    count = get_num_layers_to_build(config, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
     if count != config.num_layers:
         from megatron_infer.models.mcore_compat import layer_offset
 
-        first = layer_offset(config, pp_rank)
+        first = layer_offset(config, pp_rank, vp_stage)
         layers = layers[first : first + count]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm if norm is IdentityOp else norm)
 

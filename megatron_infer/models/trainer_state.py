@@ -13,6 +13,7 @@ import torch
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.models.model_chunks import ModelChunks
 from megatron_infer.models.module_guard import GRAPH_MANAGER
 
 SPLIT = {"sequence_parallel": False, "scatter_to_sequence_parallel": False, "reduce_scatter_embeddings": False}
@@ -26,9 +27,14 @@ PADDING = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "dr
 def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Any]:
     """DDP, Float16Module and other wrappers of a model, outermost first; the model itself is last.
 
-    `model` may be Megatron's one-element list of chunks. Raises AdoptionError as `unwrap` does.
+    `model` may be Megatron's list of chunks. Of several the first is the list of them, the last a `ModelChunks`, and
+    between them are the wrappers of all chunks. Raises AdoptionError as `unwrap` does.
     """
     inner = unwrap(model)
+    if isinstance(inner, ModelChunks):
+        roots = list(model) if isinstance(model, list | tuple) else list(inner.chunks)
+        wrappers = [part for root in roots for part in wrapper_chain(root)[:-1]]
+        return [torch.nn.ModuleList(roots), *wrappers, inner]
     chain: list[Any] = [model[0] if isinstance(model, list | tuple) else model]
     while chain[-1] is not inner:
         chain.append(chain[-1].module)

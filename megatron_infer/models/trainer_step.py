@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,11 +168,11 @@ class DroppedTokens:
 
 def without_gradient_sync(chain: Sequence[Any]) -> AbstractContextManager[None]:
     """Inside, a backward pass adds to the gradients of this rank only. chain: a model's wrappers, outermost first."""
-    for part in chain:
+    stack = ExitStack()
+    for part in chain[:-1]:
         if hasattr(part, "no_sync"):
-            context: AbstractContextManager[None] = part.no_sync()
-            return context
-    return nullcontext()
+            stack.enter_context(part.no_sync())
+    return stack
 
 
 def starts_new_weights(model: Any) -> None:
@@ -201,6 +201,8 @@ def run_1f1b(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config = chain[-1].config
+    roots = list(chain[0]) if isinstance(chain[0], torch.nn.ModuleList) else [chain[0]]
+    batches = [iter(micro_batches) for _ in roots]
     changes: dict[str, Any] = {"finalize_model_grads_func": _keep_gradients}
     if len(set(shapes)) > 1:
         changes["variable_seq_lengths"] = True
@@ -214,8 +216,8 @@ def run_1f1b(
         with cuda_error_explained(next(chain[-1].parameters()).device):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=[chain[0]],
+                data_iterator=batches if len(roots) > 1 else batches[0],
+                model=roots,
                 num_microbatches=len(micro_batches),
                 seq_length=positions,
                 micro_batch_size=rows,
@@ -224,6 +226,16 @@ def run_1f1b(
     finally:
         for name, value in found.items():
             setattr(config, name, value)
+
+
+def is_interleaved_count(config: Any, num_stages: int) -> Callable[[int], bool]:
+    """Which numbers of micro-batches megatron-core's schedule over virtual pipeline stages runs."""
+    group = config.microbatch_group_size_per_vp_stage or num_stages
+
+    def is_count(number: int) -> bool:
+        return number >= group and (number % group == 0 or number % group >= num_stages)
+
+    return is_count
 
 
 def _keep_gradients(*_: Any, **__: Any) -> None:
@@ -276,16 +288,19 @@ def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:
     from megatron.core.distributed import finalize_model_grads
 
     config = chain[-1].config
-    ddp = next((part for part in chain if hasattr(part, "finish_grad_sync")), None)
-    if ddp is None:
+    ddps = [part for part in chain[:-1] if hasattr(part, "finish_grad_sync")]
+    if not ddps:
         if num_ranks == 1 and getattr(config, "num_moe_experts", None) is None:
             return
-        ddp = SimpleNamespace(
-            module=chain[0],
-            ddp_config=SimpleNamespace(use_megatron_fsdp=False),
-            finish_grad_sync=lambda force_all_reduce=False: None,
-        )
-    (config.finalize_model_grads_func or finalize_model_grads)([ddp], None)
+        ddps = [
+            SimpleNamespace(
+                module=root,
+                ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+                finish_grad_sync=lambda force_all_reduce=False: None,
+            )
+            for root in (chain[0] if isinstance(chain[0], torch.nn.ModuleList) else [chain[0]])
+        ]
+    (config.finalize_model_grads_func or finalize_model_grads)(ddps, None)
 
 
 def zero_gradients(chain: Sequence[Any], optimizer: Any) -> None:

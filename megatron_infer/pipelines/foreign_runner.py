@@ -92,6 +92,7 @@ class ForeignModel:
     """`models.adopt.AdoptedModel` for a model of one's own: nothing is adopted, its `execute` computes each step."""
 
     is_first_stage = is_last_stage = True
+    num_chunks = 1
     fp8 = routing = tp_group = heads = None
     chooses_keys = False
     num_adoptions = 1

@@ -24,6 +24,7 @@ from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.models.context_parallel import gather_chosen, positions_of
 from megatron_infer.models.exact_forward import exact_math
+from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.selected_logits import logits_at
 from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explained, routes_around_padding
 
@@ -64,7 +65,7 @@ class ScoringForward:
     def __init__(
         self,
         model: Any,
-        forward: Callable[..., Tensor],
+        forwards: Sequence[Callable[..., Tensor]],
         logprobs_of: Callable[[Tensor, Tensor], Tensor],
         logits_at: Callable[[Tensor, Tensor], AbstractContextManager[None]],
         dropped: DroppedTokens,
@@ -72,14 +73,14 @@ class ScoringForward:
         cp: dist.ProcessGroup | None,
         max_position: int,
     ) -> None:
-        """logprobs_of(logits, targets) -> the targets' log probabilities. logits_at: as `models.selected_logits`.
-        cp: ranks over which micro-batches are divided. max_position: positions that the model has; padding may be
-        longer."""
-        self._model, self._forward, self._logprobs_of, self._logits_at = model, forward, logprobs_of, logits_at
+        """forwards: one for each chunk of the model on this rank. logprobs_of(logits, targets) -> the targets' log
+        probabilities. logits_at: as `models.selected_logits`. cp: ranks over which micro-batches are divided.
+        max_position: positions that the model has; padding may be longer."""
+        self._model, self._forwards, self._logprobs_of, self._logits_at = model, forwards, logprobs_of, logits_at
         self._dropped = dropped
         self._cp, self._max_position = cp, max_position
 
-    def __call__(self, batch: MicroBatch) -> Tensor:
+    def __call__(self, batch: MicroBatch, chunk: int = 0) -> Tensor:
         """Logits [1, Q, V] of the positions before the targets; hidden states of a stage that is not the last."""
         ids_BS, padding_BS, own = batch.ids_BS, batch.padding_BS, batch.own
         rows_Q, places_Q = batch.rows_P, batch.targets_P - 1
@@ -94,7 +95,7 @@ class ScoringForward:
         counted = self._dropped.counted(padding_BS)
         with self._logits_at(rows_Q, places_Q), counted, cuda_error_explained(ids_BS.device):
             positions_BS = positions_S.clamp(max=self._max_position - 1).expand(len(ids_BS), -1)
-            return self._forward(ids_BS, positions_BS, None, **padding)
+            return self._forwards[chunk](ids_BS, positions_BS, None, **padding)
 
     def scores(self, batch: MicroBatch, logits_1QV: Tensor) -> Tensor:
         """Log probabilities of the targets, fp32 [P]."""
@@ -148,14 +149,31 @@ class Scorer:
                 )
 
     def micro_batches(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], limit: int
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        limit: int,
+        *,
+        is_count: Callable[[int], bool] | None = None,
     ) -> Iterator[MicroBatch]:
         """The sequences in padded batches of at most `limit` tokens, or of one sequence; longest first.
 
-        With the model set up for the forward: sequence parallelism pads.
+        With the model set up for the forward: sequence parallelism pads. is_count: how many batches there may be; some
+        are divided until there are. Raises ConfigError where that needs more sequences.
         """
         device = next(self._model.parameters()).device
-        for indices in micro_batches([len(sequence) for sequence in sequences], limit):
+        groups = list(micro_batches([len(sequence) for sequence in sequences], limit))
+        while is_count is not None and not is_count(len(groups)):
+            largest = max(range(len(groups)), key=lambda i: len(groups[i]))
+            if len(groups[largest]) == 1:
+                raise ConfigError(
+                    f"{len(sequences)} sequences: megatron-core's schedule over virtual pipeline stages runs a "
+                    f"multiple of {self._model.config.microbatch_group_size_per_vp_stage} micro-batches "
+                    "(config.microbatch_group_size_per_vp_stage); give more sequences"
+                )
+            whole = groups[largest]
+            groups[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+        for indices in groups:
             ids_BS, padding_BS = self._padded([sequences[index] for index in indices], device)
             spans = [(starts[index], len(sequences[index])) for index in indices]
             targets_P = torch.tensor([at for span in spans for at in range(*span)], device=device)
@@ -170,29 +188,27 @@ class Scorer:
             )
 
     @contextmanager
-    def forward(
-        self, forward: Callable[..., Tensor], *, temperature: float, single_backward: bool = False
-    ) -> Iterator[ScoringForward]:
-        """forward(ids_BS, positions_BS, None): the model's or a wrapper's, which scores within the block.
+    def forward(self, forward: Any, *, temperature: float, single_backward: bool = False) -> Iterator[ScoringForward]:
+        """forward(ids_BS, positions_BS, None): the model's or a wrapper's, which scores within the block; of several
+        chunks a ModuleList.
 
         single_backward: gradients are taken once at most, so that logits are overwritten by their gradient.
         """
         how: dict[str, Any] = {"cp": self.cp, "max_position": self._shape.max_position}
+        forwards = list(forward) if isinstance(forward, torch.nn.ModuleList) else chunks_of(forward)
         with ExitStack() as stack:
             if self._exact:
                 math = stack.enter_context(exact_math(self._model))
                 logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
-                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at, self.dropped, **how)
+                yield ScoringForward(self._model, forwards, logprobs_of, math.logits_at, self.dropped, **how)
                 return
             logprobs_of = functools.partial(
                 self._token_logprobs, temperature=temperature, single_backward=single_backward
             )
-            at = functools.partial(logits_at, self._model)
-            yield ScoringForward(self._model, forward, logprobs_of, at, self.dropped, **how)
+            at = functools.partial(logits_at, chunks_of(self._model)[-1])
+            yield ScoringForward(self._model, forwards, logprobs_of, at, self.dropped, **how)
 
-    def score(
-        self, forward: Callable[..., Tensor], batches: Sequence[MicroBatch], *, temperature: float
-    ) -> list[Tensor]:
+    def score(self, forward: Any, batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """forward: see `forward` -> fp32 [len - start] for each sequence of all batches, in order.
 
         Over pipeline stages: where a forward of a stage raises, all stages end with that batch; the others return the
@@ -226,10 +242,10 @@ class Scorer:
         length = length if batch.own is None else len(batch.own.positions_S)
         return length // (self._groups.tp_size if config.sequence_parallel else 1), size, config.hidden_size
 
-    def stand_in(self, batch: MicroBatch) -> Tensor:
+    def stand_in(self, batch: MicroBatch, chunk: int = 0) -> Tensor:
         """Zeros in place of a stage's output, from which a backward pass reaches the stage's input with zeros."""
-        model, config = self._model, self._model.config
-        if not self._groups.is_first_stage:
+        model, config = chunks_of(self._model)[chunk], self._model.config
+        if not model.pre_process:
             received: Tensor = model.decoder.input_tensor
             return received * 0.0
         how = {"dtype": config.pipeline_dtype or config.params_dtype, "device": batch.ids_BS.device}
@@ -245,25 +261,26 @@ class Scorer:
         how = {"device": batch.ids_BS.device, "dtype": config.pipeline_dtype or config.params_dtype}
         # the last number of each message: how many stages have raised. The stages after them compute with zeros: ranks
         # of a stage do the same collectives, whichever of the stages before has raised
-        received = torch.zeros(math.prod(shape) + 1, **how)
-        if not groups.is_first_stage:
-            dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
-            self._model.set_input_tensor(received[:-1].view(shape))
         failure = None
         shared = torch.zeros(len(batch.targets_P) + 1, dtype=torch.float32, device=how["device"])
-        passed_on = torch.zeros_like(received)
-        try:
-            out = run(batch)
-            if groups.is_last_stage:
-                shared[:-1] = run.scores(batch, out)
-            else:
-                passed_on[:-1] = out.reshape(-1)
-        except Exception as error:  # the other stages wait for this one
-            failure = error
-        num_failed = received[-1] + (failure is not None)
-        passed_on[-1], shared[-1] = num_failed, num_failed
-        if not groups.is_last_stage:
-            dist.send(passed_on, dst=stages[groups.pp_rank + 1], group=groups.pp)
+        for number, chunk in enumerate(chunks_of(self._model)):
+            received = torch.zeros(math.prod(shape) + 1, **how)
+            if not chunk.pre_process:
+                dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
+                chunk.set_input_tensor(received[:-1].view(shape))
+            passed_on = torch.zeros_like(received)
+            try:
+                out = run(batch, number)
+                if chunk.post_process:
+                    shared[:-1] = run.scores(batch, out)
+                else:
+                    passed_on[:-1] = out.reshape(-1)
+            except Exception as error:  # the other stages wait for this one
+                failure = failure or error
+            num_failed = received[-1] + (failure is not None)
+            passed_on[-1], shared[-1] = num_failed, num_failed
+            if not chunk.post_process:
+                dist.send(passed_on, dst=stages[(groups.pp_rank + 1) % len(stages)], group=groups.pp)
         dist.broadcast(shared, src=stages[-1], group=groups.pp)
         if failure is not None:
             raise failure

@@ -70,7 +70,7 @@ class RolloutSession:
         model_name: str = "model",
         meter: Mapping[str, Any] | str | None = AUTO,
     ) -> None:
-        """model: as the trainer has it, within DDP, Float16Module or a list of one pipeline chunk; adopted in place.
+        """model: as the trainer has it, within DDP and Float16Module, or the list of its chunks; adopted in place.
         config: an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
         machine and the model, see `config.machine_config`.
 

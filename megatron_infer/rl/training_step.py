@@ -25,7 +25,8 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.metrics.definitions import TRAINER
 from megatron_infer.errors import ConfigError, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached
-from megatron_infer.models.router_replay import check_not_replaying
+from megatron_infer.models.model_chunks import chunks_of
+from megatron_infer.models.router_replay import check_not_replaying, knows_rows
 from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
@@ -33,6 +34,7 @@ from megatron_infer.models.trainer_step import (
     check_all_get_gradients,
     check_sums_over,
     cuda_error_explained,
+    is_interleaved_count,
     reduce_gradients,
     reduces_while_backward,
     replays_graphs,
@@ -100,6 +102,8 @@ class TrainerStep:
         self._groups = ranks.groups
         self._exact = engine.config.batch_invariant
         self._scorer = Scorer(chain[-1], shape=engine.shape, groups=self._groups, exact=self._exact)
+        self._num_chunks = len(chunks_of(chain[-1]))
+        self._is_count = is_interleaved_count(chain[-1].config, self._groups.pp_size) if self._num_chunks > 1 else None
         self._registry = engine.output_processor.meter.registry
         self._incomplete = ""
         """Why the gradients are not those of whole calls; "": they are."""
@@ -262,7 +266,9 @@ class TrainerStep:
             self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
             auxiliary_scale_kept(),
         ):
-            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
+            batches = list(
+                self._scorer.micro_batches(given, starts, options.micro_batch_tokens, is_count=self._is_count)
+            )
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
             losses = LossCalls(loss, run, batches, is_last_stage=self._groups.is_last_stage)
@@ -298,7 +304,19 @@ class TrainerStep:
                 "score_and_backward() without sequences; every data-parallel rank needs one, and one whose loss is "
                 "0 * scores[0].sum() adds no gradient"
             )
-        if (reason := uncovered_option(self._chain[-1].config)) is not None:
+        config = self._chain[-1].config
+        if self._num_chunks > 1 and self._groups.pp_size == 2 and not config.overlap_p2p_comm:
+            raise ConfigError(
+                "score_and_backward() over two pipeline stages with several chunks and config.overlap_p2p_comm=False: "
+                "megatron-core's schedule then takes one message between the two ranks for another; set "
+                "overlap_p2p_comm=True and batch_p2p_comm=False"
+            )
+        if self._num_chunks > 1 and knows_rows(self._chain[-1]):
+            raise ConfigError(
+                "score_and_backward() within a replay, over virtual pipeline stages: a chunk runs other micro-batches "
+                "before the next chunk runs the first, and the replay knows the rows of the last one only"
+            )
+        if (reason := uncovered_option(config)) is not None:
             raise ConfigError(f"score_and_backward() with {reason}; set it to False")
         self._check_no_graphs("score_and_backward()")
         check_all_get_gradients(self._chain, "score_and_backward()")
@@ -341,9 +359,10 @@ class TrainerStep:
 
     def _backward_in_stages(self, run: ScoringForward, losses: LossCalls) -> None:
         """The last stage calls `loss`. Where that or a stage's forward raises, all stages raise after the schedule."""
+        roots = list(self._chain[0]) if self._num_chunks > 1 else [self._chain[0]]
         # the schedule divides by the number of micro-batches, and multiplies by that of context-parallel ranks
         scale = len(losses.batches) / self._groups.cp_size
-        calls = StageCalls(run, losses, self._scorer.stand_in, scale=scale)
+        calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale)
         shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
         run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
         with self._rank_group.together("the schedule of score_and_backward()"):
@@ -450,23 +469,31 @@ class StageCalls:
     """One stage's calls in megatron-core's schedule. After an error it goes on with zeros: the other stages wait."""
 
     def __init__(
-        self, run: ScoringForward, losses: LossCalls, stand_in: Callable[[MicroBatch], Tensor], *, scale: float
+        self,
+        run: ScoringForward,
+        losses: LossCalls,
+        stand_in: Callable[[MicroBatch, int], Tensor],
+        roots: Sequence[torch.nn.Module],
+        *,
+        scale: float,
     ) -> None:
-        """stand_in: see `Scorer.stand_in`. scale: of losses that the schedule gets."""
-        self._run, self._losses, self._stand_in, self._scale = run, losses, stand_in, scale
+        """stand_in: see `Scorer.stand_in`. roots: the chunks in their wrappers, as the schedule gives them. scale: of
+        losses that the schedule gets."""
+        self._run, self._losses, self._stand_in, self._roots, self._scale = run, losses, stand_in, roots, scale
         self.failure: BaseException | None = None
         """What this stage's forward or the loss has raised first."""
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any, *_: Any) -> tuple[Tensor, Any]:
         """As the schedule takes it."""
         batch = next(batches)
+        chunk = next(number for number, root in enumerate(self._roots) if root is model)
         out: Tensor | None = None
         if self.failure is None:
             try:
-                out = self._run(batch)
+                out = self._run(batch, chunk)
             except Exception as error:
                 self.failure = error
-        return self._stand_in(batch) if out is None else out, partial(self._loss_of, batch)
+        return self._stand_in(batch, chunk) if out is None else out, partial(self._loss_of, batch)
 
     def _loss_of(self, batch: MicroBatch, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if self.failure is None:

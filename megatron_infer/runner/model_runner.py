@@ -110,6 +110,8 @@ class ModelRunner:
         self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         self.model, self.device, self._chooses_keys = model, builder.device, chooses_keys
+        self.num_chunks: int = getattr(model, "num_chunks", 1)
+        """Parts of the model on this rank, between which other ranks run theirs."""
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         return None if self.graphs is None else self.graphs.shape_of(plan)
@@ -145,12 +147,13 @@ class ModelRunner:
         drafts = self._draft is not None
         step.batch = self.builder.build(step.plan, table_writes, shape=step.shape, rows_are_written=drafts)
 
-    def run_layers(self, step: LocalStep, received_TD: Tensor | None = None) -> Tensor | None:
+    def run_layers(self, step: LocalStep, received_TD: Tensor | None = None, *, chunk: int = 0) -> Tensor | None:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].
 
         A padded step that only decodes gives None. A pipeline stage that is not the last gives its residual stream.
         Where the batch `is_narrow` afterwards, a row for each sample.
-        received_TD: the residual stream of the stage before; None in the first.
+        received_TD: the residual stream of the stage before; None in the first. chunk: which part of the model runs, of
+        several on this rank; the copies follow the last.
         """
         plan, batch = step.plan, step.batch
         if step.shape is not None:
@@ -160,8 +163,13 @@ class ModelRunner:
             hidden_TD = step.padded.hidden_TD
         else:
             batch.only_sampled = not any(reads_all_hidden(chunk.request) for chunk in plan.prefill)
-            hidden_TD = self.model.hidden(batch) if received_TD is None else self.model.hidden(batch, received_TD)
-        self.store.run_copies(plan.copies_after)
+            arguments = () if received_TD is None else (received_TD,)
+            if self.num_chunks == 1:
+                hidden_TD = self.model.hidden(batch, *arguments)
+            else:
+                hidden_TD = self.model.hidden(batch, *arguments, chunk=chunk)
+        if chunk == self.num_chunks - 1:
+            self.store.run_copies(plan.copies_after)
         return hidden_TD
 
     def finish(self, step: LocalStep, hidden_TD: Tensor | None) -> None:

@@ -168,9 +168,9 @@ def tiny_hybrid(
 
     M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, - MLP, E experts (4, 2 per token). No positions unless
     position_embedding_type sets them. Recurrences decay as megatron-core initializes them: over 10 to 1000 tokens.
-    norm_groups: see `hybrid_spec`.
+    norm_groups: see `hybrid_spec`. From megatron-core 0.19 on | divides pipeline stages.
     """
-    settings = HYBRID | (EXPERTS if "E" in pattern else {}) | overrides | {"num_layers": len(pattern)}
+    settings = HYBRID | (EXPERTS if "E" in pattern else {}) | overrides | {"num_layers": len(pattern.replace("|", ""))}
     config, model_arguments = _settings(mcore.MambaModel, "tiny_hybrid", "mamba_stack_spec", settings)
     if spec is None:
         stack_spec = hybrid_spec(config, norm_groups=norm_groups)

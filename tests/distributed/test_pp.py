@@ -129,10 +129,10 @@ def failing(function, *, call):
     """`function`, which raises when it is called for the `call`-th time."""
     calls = itertools.count(1)
 
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         if next(calls) == call:
             raise RuntimeError("out of order")
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return wrapped
 

@@ -257,7 +257,7 @@ def test_a_suspend_that_fails_does_not_begin_training():
 
 
 def test_invalid_sessions_are_refused_by_name():
-    with pytest.raises(AdoptionError, match="2 model chunks: virtual pipeline stages"):
+    with pytest.raises(AdoptionError, match="2 model chunks are given; give all chunks"):
         make_session([tiny_gpt(), tiny_gpt()])
     with pytest.raises(ConfigError, match="did you mean 'offload'"):
         make_session(tiny_gpt(), suspend_mode="ofload")

@@ -38,11 +38,13 @@ class MegatronTrainer:
     def __init__(
         self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, smooth: bool = False
     ) -> None:
-        """smooth: to compare layouts; Adam's first steps are as long for a gradient near zero as for any other."""
+        """model: or a list of chunks. smooth: to compare layouts; Adam's first steps are as long for a gradient near
+        zero as for any other."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        config = model.config
+        chunks = model if isinstance(model, list) else [model]
+        config = chunks[0].config
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=distributed,
             overlap_param_gather=overlap,
@@ -50,10 +52,16 @@ class MegatronTrainer:
             grad_reduce_in_fp32=half,
         )
         with cpu_shim(4):
-            inner = mcore.Float16Module(config, model) if half else model
-            self.model = DistributedDataParallel(config, ddp_config, inner)
+            wrapped = [
+                DistributedDataParallel(
+                    config, ddp_config, mcore.Float16Module(config, one) if half else one, disable_bucketing=number > 0
+                )
+                for number, one in enumerate(chunks)
+            ]
+            self.model: Any = wrapped if isinstance(model, list) else wrapped[0]
             if distributed:
-                self.model.broadcast_params()
+                for one in wrapped:
+                    one.broadcast_params()
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
@@ -64,7 +72,7 @@ class MegatronTrainer:
                     bf16=half,
                     overlap_param_gather=overlap,
                 ),
-                [self.model],
+                wrapped,
             )
 
     def step(self, step: int, rows: slice = slice(None)) -> float | None:

@@ -53,14 +53,16 @@ def megatron_backward(
 ) -> float:
     """megatron-core's schedule over micro-batches (groups of indices) of the model's whole logits -> sum of the losses.
 
-    chain: the model in its wrappers, in train mode. loss: of scores and indices; None: `loss_over`.
+    chain: the model in its wrappers, in train mode, or the list of its chunks. loss: of scores and indices; None:
+    `loss_over`.
     finalize: as config.finalize_model_grads_func. Over context-parallel ranks: the loop of `context_step`.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     every, found = weights_of(sequences), []
     loss = loss_over(sequences) if loss is None else loss
-    config = chain.config if hasattr(chain, "config") else chain.module.config
+    roots = chain if isinstance(chain, list) else [chain]
+    config = roots[0].config if hasattr(roots[0], "config") else roots[0].module.config
 
     def forward_step(batches: Iterator[Sequence[int]], model: Any) -> Any:
         indices = list(next(batches))
@@ -95,15 +97,16 @@ def megatron_backward(
         return out, loss_of
 
     config.finalize_model_grads_func = finalize
-    config.no_sync_func = getattr(chain, "no_sync", None)
+    no_syncs = [root.no_sync for root in roots if hasattr(root, "no_sync")]
+    config.no_sync_func = no_syncs if len(roots) > 1 and no_syncs else next(iter(no_syncs), None)
     lengths = {(len(group), padded_to(max(len(sequences[i]) for i in group), config)) for group in groups}
     config.variable_seq_lengths = len(lengths) > 1
     try:
         with cpu_shim(4):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(groups),
-                model=[chain],
+                data_iterator=[iter(groups) for _ in roots] if len(roots) > 1 else iter(groups),
+                model=roots,
                 num_microbatches=len(groups),
                 seq_length=max(length for _, length in lengths),
                 micro_batch_size=max(rows for rows, _ in lengths),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_infer.models.loading.find import damage_named, description_of_dire
 from megatron_infer.models.loading.head_padding import allow_padding, unpadded
 from megatron_infer.models.loading.hf_names import WHOLE, Shard
 from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
+from megatron_infer.models.model_chunks import as_one, chunks_of
 from megatron_infer.utils.json_file import read_json
 
 if TYPE_CHECKING:
@@ -52,21 +53,21 @@ _MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
 
 
 def save_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     directory: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
     description: ModelDescription | None = None,
 ) -> None:
-    """Write the model (every rank calls this) so that `open_source(directory)` and Megatron can load it.
+    """Write the model, or the list of its chunks (every rank calls this), so that `open_source(directory)` and Megatron
+    can load it.
 
     description: None reads it off the model. Works on a CPU: no CUDA call, no helper process. Raises ModelError for a
     description that says other scores of routers than the model has.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.utils import unwrap_model
 
-    model = unwrap_model(model)
+    model = as_one(model)
     description = unpadded(description or _description_of_stages(model), model)
     if description.extensions.softmax_scores != extensions_of(model.config).softmax_scores:
         raise ModelError(
@@ -146,11 +147,13 @@ class CheckpointSource:
             tensors = load_plain_tensors(str(folder))
         yield from tensors.items()
 
-    def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
-        """Load this rank's part, which the model knows (`shard` only has to agree with it)."""
+    def load_into(self, model: nn.Module | Sequence[nn.Module] | None, shard: Shard = WHOLE) -> None:
+        """Load this rank's part, which the model knows (`shard` only has to agree with it). model: or the list of its
+        chunks."""
         if model is None:
             self._read(None, {})
         else:
+            model = as_one(model)
             model.load_state_dict(self._read(model, _sharded(model)), strict=False)
 
     def part_of(self, model: nn.Module) -> dict[str, Tensor]:
@@ -222,7 +225,7 @@ def _description_of_stages(model: nn.Module) -> ModelDescription:
 
     Only a stage with Mamba layers knows the mixers' sizes, and the first rank may hold a stage without.
     """
-    description, stages = description_from_model(model), getattr(model.pg_collection, "pp", None)
+    description, stages = description_from_model(chunks_of(model)[0]), getattr(model.pg_collection, "pp", None)
     if description.hybrid is None or group_size(stages) == 1:
         return description
     knows = any(hasattr(layer, "mixer") for layer in model.decoder.layers)

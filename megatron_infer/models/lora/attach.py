@@ -30,6 +30,7 @@ from megatron_infer.models.lora.names import LAYERS, PARTS, AdaptedLinears
 from megatron_infer.models.lora.peft import write_adapter
 from megatron_infer.models.lora.peft_config import scale_of
 from megatron_infer.models.mamba_mixer import split_in_parts
+from megatron_infer.models.model_chunks import ModelChunks
 from megatron_infer.models.te_apex import qualified
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -240,6 +241,8 @@ class AttachedLoRA:
 
 def _bare(model: Any) -> Any:
     live = unwrap(model)
+    if isinstance(live, ModelChunks):
+        raise ConfigError("attach_lora() on several model chunks (virtual pipeline stages) is not supported")
     outer = model[0] if isinstance(model, list | tuple) else model
     while outer is not live:
         if not isinstance(outer, mcore.Float16Module):

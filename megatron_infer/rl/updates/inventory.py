@@ -21,6 +21,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.kernels.te_tensors import is_quantised
 from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.models.delta_net import convolved_parts, projected_parts
+from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -151,10 +152,10 @@ class Inventory:
     @classmethod
     def of(cls, model: nn.Module | Sequence[nn.Module]) -> Inventory:
         """For a plain, wrapped (DDP, Float16Module) or chunked model. Raises ModelError for an unknown split."""
-        chunks = [bare(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+        chunks = [bare(chunk) for chunk in chunks_of(model)]
         tensors: list[LocalTensor] = []
         for number, chunk in enumerate(chunks):
-            prefix = f"chunk{number}." if len(chunks) > 1 else ""
+            prefix = f"chunks.{number}." if len(chunks) > 1 else ""
             tensors += (replace(local, name=prefix + local.name) for local in _tensors_of(chunk))
         first = chunks[0]
         return cls(

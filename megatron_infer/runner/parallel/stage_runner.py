@@ -126,8 +126,9 @@ class StageRunner:
         self._thread.submit(runner.device.make_current)
         self._inbox = OrderedThread(f"stage {link.rank} {'outbox' if link.is_last else 'inbox'}")
         self._inbox.submit(runner.device.make_current)
-        self._num_routed_before, self.routing = self._compare_routing(runner.model.routing)
-        """Mixture-of-experts layers of the stages before; routing of all layers up to this stage's (None: unknown)."""
+        self._routed, self.routing = self._compare_routing(runner.model.routing_of_chunks)
+        """Mixture-of-experts layers before each chunk of this rank, and with its own; routing of all layers up to the
+        last chunk's (None: unknown)."""
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         return self._runner.shape_of(plan)
@@ -149,20 +150,26 @@ class StageRunner:
     def then(self, action: Callable[[], None]) -> None:
         self._thread.submit(action)
 
-    def _compare_routing(self, own: RoutingShape | None) -> tuple[int, RoutingShape | None]:
+    def _compare_routing(self, own: Sequence[RoutingShape] | None) -> tuple[list[tuple[int, int]], RoutingShape | None]:
         """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds
-        that of its own layers."""
-        unknown = (-1, -1, -1)
-        shapes = self.link.compare(unknown if own is None else (own.num_layers, own.top_k, own.num_experts))
-        layers, top_k, num_experts = shapes[:, 0].cumsum().tolist(), int(shapes[:, 1].max()), int(shapes[:, 2].max())
-        before = layers[self.link.rank - 1] if self.link.rank else 0
-        if not layers[-1] or (shapes < 0).any():
-            return 0, None
-        return before, RoutingShape(num_layers=layers[self.link.rank], top_k=top_k, num_experts=num_experts)
+        that of its own layers. own: of each chunk; None: unknown."""
+        num_chunks, num_stages = self.link.num_chunks, self.link.num_stages
+        if own is None:
+            numbers = [-1] * (3 * num_chunks)
+        else:
+            numbers = [number for one in own for number in (one.num_layers, one.top_k, one.num_experts)]
+        shapes = self.link.compare(numbers).reshape(num_stages, num_chunks, 3)
+        ends = shapes[:, :, 0].T.cumsum().tolist()  # chunk 0 of each stage, then chunk 1 of each
+        at = [chunk * num_stages + self.link.rank for chunk in range(num_chunks)]
+        if not ends[-1] or (shapes < 0).any():
+            return [(0, 0)] * num_chunks, None
+        routed = [(ends[one - 1] if one else 0, ends[one]) for one in at]
+        top_k, num_experts = int(shapes[..., 1].max()), int(shapes[..., 2].max())
+        return routed, RoutingShape(num_layers=routed[-1][1], top_k=top_k, num_experts=num_experts)
 
     @torch.inference_mode()
     def _compute(self, step: StageStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
-        """This stage's part of a step. It receives one message and sends one, whatever raises.
+        """This stage's part of a step. For each chunk it receives one message and sends one, whatever raises.
 
         It does not look whether a stage before has failed. It computes with zeros then, and writes to blocks and states
         that are given up with the step; the last stage finds out when it reads the step's outputs.
@@ -172,8 +179,6 @@ class StageRunner:
         routing = self.routing if self.routing is not None and asks_routing(plan) else None
         shape = self._runner.shape_of(plan)
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
-        num_before, top_k = (0, 0) if routing is None else (self._num_routed_before, routing.top_k)
-        num_layers = 0 if routing is None else routing.num_layers
         num_drafts = sum(len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device)
         if num_drafts and not link.is_last:
             local.plan = _with_drafts(plan, link.receive_drafts(num_drafts))
@@ -181,21 +186,29 @@ class StageRunner:
             self._runner.prepare(local, table_writes)
             if routing is not None:
                 local.routed_TLK = routing_buffer(num_tokens, routing, self._runner.device)
-                local.batch.routing_TLK = local.routed_TLK[:, num_before:]
         except Exception as error:
             self._note_failure(step, error)
         if num_drafts and link.is_last:
             link.send_drafts(self._drafts_of(step, num_drafts))
-        received_TD, routing_TN, failed_before = link.receive(num_tokens, routing_width=num_before * top_k)
+        for chunk in range(link.num_chunks):
+            self._compute_chunk(step, chunk, num_tokens, 0 if routing is None else routing.top_k)
+
+    def _compute_chunk(self, step: StageStep, chunk: int, num_tokens: int, top_k: int) -> None:
+        """top_k: experts of a token whose routing is sent along; 0: none is."""
+        local, link = step.local, self.link
+        num_before, num_routed = self._routed[chunk]
+        received_TD, routing_TN, failed_before = link.receive(num_tokens, routing_width=num_before * top_k, chunk=chunk)
         local.also_read = () if failed_before is None else (failed_before,)
-        if routing_TN is not None and local.routed_TLK is not None:
-            routed_before_TLK = routing_TN.view(num_tokens, num_before, top_k)
-            local.routed_TLK[:, :num_before] = routed_before_TLK.to(local.routed_TLK.dtype)
+        if local.routed_TLK is not None:
+            if routing_TN is not None:
+                routed_before_TLK = routing_TN.view(num_tokens, num_before, top_k)
+                local.routed_TLK[:, :num_before] = routed_before_TLK.to(local.routed_TLK.dtype)
+            local.batch.routing_TLK = local.routed_TLK[:, num_before:]
         hidden_TD = None
         if step.failure is None:
             try:
-                hidden_TD = self._runner.run_layers(local, received_TD)
-                if link.is_last:
+                hidden_TD = self._runner.run_layers(local, received_TD, chunk=chunk)
+                if link.is_last and chunk == link.num_chunks - 1:
                     self._runner.finish(local, hidden_TD)
             except Exception as error:
                 self._note_failure(step, error)
@@ -203,9 +216,10 @@ class StageRunner:
             hidden_TD,
             num_tokens,
             failure=step.failure,
-            routing_width=num_layers * top_k,
-            routing_TN=None if local.routed_TLK is None else local.routed_TLK.flatten(1),
+            routing_width=num_routed * top_k,
+            routing_TN=None if local.routed_TLK is None else local.routed_TLK[:, :num_routed].flatten(1),
             failed_before=failed_before,
+            chunk=chunk,
         )
 
     def _drafts_of(self, step: StageStep, num_drafts: int) -> np.ndarray:

@@ -112,6 +112,10 @@ class MTPTarget:
     def routing(self) -> RoutingShape | None:
         return self._adopted.routing
 
+    @property
+    def routing_of_chunks(self) -> list[RoutingShape] | None:
+        return self._adopted.routing_of_chunks
+
     def embed(self, step: Any) -> Tensor:
         return self._adopted.embed(step)
 

@@ -243,14 +243,24 @@ REFUSED = {
         "decoder.layers.0: a layer of another class with sequence_parallel=True.*set_model_to_sequence_parallel",
     ),
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
-    "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
+    "virtual_pipeline": (
+        lambda: set_config(virtual_pipeline_model_parallel_size=2),
+        "the model is one chunk of its rank; give the list of all",
+    ),
     "context_parallel": (
         lambda: set_config(tiny_hybrid("M*"), context_parallel_size=2),
         "decoder.layers.0: context_parallel_size=2 with a layer that has a recurrent state",
     ),
     "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
     "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
-    "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
+    "chunks": (
+        lambda: [stock(), stock()],
+        "virtual_pipeline_model_parallel_size=1, but 2 model chunks are given; give all chunks of the rank",
+    ),
+    "chunks_disordered": (
+        lambda: [set_config(virtual_pipeline_model_parallel_size=2) for _ in range(2)],
+        r"the model chunks are not in their order \(layers \[1, 2, 1, 2\]\)",
+    ),
     "not_gpt": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear is not a megatron-core GPTModel or"),
     "unknown_wrapper": (lambda: torch.nn.DataParallel(stock()), "wrapper torch.nn.parallel.*DataParallel is not known"),
     "compiled": (
