@@ -49,6 +49,7 @@ from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.rotary import cpu_rotary, latent_rotary_table, rotary_table, rotate_alike
+from megatron_infer.models.sharded_weights import is_dtensor
 from megatron_infer.models.tp_collectives import Reducer
 
 log = logging.getLogger("megatron_infer")
@@ -352,6 +353,10 @@ class AdoptedModel:
             return True
         self._module_guard = now  # only attributes that do not count are others
         return False
+
+    def is_sharded(self) -> bool:
+        """Whether this rank holds a part of the weights only."""
+        return any(map(is_dtensor, self.live.parameters()))
 
     def weights_watched(self) -> None:
         """See `ExpertWeights.watched`."""

@@ -13,8 +13,15 @@ from megatron_infer.models.bridge_modules import TWO_ROPES, embedding_scale, is_
 from megatron_infer.models.extended_modules import CappedOutput, ScaledEmbedding, TwoRopes
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.model_chunks import ModelChunks, chunks_of
-from megatron_infer.models.module_guard import foreign_hooks, global_hooks, patched_methods, replaced_methods
+from megatron_infer.models.module_guard import (
+    foreign_hooks,
+    global_hooks,
+    patched_methods,
+    plain_class,
+    replaced_methods,
+)
 from megatron_infer.models.rotary import ROTARY_CLASSES
+from megatron_infer.models.sharded_weights import is_dtensor
 from megatron_infer.models.te_apex import qualified
 
 REFUSED_SETTINGS: dict[str, str] = {
@@ -56,11 +63,11 @@ def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
             return ModelChunks([unwrap(chunk) for chunk in model])
         model = model[0]
     while (
-        type(model) not in (*_MODELS, mcore.MambaModel)
+        plain_class(model) not in (*_MODELS, mcore.MambaModel)
         and hasattr(model, "module")
         and isinstance(model.module, torch.nn.Module)
     ):
-        if type(model) not in mcore.known_wrappers():
+        if plain_class(model) not in mcore.known_wrappers():
             known = "DistributedDataParallel, Float16Module"
             raise AdoptionError("", f"wrapper {qualified(model)} is not known; known are {known}{_within(model)}")
         model = model.module
@@ -90,12 +97,12 @@ def final_norm_of(model: Any) -> tuple[str, Any]:
 def check_model(model: Any) -> None:
     """Raise AdoptionError unless embedding, positions, decoder and output layer are the ones the runner reproduces."""
     base = next(known for known in _MODELS if isinstance(model, known))
-    sharded = next((name for name, one in model.named_parameters() if hasattr(one, "full_tensor")), None)
+    sharded = next((name for name, one in model.named_parameters() if is_dtensor(one)), None)
     if sharded is not None:
         raise AdoptionError(
             sharded,
-            "is a DTensor (FSDP2's fully_shard, torch's tensor parallelism), of which this rank holds a part; generate "
-            "with a model of its own, and give `update_weights` pairs of name and parameter.full_tensor()",
+            "is a DTensor, of which this rank holds a part; RolloutSession(model).generating() gathers the weights of "
+            "FSDP. Otherwise generate with a model of its own, and give `update_weights` the state dict",
         )
     for method in _DRIVEN:
         if getattr(type(model), method, None) is not getattr(base, method, None):

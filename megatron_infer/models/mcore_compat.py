@@ -196,9 +196,10 @@ def latent_projections_of(linear: type) -> Iterator[None]:
 
 def known_wrappers() -> tuple[type, ...]:
     """Wrappers that change neither the shapes of a model's parameters nor its forward."""
-    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
-    return (DistributedDataParallel, Float16Module, torch.nn.parallel.DistributedDataParallel)
+    own = (DistributedDataParallel, Float16Module, TorchFullyShardedDataParallel)
+    return (*own, torch.nn.parallel.DistributedDataParallel)
 
 
 def inference_mode() -> Any:

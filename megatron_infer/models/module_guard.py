@@ -26,6 +26,8 @@ LIBRARIES = (PACKAGE, "megatron.core", "torch", "transformer_engine", "apex")
 """Packages that may replace methods of each other's classes."""
 READ = (f"{PACKAGE}.", "megatron.core.", "torch.")
 """Packages whose classes are compared with their code."""
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+"""Package of `fully_shard`."""
 GRAPH_MANAGER = "cudagraph_manager"
 """Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
 _STATE = attrgetter("__dict__")
@@ -259,9 +261,27 @@ def _record(module: torch.nn.Module, replaced: tuple[str, ...]) -> ModuleRecord:
     return ModuleRecord(weakref.ref(module), type(module), foreign_hooks(module), patched, parameters)
 
 
+def fsdp2_module() -> type | None:
+    """The class of modules that FSDP2's `fully_shard` was applied to; None where torch.distributed lacks it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def plain_class(module: torch.nn.Module) -> type:
+    """The class of a module before FSDP2's `fully_shard` changed it."""
+    fsdp = fsdp2_module()
+    if fsdp is None or not isinstance(module, fsdp):
+        return type(module)
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp))
+
+
 def _is_ours(function: Any) -> bool:
-    """Whether the called object is one of this package: a wrapper may have the name and module of what it wraps."""
+    """Whether the called object is one of this package: a wrapper may have the name and module of what it wraps.
+
+    FSDP2's hooks count as ours: they gather weights, and `models.sharded_weights` does that for a whole phase.
+    """
     owner = getattr(function, "__self__", function)
+    if type(owner).__module__.startswith(FSDP2) or FSDP2.replace(".", os.sep) in (_file_of(function) or ""):
+        return True
     return type(owner).__module__.partition(".")[0] == PACKAGE and not isinstance(owner, torch.nn.Module)
 
 

@@ -113,11 +113,23 @@ class Scorer:
     Every rank of the model calls it with the same sequences and has all scores.
     """
 
-    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
-        """exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True. Every
-        context-parallel rank then computes whole sequences."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        shape: ModelShape,
+        groups: ParallelGroups,
+        device: Callable[[], torch.device],
+        exact: bool = False,
+    ) -> None:
+        """device: where the model computes.
+
+        exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True. Every
+        context-parallel rank then computes whole sequences.
+        """
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
         self.dropped = DroppedTokens(model)
+        self._device = device
         self.cp = None if exact else groups.cp
         """Ranks over which sequences are divided; None: over none."""
 
@@ -161,7 +173,7 @@ class Scorer:
         With the model set up for the forward: sequence parallelism pads. is_count: how many batches there may be; some
         are divided until there are. Raises ConfigError where that needs more sequences.
         """
-        device = next(self._model.parameters()).device
+        device = self._device()
         groups = list(micro_batches([len(sequence) for sequence in sequences], limit))
         while is_count is not None and not is_count(len(groups)):
             largest = max(range(len(groups)), key=lambda i: len(groups[i]))

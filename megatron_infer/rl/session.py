@@ -91,18 +91,18 @@ class RolloutSession:
         self._suspend_mode = _suspend_mode(suspend_mode)
         self._optimizer = OptimizerOffload(optimizer, self.model) if offload_optimizer else None
         self._switch = TrainModeSwitch(self._chain, self._optimizer)
-        self._rng = GlobalRngState(next(self.model.parameters()).device)
+        self._rng = GlobalRngState(self._switch.device)
         self._switch.to_inference()
         try:
-            self.engine = DynamicInferenceEngine(
+            engine = self.engine = DynamicInferenceEngine(
                 self.model, config, tokenizer=tokenizer, eos_ids=eos_ids, model_name=model_name
             )
+            if self._switch.sharded is not None:
+                engine.suspend(self._suspend_mode)
+                engine.weights.released()
         finally:
             self._switch.to_training()
-        engine = self.engine
-        self._changes = ModeChanges(
-            engine, self._switch, suspend_mode=self._suspend_mode, offloads=self._optimizer is not None
-        )
+        self._changes = ModeChanges(engine, self._switch, suspend_mode=self._suspend_mode)
         self.ranks = engine.rank_group.with_context_ranks(timeout_s=engine.config.collective_timeout_s)
         """Those that hold parts of the model or of its sequences: the engine's, and with context parallelism those of
         the engines that its ranks have beside it."""
@@ -176,8 +176,12 @@ class RolloutSession:
             self._measure()
         elif self.meter is not None:  # the weights have changed already
             self.meter.discard()
+        self._check_shards(source, checksum=checksum)
         with self._switch.gathered_parameters():
+            self._changes.gather_again()
             report = self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
+        if self._switch.sharded is not None:
+            self._switch.sharded.announce()
         self._trainer.weights_written()
         return report
 
@@ -202,10 +206,18 @@ class RolloutSession:
                 "transition() within training() would resume the engine; take update_weights() here, or call it later",
                 state=self.engine.state.value,
             )
+        if self._switch.holds_shards:
+            raise WrongState(
+                "transition() outside of generating() would resume the engine while FSDP holds the weights in shards; "
+                "take update_weights() here, or call it in generating()",
+                state=self.engine.state.value,
+            )
         chosen = self._suspend_mode if mode is None else _suspend_mode(mode)
+        self._check_shards(source)
         if source is not None:
             self._measure()
         with self._switch.gathered_parameters():
+            self._changes.gather_again()
             update = self._update(source, version=version, running=running, undo=undo)
             return WeightTransition(self.engine, update, mode=chosen, ranks=self.ranks).run()
 
@@ -304,6 +316,19 @@ class RolloutSession:
         """Before the weights of generating() may change: compare what was drawn by them. On every rank."""
         if self.meter is not None and self._mode is SessionMode.GENERATING:
             self.meter.measure(skip=skip)
+
+    def _check_shards(self, source: Any, *, checksum: bool = False) -> None:
+        """Raise ConfigError for an update that cannot be made of weights in shards."""
+        if self._switch.sharded is None:
+            return
+        if source is not None:
+            raise ConfigError(
+                "update_weights(source) of a model whose weights FSDP holds in shards: what is written into gathered "
+                "weights would be lost; load the source into the trainer (torch.distributed.checkpoint.state_dict."
+                "set_model_state_dict), then call update_weights()"
+            )
+        if checksum:
+            raise ConfigError("checksum=True of a model whose weights FSDP shards: its state dict has no whole tensors")
 
     def _update(self, source: Any, *, undo: bool, **how: Any) -> SessionUpdate:
         if source is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_infer.engine.states import HeldInterrupt
+from megatron_infer.models.sharded_weights import ShardedWeights, local
 from megatron_infer.models.trainer_state import (
     evaluation,
     inference_attributes,
@@ -37,7 +38,8 @@ def uninterrupted() -> Iterator[None]:
 class TrainModeSwitch:
     """Switches a model to inference and back.
 
-        to_inference   gather parameters -> offload optimizer state -> eval mode, flags, attributes, no autograd
+        to_inference   gather parameters -> offload optimizer state -> gather FSDP's weights
+                       -> eval mode, flags, attributes, no autograd
         to_training    the same steps undone in reverse; each is undone even if another fails
 
     Gradients (.grad, main_grad) are not touched.
@@ -46,6 +48,10 @@ class TrainModeSwitch:
     def __init__(self, chain: Sequence[Any], optimizer: OptimizerOffload | None) -> None:
         """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state is offloaded; None: no optimizer's."""
         self._chain, self._optimizer = chain, optimizer
+        self.sharded = ShardedWeights.of(chain)
+        """Weights that FSDP holds in shards; None: they are whole."""
+        self.have_changed = False
+        """Whether shards were written after their version was announced, as the last `to_inference` found."""
         self._memory, self._flags = ExitStack(), ExitStack()
         self._in_inference = False
 
@@ -57,6 +63,9 @@ class TrainModeSwitch:
                 if self._optimizer is not None:
                     self._memory.callback(self._optimizer.reload)
                     self._optimizer.offload()
+                if self.sharded is not None:
+                    self._memory.callback(self.sharded.release)
+                    self.have_changed = self.sharded.gather()
                 self._set_flags()
                 self._in_inference = True
         except BaseException as error:
@@ -76,7 +85,8 @@ class TrainModeSwitch:
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """The trainer's forward in eval mode, without autograd, during training or inference."""
-        with self._stock(), evaluation(self._chain[0]), torch.set_grad_enabled(False):
+        sharded = nullcontext() if self.sharded is None else self.sharded.as_before()
+        with sharded, self._stock(), evaluation(self._chain[0]), torch.set_grad_enabled(False):
             yield
 
     @contextmanager
@@ -98,9 +108,31 @@ class TrainModeSwitch:
             stack.enter_context(inference_flag(False))
             yield
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        found: torch.device = next(self._chain[-1].parameters()).device
+        return found if self.sharded is None else self.sharded.device
+
+    @property
+    def moves_memory(self) -> bool:
+        """Whether `to_training` takes memory that a running engine may need, or takes weights from it."""
+        return self._optimizer is not None or self.sharded is not None
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether this rank has a part of the weights now."""
+        return self.sharded is not None and not self.sharded.is_gathered
+
+    def gather_again(self) -> None:
+        """While FSDP's weights are gathered: the trainer has written its shards."""
+        assert self.sharded is not None
+        self.sharded.release()
+        self.sharded.gather()
+
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Parameters that megatron-core's DDP gathers late are complete."""
+        """Parameters that megatron-core's DDP gathers late are complete; FSDP's are as they are."""
         if self._in_inference:
             yield
             return
@@ -210,7 +242,7 @@ class OptimizerOffload:
             states = (value for state in optimizer.state.values() for value in state.values())
             for tensor in (*groups, *states):
                 if torch.is_tensor(tensor) and self.is_on_device(tensor) and _storage(tensor) not in kept:
-                    yield tensor
+                    yield local(tensor)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -233,7 +265,7 @@ def _tensors_of(model: torch.nn.Module) -> Iterable[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)
 
 
 def _no_checkpoint(what: str) -> None:

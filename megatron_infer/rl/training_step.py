@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_infer.errors import ConfigError, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached
 from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.router_replay import check_not_replaying, knows_rows
-from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
+from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, evaluation, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     auxiliary_scale_kept,
@@ -101,7 +101,9 @@ class TrainerStep:
         self._rank_group = ranks
         self._groups = ranks.groups
         self._exact = engine.config.batch_invariant
-        self._scorer = Scorer(chain[-1], shape=engine.shape, groups=self._groups, exact=self._exact)
+        self._scorer = Scorer(
+            chain[-1], shape=engine.shape, groups=self._groups, device=lambda: switch.device, exact=self._exact
+        )
         self._num_chunks = len(chunks_of(chain[-1]))
         self._is_count = is_interleaved_count(chain[-1].config, self._groups.pp_size) if self._num_chunks > 1 else None
         self._registry = engine.output_processor.meter.registry
@@ -131,6 +133,7 @@ class TrainerStep:
                 _check_base(self._chain[-1], options.adapter, grad=grad)
             if not grad and dropout:
                 raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
+            self._check_shards()
             if grad:
                 self._check_late_backward(dropout=dropout, is_generating=is_generating)
 
@@ -142,10 +145,15 @@ class TrainerStep:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
+            late = "the backward pass after score(grad=True) is the caller's; take score_and_backward()" if grad else ""
+            missing = self._missing_batches(len(batches), not_unequal=late)
             starts_new_weights(self._chain[-1])
             # among ranks of one stage an error of one alone leaves the others in a collective: no exchange reaches them
             with nullcontext() if self._groups.pp is None else self._rank_group.together("score()"):
                 scores = self._scorer.score(forward, batches, temperature=options.temperature)
+            if missing:
+                with self._scorer.forward(forward, temperature=options.temperature) as run:
+                    self._take_part(run, missing, grad=False)
             self._check_dropped("score()")
             return scores
 
@@ -173,6 +181,11 @@ class TrainerStep:
                 "score(grad=True) over pipeline stages: megatron-core's schedule has to run the backward pass; take "
                 "score_and_backward(sequences, loss), which runs it, or grad=False"
             )
+        if self._switch.sharded is not None and is_generating:
+            raise ConfigError(
+                "score(grad=True) within generating() of a model whose weights FSDP holds in shards: they may be "
+                "released before the backward pass; take training()"
+            )
         self._check_exact(dropout=dropout)
         self._check_no_graphs("score(grad=True)")
         check_all_get_gradients(self._chain, "score(grad=True)")
@@ -198,6 +211,18 @@ class TrainerStep:
                 f"{call} with CUDA graphs of the layers (config.cuda_graph_impl="
                 f"{self._chain[-1].config.cuda_graph_impl!r}): they replay micro-batches of the shape that the trainer "
                 "captured, and these have others; use cuda_graph_impl='local', or clear layer.cuda_graphs for the call"
+            )
+
+    def _check_shards(self) -> None:
+        if self._switch.sharded is not None and self._scorer.cp is not None:
+            raise ConfigError(
+                "scores over context-parallel ranks of a model whose weights FSDP shards are not supported; score with "
+                "context_parallel_size=1, or train in megatron-core's DDP"
+            )
+        if self._exact and self._switch.holds_shards:
+            raise ConfigError(
+                "scores with batch_invariant=True while FSDP holds the weights in shards: the exact forward calls no "
+                "module, so that FSDP gathers nothing; take score() in generating()"
             )
 
     def _check_exact(self, *, dropout: bool, auxiliary_losses: bool = True) -> None:
@@ -233,13 +258,49 @@ class TrainerStep:
             with self._rank_group.together("comparing the model's modules"):
                 check()
                 check_not_replaying(self._chain[-1], call)
-                self._weights.check_modules(calls=False)
+                if not self._switch.holds_shards:  # they are compared when generating() gathers them
+                    self._weights.check_modules(calls=False)
             yield
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self._chain[-1].parameters()).device
-        return device
+        return self._switch.device
+
+    def _missing_batches(self, num_batches: int, *, not_unequal: str = "") -> int:
+        """By how many micro-batches another data-parallel rank has more: FSDP gathers weights in each on all ranks.
+
+        not_unequal: why the ranks' numbers have to be equal, and the remedy. Then, and over pipeline stages,
+        ConfigError is raised on all ranks where they are not.
+        """
+        if not self._switch.holds_shards:
+            return 0
+        assert self._switch.sharded is not None
+        missing = self._switch.sharded.largest("micro-batches", num_batches) - num_batches
+        if self._groups.pp is not None:
+            not_unequal = "a schedule over pipeline stages runs them; give each rank the same lengths of sequences"
+        if not_unequal and self._switch.sharded.largest("missing micro-batches", missing):
+            raise ConfigError(
+                "data-parallel ranks have different numbers of micro-batches, of a model whose weights FSDP holds in "
+                f"shards: {not_unequal}"
+            )
+        return missing
+
+    def _all_ranks_compute_losses(self) -> AbstractContextManager[None]:
+        """Where FSDP's backward passes wait for each other: an error of the block is one on all data-parallel ranks."""
+        if not self._switch.holds_shards:
+            return nullcontext()
+        assert self._switch.sharded is not None
+        return self._switch.sharded.together("computing the loss of score_and_backward()")
+
+    def _take_part(self, run: ScoringForward, count: int, *, grad: bool) -> None:
+        """Forwards, and backwards that add zeros, of padding alone: routers in eval mode count no load."""
+        with evaluation(self._chain[0]):
+            for batch in list(self._scorer.micro_batches([[0, 0]] * count, [1] * count, 1)):
+                logits_1PV = run(replace(batch, padding_BS=torch.ones_like(batch.ids_BS, dtype=torch.bool)))
+                if grad:
+                    with self._all_ranks_compute_losses():
+                        pass
+                    scaled_loss(self._chain[-1].config, (run.scores(batch, logits_1PV) * 0.0).sum()).backward()
 
     # ------------------------------------------------------------------ gradients
 
@@ -258,6 +319,7 @@ class TrainerStep:
 
         def check() -> None:
             self._check_backward(given, loss)
+            self._check_shards()
             self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
 
         with (
@@ -269,6 +331,7 @@ class TrainerStep:
             batches = list(
                 self._scorer.micro_batches(given, starts, options.micro_batch_tokens, is_count=self._is_count)
             )
+            missing = self._missing_batches(len(batches))
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
             losses = LossCalls(loss, run, batches, is_last_stage=self._groups.is_last_stage)
@@ -277,8 +340,11 @@ class TrainerStep:
                     self._backward_by_turns(run, losses)
                 else:
                     self._backward_in_stages(run, losses)
+                self._take_part(run, missing, grad=True)
                 self._check_dropped(call)
             except BaseException as error:
+                if self._switch.sharded is not None:
+                    self._switch.sharded.reset()
                 where = f" in micro-batch {losses.num_done + 1} of {len(batches)}" if losses.is_counted else ""
                 self._incomplete = f"{call} failed{where}"
                 error.add_note(
@@ -349,7 +415,7 @@ class TrainerStep:
         for batch in losses.batches:
             with nullcontext() if batch is last else without_gradient_sync(self._chain):
                 logits_1PV = run(batch)
-                with self._rank_group.together("the loss of score_and_backward()"):
+                with self._all_ranks_compute_losses(), self._rank_group.together("the loss of score_and_backward()"):
                     value = losses.of(batch, logits_1PV)
                 del logits_1PV
                 scale_auxiliary_losses(config, len(losses.batches), self._device)
@@ -403,6 +469,8 @@ class TrainerStep:
         If it raises, the gradients may be reduced already, and a second step would reduce them twice: it is refused.
         """
         self._check_complete("step()")
+        if self._switch.sharded is not None:
+            self._switch.sharded.put_back()
         num_ranks = self._rank_group.size
         self._incomplete = "step() failed and may have reduced them"
         with self._rank_group.together("the reduction of gradients"), cuda_error_explained(self._device):
@@ -512,7 +580,8 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 def _norm(model: torch.nn.Module) -> float | None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+    return None if norm is None else float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _check_base(model: torch.nn.Module, adapter: str | None, *, grad: bool) -> None:

@@ -31,6 +31,7 @@ from megatron_infer.models.lora.peft import write_adapter
 from megatron_infer.models.lora.peft_config import scale_of
 from megatron_infer.models.mamba_mixer import split_in_parts
 from megatron_infer.models.model_chunks import ModelChunks
+from megatron_infer.models.module_guard import plain_class
 from megatron_infer.models.te_apex import qualified
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -251,6 +252,11 @@ def _bare(model: Any) -> Any:
                 "call it before DDP and the optimizer are built"
             )
         outer = outer.module
+    if any(plain_class(module) is not type(module) for module in live.modules()):
+        raise ConfigError(
+            "attach_lora() after FSDP2's fully_shard, which would neither shard the adapter nor reduce its gradients: "
+            "attach it before"
+        )
     if next(attached(live), None) is not None:
         raise ConfigError("attach_lora() on a model that has an adapter already: detach() it first")
     return live

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_infer.distributed.rank_group import RankGroup
-from megatron_infer.errors import StaleCache
+from megatron_infer.errors import StaleCache, WrongState
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.kernels.te_tensors import memory_of
 from megatron_infer.models.adopt import AdoptedModel
@@ -55,6 +55,8 @@ class WeightManager:
         """num_updates: times weights were accepted. Never the same for two different weights, as a version may be."""
         self.highest_version = 0
         """The highest version that the engine ever had."""
+        self._are_released = self._are_unread = False
+        """The trainer holds the weights in shards; a version was announced of weights that were not read since."""
         self.guard = WeightGuard(self._tensors, checksums=kernels.checksums)
         adopted.weights_watched()
         self.derived = DerivedCaches()
@@ -107,6 +109,10 @@ class WeightManager:
         After another failure derived copies may be of old and new weights: the next step accepts them again.
         read: derived copies are rebuilt already, and these are the checksums of the weights, by id.
         """
+        if self._are_released:
+            self._are_unread = True
+            self._count(version)
+            return
         self._adopt_changed(tick)
         self._accept(version, tick, read)
 
@@ -121,18 +127,40 @@ class WeightManager:
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
             raise
-        self.version, self.highest_version = version, max(version, self.highest_version)
-        self.num_updates += 1
+        self._are_unread = False
+        self._count(version)
         self.update_graphs()
-        self._set_root(self.root, version=version)
-        log.info("weights changed: version %d", version)
         if self._verifies:
             self.verify()
+
+    def _count(self, version: int) -> None:
+        """Weights of this version follow."""
+        self.version, self.highest_version = version, max(version, self.highest_version)
+        self.num_updates += 1
+        self._set_root(self.root, version=version)
+        log.info("weights changed: version %d", version)
+
+    def released(self) -> None:
+        """The trainer holds the weights in shards until `gathered`: no step may run, and `accept` reads nothing. Copies
+        derived from the weights are freed."""
+        self._are_released = True
+        self.derived.release()
+
+    def gathered(self) -> None:
+        """The weights are whole, at other addresses; `catch_up` finds whether their content is another one."""
+        self._are_released = False
+        self.guard.new_address(list(self._tensors()))
 
     def _adopt_changed(self, tick: Tick) -> None:
         """Adopt modules that changed, on all ranks or, where one refuses, on none. The weights count as moved then."""
         with self._rank_group.together("adopting modules that changed"):
             tick("the model's modules")
+            if self._are_released or self._adopted.is_sharded():
+                raise WrongState(
+                    "the trainer's FSDP holds the weights in shards; the engine runs within session.generating(). "
+                    "There model.state_dict() puts the shards back: call session.update_weights() to gather them again",
+                    state="released weights",
+                )
             reading = self._adopted.read_changed()
         if reading is not None:
             self.guard.invalidate()
@@ -148,8 +176,11 @@ class WeightManager:
             self._adopted.read_changed()
 
     def accept_changes(self) -> None:
-        """Accept the weights as the next version if those of any rank changed. On every rank; nothing is in flight."""
-        if self.changed():
+        """Accept the weights as the next version if those of any rank changed. On every rank; nothing is in flight.
+
+        Weights that the trainer holds in shards are compared once they are gathered.
+        """
+        if not self._are_released and self.changed():
             self.accept(self.version + 1)
 
     def catch_up(self, tick: Tick = no_tick) -> None:
@@ -165,7 +196,14 @@ class WeightManager:
         if self.derived.is_released:
             with self._rank_group.together("rebuilding what is derived from the weights"):
                 read = self.derived.refresh(tick)
-        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed.checksums(), **(read or {})})):
+        known = {**self._packed.freed.checksums(), **(read or {})}
+        if self._are_unread:  # they have their version
+            with self._rank_group.together("reading the weights"):
+                self.guard.accept(known)
+            self._adopted.weights_watched()
+            self._are_unread = False
+            self.update_graphs()
+        elif self._rank_group.any_rank(self.guard.changed(known)):
             self._accept(self.version + 1, tick, read)
         elif read is not None:
             self.update_graphs()

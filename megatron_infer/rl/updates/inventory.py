@@ -22,6 +22,7 @@ from megatron_infer.kernels.te_tensors import is_quantised
 from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.models.delta_net import convolved_parts, projected_parts
 from megatron_infer.models.model_chunks import chunks_of
+from megatron_infer.models.sharded_weights import is_managed
 from megatron_infer.models.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -208,6 +209,11 @@ def listed(names: list[str], *, most: int = 8) -> str:
 
 
 def _tensors_of(model: Any) -> Iterator[LocalTensor]:
+    if is_managed(model):
+        raise ModelError(
+            "FSDP2 shards the weights of this model, whose state dict would put the shards back; the state dict is "
+            "a source of weights, and RolloutSession(model) generates with this model"
+        )
     wanted = {id(tensor) for tensor in guarded_tensors(model)}
     seen: set[int] = set()
     for name, tensor in (model.state_dict(keep_vars=True) | attached_tensors(model)).items():

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
 from megatron_infer.models.loading.families import is_hf_name
 from megatron_infer.models.loading.model_description import ModelDescription
+from megatron_infer.models.sharded_weights import gathered
 from megatron_infer.rl.updates.hf import HFAssembler
 from megatron_infer.rl.updates.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, listed, whole_name
 from megatron_infer.rl.updates.target import UpdateTarget
@@ -69,7 +70,11 @@ class TensorRouter:
         self._hf: HFAssembler | None = None
 
     def route(self, name: str, tensor: Tensor, *, names: str | None = None) -> Iterator[tuple[LocalTensor, Tensor]]:
-        """(tensor of this rank, its value) for each that this tensor completes."""
+        """(tensor of this rank, its value) for each that this tensor completes.
+
+        A DTensor is gathered: a collective of the ranks of its mesh.
+        """
+        tensor = gathered(tensor)
         name = name.removeprefix("module.")
         if name.endswith("_extra_state"):
             return

@@ -17,6 +17,7 @@ from megatron_infer.models.loading.find import is_checkpoint
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, fitted, made
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.sources import open_source
+from megatron_infer.models.sharded_weights import is_dtensor
 from megatron_infer.rl.updates.hf import InMemoryReader, shard_of
 from megatron_infer.rl.updates.inventory import LocalTensor, listed
 from megatron_infer.rl.updates.names import check_shape, locals_of, numbering_of
@@ -151,9 +152,14 @@ class MappingSource:
                 reader = InMemoryReader({name_in_files(name, plan): tensor for name, tensor in self._tensors.items()})
             self._hf = HFSource(plan, lambda: reader)
             self._hf.check(target, strict=strict)
+            if any(is_dtensor(tensor) for tensor in self._in_memory()):
+                self._hf = None  # which reads what this rank needs: the ranks gather all, in one order
             return
         self._numbering = self._names or numbering_of(target.inventory, keys)
         self._check_megatron(target, strict=strict)
+
+    def _in_memory(self) -> Iterable[Tensor]:
+        return () if isinstance(self._tensors, LazyTensors) else self._tensors.values()
 
     def _check_megatron(self, target: UpdateTarget, *, strict: bool) -> None:
         problems: list[WeightUpdateError] = []

@@ -272,7 +272,7 @@ REFUSED = {
         r"wrapper .* give its language model: model\.module\._orig_mod$",
     ),
     "vision": (with_vision, r"LLaVAModel is not a .*; give its language model: model\.language_model$"),
-    "fsdp2": (fully_sharded, r"weight: is a DTensor \(FSDP2's fully_shard.*parameter\.full_tensor\(\)"),
+    "fsdp2": (fully_sharded, r"weight: is a DTensor.*RolloutSession\(model\).generating\(\) gathers"),
     "scaled_embedding": (
         lambda: changed(become("embedding", ScaledEmbedding)),
         r"embedding: class .*ScaledEmbedding is not .*LanguageModelEmbedding: what its forward adds is not computed",

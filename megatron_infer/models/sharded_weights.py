@@ -1,0 +1,276 @@
+"""Weights that a trainer's FSDP holds in shards over data-parallel ranks: gathered for generation, released afterwards.
+
+    released   the trainer's state: parameters are DTensors, FSDP's hooks gather them where a module is called
+    gathered   parameters are plain tensors of the dtype that the training forward computes with, all at once
+
+FSDP's own buffers hold the gathered weights, so that the parameters are the same objects each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError, InferenceError, ModelError, OtherRankFailed
+from megatron_infer.kernels.checksum import content_sums
+from megatron_infer.memory.device import Device
+from megatron_infer.models.model_chunks import ModelChunks
+from megatron_infer.models.module_guard import fsdp2_module, modules_of, plain_class
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether this rank holds a part of it (torch.distributed.tensor, which is imported where one exists)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_managed(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 shards weights of the model, also while they are gathered."""
+    return any(getattr(module, "_is_fsdp_managed_module", False) for module in modules_of(model))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, by a collective of the ranks of its mesh; another tensor itself."""
+    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+
+
+class ShardedWeights:
+    """The weights of one model. Every rank of the shards makes the same calls."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        """root: the model in its wrappers."""
+        self._shards = Fsdp2Shards(root)
+        self._announced: list[int] | None = None
+        """Checksums of this rank's shards when a version was announced; None: none was since they were gathered."""
+        self.is_gathered = False
+
+    @classmethod
+    def of(cls, chain: Sequence[Any]) -> ShardedWeights | None:
+        """chain: `models.trainer_state.wrapper_chain`. None: the weights are whole. Raises AdoptionError."""
+        fsdp = fsdp2_module()
+        is_sharded = fsdp is not None and any(isinstance(module, fsdp) for module in chain[0].modules())
+        if is_sharded and isinstance(chain[-1], ModelChunks):
+            raise AdoptionError("", "FSDP2 around virtual pipeline stages is not supported; take megatron-core's DDP")
+        return cls(chain[0]) if is_sharded else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward computes; shards may be elsewhere."""
+        return self._shards.device
+
+    def gather(self) -> bool:
+        """Gather all weights, or raise on all ranks with the model as it was -> whether the shards of any rank are
+        others than when a version was announced.
+
+        Raises ModelError without room for them, and OtherRankFailed where another rank failed.
+        """
+        assert not self.is_gathered
+        with self.together("making room for the gathered weights"):
+            self._shards.check()
+            self.put_back()
+            Device(self.device).trim()
+            needed, free = self._shards.num_bytes, Device(self.device).available_bytes()
+            if needed > free:
+                raise ModelError(
+                    f"the gathered weights take {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free on "
+                    f"{self.device}; offload the optimizer's state (offload_optimizer=True), or lower buffer_size_gb"
+                )
+            changed = self._announced is not None and self._checksums() != self._announced
+        try:
+            with self.together("gathering the weights"), torch.inference_mode(False):
+                self._shards.gather()
+        except BaseException:
+            self._shards.release()
+            raise
+        self.is_gathered, self._announced = True, None
+        return self.largest("weights that changed", changed) > 0
+
+    def release(self) -> None:
+        """Parameters are shards again, and the gathered weights are freed; does nothing where they are released."""
+        if self.is_gathered:
+            self.is_gathered = False
+            self._shards.release()
+
+    def announce(self) -> None:
+        """The shards have a new version; what they become until they are gathered is another one."""
+        if not self.is_gathered:
+            self._announced = self._checksums()
+
+    def largest(self, what: str, value: int) -> int:
+        """The largest value of any rank. what: named where ranks are in different calls."""
+        found = self._exchange(what, int(value))
+        return max(found.values())
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """A forward of the block leaves no unit gathered that was in shards before: a later one would not see that an
+        optimizer has written the shards."""
+        if self.is_gathered:
+            yield
+            return
+        units = self._shards.units_in_shards()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
+    def put_back(self) -> None:
+        """Units that a forward without a backward has left gathered are in shards, so that the next one gathers."""
+        self._shards.reshard()
+
+    def reset(self) -> None:
+        """After a forward or backward that raised: the next one begins as if there had been none."""
+        self._shards.reset()
+
+    def _checksums(self) -> list[int]:
+        return content_sums(self._shards.local_tensors())
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """The body succeeds on all ranks of the shards, or raises on all."""
+        try:
+            yield
+        except BaseException as error:
+            self._exchange(
+                what, str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
+            )
+            raise
+        failed = {rank: text for rank, text in self._exchange(what, None).items() if text is not None}
+        if failed:
+            raise OtherRankFailed(
+                "; ".join(f"rank {rank} failed while {what}: {text}" for rank, text in failed.items()),
+                ranks=list(failed),
+            )
+
+    def _exchange(self, what: str, value: Any) -> dict[int, Any]:
+        """Every rank's value, by rank in the world."""
+        found = {dist.get_rank(): value}
+        for group in self._shards.groups:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, (what, found), group=group)
+            if {name for name, _ in parts} != {what}:
+                raise ModelError(f"ranks of one FSDP model are in different calls: {', '.join(n for n, _ in parts)}")
+            found = {rank: own for _, part in parts for rank, own in part.items()}
+        return found
+
+
+class Fsdp2Shards:
+    """The units of torch's FSDP2 (`fully_shard`) in a model, gathered and released by FSDP2 itself.
+
+    While the weights are gathered the units have their own classes, which adoption knows, and keep the weights after a
+    forward: the trainer's forward then scores without a collective. FSDP2's hooks stay in place.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        fsdp = fsdp2_module()
+        self._units: list[Any] = [module for module in root.modules() if isinstance(module, fsdp)]
+        states = {id(state): state for unit in self._units if (state := unit._get_fsdp_state())}
+        self._states = list(states.values())
+        self._param_groups = [group for state in self._states for group in _param_groups(state)]
+        self._trainer: list[tuple[Any, type]] = []
+        """Units and the classes that they have in training, while the weights are gathered."""
+        self._generating: dict[int, type] = {}
+        """Classes that adoption has given, by id of the unit."""
+        self._meshes: list[tuple[Any, Any]] = []
+        """Parameter groups, and the ranks over which they are sharded again after a forward of the trainer's."""
+        self.groups = _process_groups(self._parameters())
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self._states[0]._device
+        return found
+
+    def _parameters(self) -> list[Any]:
+        return [one for group in self._param_groups for one in group.fsdp_params]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gathered weights that have no memory yet."""
+        return sum(_whole_bytes(one, group.mp_policy) for group in self._param_groups for one in group.fsdp_params)
+
+    def local_tensors(self) -> list[Tensor]:
+        """This rank's shards."""
+        return [local(one.sharded_param) for one in self._parameters()]
+
+    def check(self) -> None:
+        """Raise AdoptionError for a policy with which a step would not compute what the trainer's forward does."""
+        for unit in self._units[1:]:
+            policy = unit._get_fsdp_state()._mp_policy
+            if policy.output_dtype not in (None, policy.param_dtype, torch.float32):
+                raise AdoptionError(
+                    plain_class(unit).__qualname__,
+                    f"FSDP2's output_dtype={policy.output_dtype} rounds what the module returns, which the paged path "
+                    "does not; leave it out, or set it on the root alone",
+                )
+
+    def gather(self) -> None:
+        for group in self._param_groups:
+            self._meshes.append((group, group.post_forward_mesh_info))
+        for unit in self._units:
+            unit.unshard()
+        for group, _ in self._meshes:
+            group.post_forward_mesh_info = None
+        for unit in self._units:
+            self._trainer.append((unit, type(unit)))
+            unit.__class__ = self._generating.get(id(unit), plain_class(unit))
+
+    def release(self) -> None:
+        for unit, kind in self._trainer:
+            self._generating[id(unit)] = type(unit)
+            unit.__class__ = kind
+        self._trainer = []
+        for group, mesh in self._meshes:
+            group.post_forward_mesh_info = mesh
+        self._meshes = []
+        for state in self._states:
+            if state._is_root and state._auto_reshard_after_forward:  # became the root in a forward meanwhile
+                for group in _param_groups(state):
+                    group.post_forward_mesh_info = None
+        self.reshard()
+
+    def reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def units_in_shards(self) -> list[Any]:
+        return [
+            unit for unit in self._units if all(group.is_sharded for group in _param_groups(unit._get_fsdp_state()))
+        ]
+
+    def reset(self) -> None:
+        if hasattr(self._units[0], "reset_iter_state"):  # from torch 2.13 on
+            self._units[0].reset_iter_state()
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """torch before 2.12 has one group or none in a unit."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _process_groups(parameters: Sequence[Any]) -> list[Any]:
+    """Those over which parameters are sharded or replicated, each once, in an order that is the same on all ranks."""
+    found: dict[str, Any] = {}
+    for one in parameters:
+        mesh = one.mesh_info.mesh
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            found[group.group_name] = group
+    return list(found.values())
+
+
+def _whole_bytes(one: Any, policy: Any) -> int:
+    sharded = one.sharded_param
+    dtype = policy.param_dtype if policy.param_dtype is not None and sharded.is_floating_point() else sharded.dtype
+    return 0 if one.sharded_state.name == "UNSHARDED" else one._orig_size.numel() * dtype.itemsize
