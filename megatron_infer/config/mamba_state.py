@@ -83,21 +83,19 @@ class MambaInferenceStateConfig:
         """The state config of a live megatron-core model, wrapped or not, with stock or adopted mixers or delta nets;
         None without either.
 
-        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its layers have states of
-        different shapes: all layers of a slot are alike.
+        `model` may be Megatron's list of chunks. Raises ConfigError when its layers have states of different shapes:
+        all layers of a slot are alike.
         """
-        inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
-        while not hasattr(inner, "decoder") and hasattr(inner, "module"):
-            inner = inner.module
-        decoder: Any = getattr(inner, "decoder", None)
-        kinds = list(getattr(decoder, "layer_type_list", None) or ())
-        if not kinds:
-            kinds = [DELTA_SYMBOL if _is_delta(layer) else "*" for layer in getattr(decoder, "layers", None) or ()]
-        shapes = [
-            _state_shapes(layer)
-            for kind, layer in zip(kinds, _layers_of(decoder, kinds), strict=True)
-            if kind in ("M", DELTA_SYMBOL)
-        ]
+        kinds: list[str] = []
+        shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for chunk in model if isinstance(model, (list, tuple)) else getattr(model, "chunks", [model]):
+            decoder = _decoder_of(chunk)
+            own = list(getattr(decoder, "layer_type_list", None) or ())
+            if not own:
+                own = [DELTA_SYMBOL if _is_delta(layer) else "*" for layer in getattr(decoder, "layers", None) or ()]
+            each = zip(own, _layers_of(decoder, own), strict=True)
+            shapes += [_state_shapes(layer) for kind, layer in each if kind in ("M", DELTA_SYMBOL)]
+            kinds += own
         if not shapes:
             return None
         if any(shape != shapes[0] for shape in shapes):
@@ -107,6 +105,13 @@ class MambaInferenceStateConfig:
                 "model must keep the same"
             )
         return cls(kinds, *shapes[0])
+
+
+def _decoder_of(model: Any) -> Any:
+    """None: the model has none."""
+    while not hasattr(model, "decoder") and hasattr(model, "module"):
+        model = model.module
+    return getattr(model, "decoder", None)
 
 
 def _layers_of(decoder: Any, kinds: Sequence[str]) -> Iterable[Any]:

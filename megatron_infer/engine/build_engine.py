@@ -25,7 +25,6 @@ from megatron_infer.engine.build_runner import build_runner, capture_at_start, w
 from megatron_infer.engine.chosen_config import (
     ConfigOrOptions,
     choose_config,
-    exact_if_trained_so,
     options_before_the_shape,
 )
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
@@ -249,8 +248,8 @@ def set_up_model(
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
     own_device = Device(device if device != "auto" else adopted.device)
     own_device.make_current()
-    config = choose_config(options, adopted.shape, own_device, rank_group)
-    config = exact_if_trained_so(config, getattr(adopted.live, "config", None), own_device)
+    exact = getattr(getattr(adopted.live, "config", None), "batch_invariant_mode", False)
+    config = choose_config(options, adopted.shape, own_device, rank_group, is_trained_exact=exact)
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
@@ -269,8 +268,7 @@ def set_up_model(
     if has_own_requests(config, adopted, groups, max_requests=agreed.sizes.max_requests):
         rank_group.groups = ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
-        theirs = getattr(adopted.live.config, "batch_invariant_mode", False)
-        whose = "the model's config.batch_invariant_mode" if theirs else "batch_invariant"
+        whose = "the model's config.batch_invariant_mode" if exact else "batch_invariant"
         raise NotImplementedError(f"{whose}=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     if lora is not None:

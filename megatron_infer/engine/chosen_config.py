@@ -28,27 +28,15 @@ def options_before_the_shape(config: ConfigOrOptions) -> InferenceConfig:
     return InferenceConfig.from_dict({name: given[name] for name in _BEFORE_THE_SHAPE if name in given})
 
 
-def exact_if_trained_so(config: InferenceConfig, model_config: Any, device: Device) -> InferenceConfig:
-    """With batch_invariant where the model trains in megatron-core's batch_invariant_mode.
-
-    Raises ConfigError where the engine cannot give the trainer's bits.
-    """
-    if config.batch_invariant or not getattr(model_config, "batch_invariant_mode", False):
-        return config
-    if device.is_cuda:
-        raise ConfigError(
-            "the model's config.batch_invariant_mode=True on cuda: attention differs, as megatron-core's is "
-            "FlashAttention with one split, whose sums no kernel here adds up in the same order; set it to False"
-        )
-    try:
-        return replace(config, batch_invariant=True)
-    except ConfigError as error:
-        error.add_note("batch_invariant is True because the model's config.batch_invariant_mode is")
-        raise
-
-
-def choose_config(config: ConfigOrOptions, shape: ModelShape, device: Device, rank_group: RankGroup) -> InferenceConfig:
-    """The options that the engine has. Every rank calls it.
+def choose_config(
+    config: ConfigOrOptions,
+    shape: ModelShape,
+    device: Device,
+    rank_group: RankGroup,
+    *,
+    is_trained_exact: bool = False,
+) -> InferenceConfig:
+    """The options that the engine has. Every rank calls it. is_trained_exact: in megatron-core's batch_invariant_mode.
 
     The memory that options are derived from is a rank's part: on a CPU the ranks of the engine share it.
     """
@@ -64,4 +52,20 @@ def choose_config(config: ConfigOrOptions, shape: ModelShape, device: Device, ra
     if config.num_cuda_graphs is None and not device.is_cuda:
         for message in graph_options_without_effect(config, "is left at None, 0 on a CPU"):
             warnings.warn(message, ConfigWarning, stacklevel=5)
+    if is_trained_exact and not config.batch_invariant:
+        config = _exact(config, device)
     return config.on_device(is_cuda=device.is_cuda)
+
+
+def _exact(config: InferenceConfig, device: Device) -> InferenceConfig:
+    """With batch_invariant; raises ConfigError where the engine cannot give the trainer's bits."""
+    if device.is_cuda:
+        raise ConfigError(
+            "the model's config.batch_invariant_mode=True on cuda: attention differs, as megatron-core's is "
+            "FlashAttention with one split, whose sums no kernel here adds up in the same order; set it to False"
+        )
+    try:
+        return replace(config, batch_invariant=True)
+    except ConfigError as error:
+        error.add_note("batch_invariant is True because the model's config.batch_invariant_mode is")
+        raise

@@ -206,6 +206,7 @@ class Scorer:
 
         single_backward: gradients are taken once at most, so that logits are overwritten by their gradient.
         """
+        self.dropped.take()  # of a call that failed
         how: dict[str, Any] = {"cp": self.cp, "max_position": self._shape.max_position}
         forwards = list(forward) if isinstance(forward, torch.nn.ModuleList) else chunks_of(forward)
         with ExitStack() as stack:

@@ -272,6 +272,15 @@ def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
     assert MambaInferenceStateConfig.from_model([model]) == MambaInferenceStateConfig.from_model(model) is not None
 
 
+def test_state_config_of_several_chunks_is_that_of_their_layers_in_order():
+    chunks = [
+        _model(["M", "*"], layers=[_mixer(), object()], wrapped=True),
+        _model(["M", "-"], layers=[_mixer(), object()]),
+    ]
+    whole = _model(["M", "*", "M", "-"], layers=[_mixer(), object(), _mixer(), object()])
+    assert MambaInferenceStateConfig.from_model(chunks) == MambaInferenceStateConfig.from_model(whole) is not None
+
+
 def test_mamba_layers_of_different_states_are_refused():
     with pytest.raises(ConfigError, match=r"recurrent layer 1 keeps states of .*\(8, 8, 16\).* recurrent layer 0"):
         MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))

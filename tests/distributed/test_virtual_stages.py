@@ -88,6 +88,7 @@ def chunks_of_rank(settings: dict[str, Any], tp: int, weights: dict[str, torch.T
 def whole(settings: dict[str, Any]) -> Any:
     divided = ("pipeline", "account")
     kept = {key: value for key, value in settings.items() if not any(word in key for word in divided)}
+    kept.pop("sequence_parallel", None)
     if "pattern" not in settings:
         return tiny_gpt(**kept)
     return tiny_hybrid(**kept | {"pattern": settings["pattern"].replace("|", "")})
@@ -104,6 +105,7 @@ def groups_of(settings: dict[str, Any], tp: int) -> None:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=settings.get("virtual_pipeline_model_parallel_size"),
+        expert_model_parallel_size=settings.get("expert_model_parallel_size", 1),
     )
 
 
@@ -124,22 +126,23 @@ def on_rollouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
 
 
 def on_four(rank: int, size: int, folder: Path) -> None:
-    """Tensor-parallel ranks of each chunk."""
-    settings = GPT | MOE | VPP2
-    new_groups()
-    model = whole(settings)
-    weights, expected = weights_for_stages(model), stage_case.generate(stage_case.make_engine(model))
-    groups_of(settings, 2)
-    chunks = chunks_of_rank(settings, 2, weights)
-    engine = stage_case.make_engine(chunks, "chunks, prefix cache, overlap", collective_timeout_s=60)
-    stage_case.assert_same(stage_case.generate(engine), expected, "TP2")
-    stage_case.assert_same(stage_case.generate_over_suspends(engine), expected, "TP2, suspended")
-    engine.rank_group.lockstep.close()
+    """Tensor-parallel ranks of each chunk, and expert-parallel ones."""
+    for tp, experts in ((2, {}), (1, {"expert_model_parallel_size": 2})):
+        settings = GPT | MOE | VPP2
+        new_groups()
+        model = whole(settings)
+        weights, expected = weights_for_stages(model), stage_case.generate(stage_case.make_engine(model))
+        groups_of(settings | experts, tp)
+        chunks = chunks_of_rank(settings | experts, tp, weights)
+        engine = stage_case.make_engine(chunks, "chunks, prefix cache, overlap", collective_timeout_s=60)
+        stage_case.assert_same(stage_case.generate(engine), expected, f"TP{tp}")
+        stage_case.assert_same(stage_case.generate_over_suspends(engine), expected, f"TP{tp}, suspended")
+        engine.rank_group.lockstep.close()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_tensor_parallel_ranks_of_virtual_stages_give_the_rollouts_of_one_process(tmp_path: Path) -> None:
+def test_tensor_and_expert_parallel_ranks_of_virtual_stages_give_the_rollouts_of_one_process(tmp_path: Path) -> None:
     run_on_ranks(on_four, 4, tmp_path)
 
 
@@ -172,6 +175,7 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     engine = stage_case.make_engine(chunks, collective_timeout_s=60)
     check_drafts(chunks, expected)
     check_failures(chunks, expected, rank, victims=(0, 1))
+    check_saved_requests(chunks, expected, rank, folder)
     save_checkpoint(chunks, folder / "chunks")
     CheckpointSource(folder / "other").load_into(chunks)
     engine.set_weight_version(1)
@@ -189,6 +193,23 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     again = whole(settings | {"seed": 2})
     CheckpointSource(folder / "chunks").load_into(again)
     stage_case.assert_same(stage_case.generate(stage_case.make_engine(again)), expected, "saved by chunks")
+
+
+def check_saved_requests(chunks: list[Any], expected: list[Any], rank: int, folder: Path) -> None:
+    """Keys and values of all chunks are saved and restored: nothing is computed again."""
+    engine, again = (stage_case.make_engine(chunks, collective_timeout_s=60) for _ in range(2))
+    if rank == 0:
+        for index, (ids, params) in enumerate(stage_case.requests()):
+            engine.add_request({"prompt_token_ids": ids}, params, request_id=str(index), stream="final")
+    done = [output for _ in range(6) for output in engine.step() if output.finished]
+    engine.save_requests(folder / "saved.requests", kv=True)
+    report = again.load_requests(folder / "saved.requests")
+    assert not report.recomputed, report
+    while again.has_unfinished():
+        done += [output for output in again.step() if output.finished]
+    by_id = {output.request_id: output for output in done}
+    if rank == 0:
+        stage_case.assert_same(stage_case.answers([by_id[str(i)] for i in range(len(expected))]), expected, "restored")
 
 
 def routing_of(engine: Any) -> list[Any]:
@@ -244,6 +265,7 @@ TRAINED = {
     "tied": GPT | VPP2 | {"share_embeddings_and_output_weights": True},
     "experts": GPT | VPP2 | training_case.EXPERTS,
     "reducing in overlap": GPT | VPP2,
+    "TP2, sequence parallel": GPT | VPP2 | {"sequence_parallel": True},
 }
 
 
@@ -278,7 +300,8 @@ def check_rollouts(session: Any) -> None:
     with session.generating():
         outputs = session.engine.generate(prompts(), PARAMS)
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-    scores = session.score(sequences, start=[len(output.prompt_token_ids) for output in outputs])
+    with cpu_shim(4):  # ranks with parts of the positions
+        scores = session.score(sequences, start=[len(output.prompt_token_ids) for output in outputs])
     for output, score in zip(outputs, scores, strict=True):
         torch.testing.assert_close(torch.tensor(logprobs_of(output.outputs[0])), score, atol=1e-5, rtol=0)
 
@@ -290,10 +313,11 @@ def on_training(rank: int, size: int, folder: Path, names: list[str]) -> None:
         settings = TRAINED[name]
         new_groups()
         weights = weights_for_stages(whole(settings))
-        groups_of(settings, 1)
+        tp = 2 if "TP2" in name else 1
+        groups_of(settings, tp)
         ours, plain = (
             MegatronTrainer(
-                chunks_of_rank(settings, 1, weights), distributed=True, overlap="overlap" in name, smooth=True
+                chunks_of_rank(settings, tp, weights), distributed=True, overlap="overlap" in name, smooth=True
             )
             for _ in range(2)
         )
@@ -318,7 +342,7 @@ def on_training(rank: int, size: int, folder: Path, names: list[str]) -> None:
                     torch.testing.assert_close(got, score, atol=1e-5, rtol=0)
                 session.step(ours.optimizer)
             want = step_of_megatron(plain, sequences)
-            if rank == 1:
+            if rank == size - 1:
                 assert report.loss == pytest.approx(want, rel=2e-6), name
             check_rollouts(session)
         for chunk in plain.model if "overlap" in name else ():
@@ -330,4 +354,11 @@ def on_training(rank: int, size: int, folder: Path, names: list[str]) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.long)])
 def test_two_ranks_train_as_megatrons_interleaved_schedule_does(tmp_path: Path, part: str) -> None:
-    run_on_ranks(on_training, 2, tmp_path, [name for name in TRAINED if (name == "tied") == (part == "quick")])
+    names = [name for name in TRAINED if (name == "tied") == (part == "quick") and "TP2" not in name]
+    run_on_ranks(on_training, 2, tmp_path, names)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_tensor_parallel_ranks_train_as_megatrons_interleaved_schedule_does(tmp_path: Path) -> None:
+    run_on_ranks(on_training, 4, tmp_path, ["TP2, sequence parallel"])
