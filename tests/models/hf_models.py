@@ -370,12 +370,17 @@ def random_model(case: str, **changes: Any) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    draw(model, 1.0 if case in HYBRID else 0.75)
+    return model
+
+
+def draw(model: torch.nn.Module, scale: float) -> None:
+    """Give a model random parameters and correction biases."""
     tensors = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if "correction_bias" in name}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(_drawn(name, tensor, 1.0 if case in HYBRID else 0.75))
-    return model
+            tensor.copy_(_drawn(name, tensor, scale))
 
 
 def _drawn(name: str, tensor: torch.Tensor, scale: float) -> torch.Tensor:

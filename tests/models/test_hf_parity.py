@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from hf_models import CASES, SIZES, logits_of, random_model
+from hf_models import CASES, DELTA, QWEN_MOE, SHARED, SIZES, draw, logits_of, random_model
 from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
@@ -21,9 +21,10 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
-from megatron_infer.models.loading.checkpoint import DESCRIPTION_FILE, save_checkpoint
+from megatron_infer.models.loading.checkpoint import DESCRIPTION_FILE, save_checkpoint, write_description
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.families import FAMILIES
+from megatron_infer.models.loading.hf_config import description_from_config
 from megatron_infer.models.loading.hf_export import tensors_of, write_hugging_face
 from megatron_infer.models.loading.hf_weights import source_shapes
 from megatron_infer.models.loading.mxfp4 import dequantised
@@ -83,6 +84,7 @@ def test_every_family_has_a_case():
         "mimo",
         "bailing_moe_v2",
         "sarvam_moe",
+        "sarvam_mla",
     }  # below
 
 
@@ -138,6 +140,83 @@ def test_ling_and_sarvam_are_glm_with_other_names_and_a_fused_projection(archite
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
     assert open_source(tmp_path / "back").config() == replace(source.config(), name=str(tmp_path / "back"))
+
+
+def test_sarvam_mla_is_deepseek_v3_with_other_keys(tmp_path):
+    """transformers has no class of it; its tensors have DeepSeek-V3's names."""
+    options = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+    theirs = random_model("deepseek_v3", **options)
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for old, new in (("n_routed_experts", "num_experts"), ("n_shared_experts", "num_shared_experts")):
+        config[new] = config.pop(old)
+    for key in ("n_group", "topk_group", "q_lora_rank"):
+        del config[key]
+    config |= {"architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", "q_head_dim": 32}
+    parameters = config.pop("rope_parameters")
+    config |= {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": parameters | {"type": "deepseek_yarn"}}
+    del config["rope_scaling"]["rope_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = open_source(tmp_path)
+    assert (full_logits(build_model(source), IDS) - logits_of(theirs, IDS)).abs().max() < 1e-4
+    write_hugging_face(source, tmp_path / "back")
+    written, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", tmp_path))
+    assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
+
+
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "image_size": 28,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+    "embed_dim": 32,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+INTERLEAVED = MROPE | {"partial_rotary_factor": 0.5, "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "is_flat"),
+    [
+        ("Qwen3_5Config", DELTA | {"rope_parameters": INTERLEAVED}, False),
+        ("Qwen3_5MoeConfig", DELTA | QWEN_MOE | SHARED, False),
+        ("Gemma3Config", {"head_dim": 16, "sliding_window": 7}, False),
+        ("Mistral3Config", {"model_type": "mistral", "sliding_window": None}, False),
+        ("Qwen2VLConfig", {"rope_parameters": MROPE}, False),
+        ("Qwen2VLConfig", {"rope_parameters": MROPE}, True),
+        ("Qwen2_5_VLConfig", {"rope_parameters": MROPE}, True),
+    ],
+)
+def test_the_language_model_of_a_model_of_text_and_images_is_served_alone(config, text, is_flat, tmp_path):
+    """is_flat: as the hub has Qwen2-VL, without a text_config and with rope_scaling of type mrope."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    whole = getattr(transformers, config)(text_config=SIZES | ids | text, vision_config=TOWER)
+    torch.manual_seed(0)
+    kind = getattr(transformers, config.replace("Config", "ForConditionalGeneration"))
+    model = kind._from_config(whole, dtype=torch.float32, attn_implementation="eager").eval()
+    draw(model, 0.75)
+    model.save_pretrained(tmp_path)
+    if is_flat:
+        given = json.loads((tmp_path / "config.json").read_text())
+        given |= given.pop("text_config") | {"model_type": given["model_type"], "rope_theta": 1e4}
+        given |= {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+        (tmp_path / "config.json").write_text(json.dumps(given))
+    source = open_source(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ModelError, match="quantization_config"):
+        description_from_config(given | {"quantization_config": {"quant_method": "fp8"}})
+    expected = logits_of(model, IDS)
+    assert expected.std() > 0.3 and (full_logits(build_model(source), IDS) - expected).abs().max() < 1e-3
+    write_hugging_face(source, tmp_path / "alone")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager").eval()
+    assert (logits_of(alone, IDS) - expected).abs().max() < 1e-3
 
 
 def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_without_them(tmp_path):
@@ -235,6 +314,9 @@ def test_an_engine_adds_correction_biases_to_the_scores_of_the_family(tmp_path):
     trained.load_state_dict(built.state_dict())
     save_checkpoint(trained, tmp_path / "run", description=sigmoid)
     (tmp_path / "run" / DESCRIPTION_FILE).unlink()
+    (tmp_path / "run" / "run_config.yaml").write_text("model: {}")
+    with pytest.raises(ModelError, match="Megatron-Bridge's routers"):
+        write_description(tmp_path / "run", description)
     assert open_source(tmp_path / "run", hf_config=tmp_path / "hf").config() == replace(
         sigmoid, name=str(tmp_path / "run")
     )

@@ -94,8 +94,14 @@ def write_description(
 ) -> None:
     """Write megatron_infer.json into a checkpoint's directory, which needs no other source then.
 
-    saved_kv_groups: of its tensors, where they are more than the description's (see head_padding).
+    saved_kv_groups: of its tensors, where they are more than the description's (see head_padding). Raises ModelError
+    for a description that says other scores of routers than Megatron-Bridge's model has.
     """
+    if description.extensions.softmax_scores and (Path(directory) / RUN_CONFIG).exists():
+        raise ModelError(
+            f"{directory}: Megatron-Bridge's routers add a correction bias to sigmoid scores, and the description says "
+            "softmax; give it with extensions.softmax_scores=False"
+        )
     content = {"format": _FORMAT, "versions": _versions(), "plan": description.to_json()}
     if saved_kv_groups is not None:
         content["saved_kv_groups"] = saved_kv_groups

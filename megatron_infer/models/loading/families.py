@@ -60,8 +60,6 @@ class Rope:
     """Set where layers with a window have a rope of their own: the key of its base in older configs."""
     local_base: float | None = None
     """Its base in a config that gives none; None: that of the other rope."""
-    ignored: tuple[str, ...] = ()
-    """Parameters without effect on text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +203,10 @@ _GATED_EXPERTS = {
     "mlp.router": "mlp.gate",
     "mlp.experts.linear_fc1": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "mlp.experts.linear_fc2": "mlp.experts.{expert}.down_proj",
+}
+_DEEPSEEK_EXPERTS = _GATED_EXPERTS | {
+    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "proj")}
 _MLP_BIAS = {"mlp_bias": ("fc1", "fc2")}
@@ -383,6 +385,9 @@ _GEMMA3 = replace(
         if not name.endswith(("attention_cap", "attention_softcap"))
     }
     | {
+        # a config with an image tower leaves these out
+        "vocab_size": Key("vocab_size", 262208),
+        "num_attention_heads": Key("num_attention_heads", 8),
         "max_sequence_length": Key("max_position_embeddings", 131072),
         "_logit_cap": Key("final_logit_softcapping", None, "any"),
         "qk_layernorm": True,
@@ -519,6 +524,17 @@ _GROUPS = {
     "_group_topk": Key("topk_group", 1, "any"),
     "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
     "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
+}
+_EXPERTS_AND_SHARED = {
+    # all layers have both but the first ones, which are dense
+    "num_moe_experts": Key("n_routed_experts", 64),
+    "moe_router_topk": Key("num_experts_per_tok", 8),
+    "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
+    "_num_shared": Key("n_shared_experts", 1),
+    "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
+    "_num_dense": Key("first_k_dense_replace", 0, "any"),
+    "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
+    **_GROUPS,
 }
 _GROUPS_WRITTEN: dict[str, Derived] = {
     "n_group": lambda v: v.get("moe_router_num_groups") or 1,
@@ -682,27 +698,17 @@ _GLM4_MOE = Family(
     fields=_DECODER
     | EXPERTS
     | _SIGMOID_ROUTER
-    | _GROUPS
+    | _EXPERTS_AND_SHARED
     | {
         "num_query_groups": _kv_heads(8),
         "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
         "qk_layernorm": Key("use_qk_norm", False, "flag"),
         "num_moe_experts": Key("n_routed_experts", 128),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
         "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
-        "_num_shared": Key("n_shared_experts", 1),
-        "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
         "_num_dense": Key("first_k_dense_replace", 1, "any"),
         "max_sequence_length": Key("max_position_embeddings", 131072),
-        "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
     },
-    tensors=_LLAMA_TENSORS
-    | _GATED_EXPERTS
-    | {
-        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-        "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
-    },
+    tensors=_LLAMA_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     marks=("mlp.gate.e_score_correction_bias",),
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     is_written=True,
@@ -716,10 +722,9 @@ _LAYER_TYPES: dict[str, Derived] = {
     "mlp_layer_types": lambda v: ["sparse" if sparse else "dense" for sparse in v["moe_layer_freq"]]
 }
 _TYPES_OR_FIRST_DENSE = {
-    "_num_dense": Key("first_k_dense_replace", 1, "any"),
     "_types": Key("mlp_layer_types", None, "any"),
     "moe_layer_freq": lambda v: [
-        int(layer >= (v["_num_dense"] or 0) if v["_types"] is None else v["_types"][layer] == "sparse")
+        int(v["_types"][layer] == "sparse" if v["_types"] else layer >= (v["_num_dense"] or 0))
         for layer in range(v["num_layers"])
     ],
 }
@@ -970,14 +975,7 @@ _LATENT = {
     "kv_channels": lambda v: v["qk_head_dim"] + v["qk_pos_emb_head_dim"],
     "num_query_groups": _same("num_attention_heads"),
     "_num_kv_heads": Key("num_key_value_heads", None, "any"),
-    "_num_shared": Key("n_shared_experts", 1),
-    "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
-    "_num_dense": Key("first_k_dense_replace", 0, "any"),
-    "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
-    "num_moe_experts": Key("n_routed_experts", 64),
-    "moe_router_topk": Key("num_experts_per_tok", 8),
-    "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
-    **_GROUPS,
+    **_EXPERTS_AND_SHARED,
 }
 _LATENT_WRITTEN = _GROUPS_WRITTEN | _num_shared("n_shared_experts") | {
     "num_key_value_heads": _same("num_attention_heads"), "q_lora_rank": _same("q_lora_rank"),
@@ -990,10 +988,6 @@ _LATENT_TENSORS = {name: named for name, named in _LLAMA_TENSORS.items() if "lin
     "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
     "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
     "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
-}
-_LATENT_EXPERTS = _GATED_EXPERTS | {
-    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
 _LATENT_IGNORED = (*_ROUTER_LOSSES, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
 _LATENT_REQUIRED: Required = {
@@ -1021,7 +1015,7 @@ _DEEPSEEK_V3 = Family(
         "_group_topk": Key("topk_group", 4, "any"),
         "max_sequence_length": Key("max_position_embeddings", 4096),
     },
-    tensors=_LATENT_TENSORS | _LATENT_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    tensors=_LATENT_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     is_written=True,
     written=_LATENT_WRITTEN | _FIRST_DENSE | _SIGMOID_NORMALISED,
@@ -1065,6 +1059,23 @@ _GLM4_MOE_LITE = replace(
         ),
     ),
 )
+_SARVAM_MLA = replace(
+    _DEEPSEEK_V3,
+    model_type="sarvam_mla",
+    is_written=False,  # what it says DeepSeek-V3's directories say too, under the same names of tensors
+    fields=_DEEPSEEK_V3.fields
+    | {
+        "q_lora_rank": Key("q_lora_rank", None, "nullable"),
+        "num_moe_experts": Key("num_experts"),
+        "moe_router_topk": Key("num_experts_per_tok"),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size"),
+        "_num_shared": Key("num_shared_experts", 1),
+        "_num_dense": Key("first_k_dense_replace", 1, "any"),
+        "_num_groups": Key("n_group", 1, "any"),
+        "_group_topk": Key("topk_group", 1, "any"),
+    },
+    ignored_keys=(*_DEEPSEEK_V3.ignored_keys, "q_head_dim", "moe_shared_expert_intermediate_size"),
+)
 _DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     fields=_DECODER
@@ -1081,7 +1092,7 @@ _DEEPSEEK_V2 = Family(
         "moe_router_num_groups": lambda v: v["_num_groups"] if v["_method"] == "group_limited_greedy" else None,
         "moe_router_group_topk": lambda v: v["_group_topk"] if v["_method"] == "group_limited_greedy" else None,
     },
-    tensors=_LATENT_TENSORS | _LATENT_EXPERTS,
+    tensors=_LATENT_TENSORS | _DEEPSEEK_EXPERTS,
     is_written=True,
     written=_LATENT_WRITTEN
     | _FIRST_DENSE
@@ -1104,11 +1115,7 @@ _SPARSE = {
     "dsa_indexer_head_dim": Key("index_head_dim", 128),
     "dsa_indexer_topk": Key("index_topk", 2048),
     "extensions.index_norm_epsilon": 1e-6,
-    "_types": Key("mlp_layer_types", None, "any"),
-    "moe_layer_freq": lambda v: [
-        int(v["_types"][layer] == "sparse" if v["_types"] else layer >= (v["_num_dense"] or 0))
-        for layer in range(v["num_layers"])
-    ],
+    **_TYPES_OR_FIRST_DENSE,
 }
 _INDEXER_TENSORS = {
     f"self_attention.core_attention.indexer.{ours}": f"self_attn.indexer.{theirs}"
@@ -1600,7 +1607,7 @@ _QWEN3_5 = Family(
     is_written=True,
     written=_DELTA_WRITTEN,
     biases=_ATTENTION_BIAS,
-    rope=Rope(percent=0.25, partial=True, ignored=("mrope_section", "mrope_interleaved")),
+    rope=Rope(percent=0.25, partial=True),
     ignored_keys=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     refusals=_DELTA_REFUSALS,
 )
@@ -1685,6 +1692,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+    "SarvamMLAForCausalLM": _SARVAM_MLA,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -1704,6 +1712,17 @@ FAMILIES: dict[str, Family] = {
 }
 """By the architecture that config.json names."""
 
+OF_TEXT_AND_IMAGES = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+}
+"""Architecture with an image tower -> that of its language model, which is served alone. Of text the three positions of
+an mrope are equal, so that it is a rope."""
+
 _LLAMA4 = (
     "its layers with rotation attend within chunks and norm queries and keys after it, the others scale queries by "
     "their position, which SelfAttention does not"
@@ -1712,6 +1731,10 @@ REFUSED = {
     "DeciLMForCausalLM": "its layers have different shapes, which no model description says; give a live model",
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
+    "Gemma4ForCausalLM": "its layers have embeddings of their own, and heads of another size where there is no window",
+    "MiMoV2FlashForCausalLM": "its layers with a window have other numbers of heads and another rope than the others",
+    "Step3p5ForCausalLM": "its layers with a window have other numbers of heads than the others, and heads have gates",
+    "DeepseekV4ForCausalLM": "megatron-core has no attention of its variant (dsv4_hybrid)",
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "
     "the hidden state, which MambaModel does not do",
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",

@@ -12,6 +12,7 @@ from megatron_infer.models.loading.families import (
     ALWAYS,
     FAMILIES,
     MODEL_TYPES,
+    OF_TEXT_AND_IMAGES,
     REFUSED,
     Family,
     Key,
@@ -60,6 +61,10 @@ _ROPE_TYPES: dict[str, dict[str, str]] = {
     "dynamic": {"factor": "factor"},
 }
 """rope_type -> field of RopeScaling -> its key."""
+_OTHER_NAMES = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
+"""Names of rope types in first configs, in Qwen2-VL's and in Sarvam's -> the type that is computed of text."""
+_OF_POSITIONS = ("mrope_section", "mrope_interleaved")
+"""Parameters of ropes that have no effect on text, whose positions in time, height and width are equal."""
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
@@ -68,6 +73,7 @@ def description_from_config(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
 ) -> ModelDescription:
     """The description in a Hugging Face config.json. Raises ModelError for what is unknown or cannot be exact."""
+    config = _of_text(config)
     architecture = architecture_of(config)
     family = FAMILIES.get(architecture)
     if family is None:
@@ -100,6 +106,28 @@ def description_from_config(
         name=name,
         **parts,
     )
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model in one of `OF_TEXT_AND_IMAGES`; another config as it is."""
+    architecture = OF_TEXT_AND_IMAGES.get(architecture_of(config))
+    if architecture is None:
+        return config
+    inner = config.get("text_config", {})
+    if not isinstance(inner, Mapping):
+        raise ModelError(f"config.json: 'text_config' is {inner!r:.100}, it must be an object")
+    of_images = ("vision", "image", "video", "text_config")
+    outer = {key: value for key, value in config.items() if not key.startswith(of_images)}
+    if inner:  # else its keys are those of the whole model
+        outer = {key: outer[key] for key in _OF_BOTH if key in outer}
+    return {**inner, **outer, "architectures": [architecture]}
+
+
+_OF_BOTH = (
+    *("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("quantization_config", "compression_config"),
+)
+"""Keys next to text_config that count for the language model, whose tensors are in the whole model's files."""
 
 
 def _token_id(config: Mapping[str, Any], key: str) -> int | None:
@@ -312,7 +340,7 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     weights = {key: float(parameters[key]) for key in _YARN_WEIGHTS if parameters.get(key)}
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    kind = "longrope" if kind == "su" else kind  # its name in the first configs
+    kind = _OTHER_NAMES.get(kind, kind)
     if kind not in _ROPE_TYPES:
         raise ModelError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(_ROPE_TYPES)})")
     used = _ROPE_TYPES[kind]
@@ -325,7 +353,7 @@ def _rope(keys: Keys, rule: Rope) -> dict[str, Any]:
     for key in used.values():
         if key not in parameters:
             raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
-    left = set(parameters) - {*used.values(), "original_max_position_embeddings", *rule.ignored}
+    left = set(parameters) - {*used.values(), "original_max_position_embeddings", *_OF_POSITIONS}
     if left:
         raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
     for key in used.values():

@@ -285,3 +285,31 @@ class SafetensorsReader:
         tensors = {name: tensor for name, tensor in tensors.items() if names is None or name in names}
         self._bin.update(tensors)
         self._shapes.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+_OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
+_TEXT_NAMES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""How names of a language model's tensors begin in a model of text and images, and in the language model alone."""
+
+
+class TextReader:
+    """The tensors of the language model in a model of text and images, by the names that they have in one alone."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self._names = {
+            next((new + name.removeprefix(old) for old, new in _TEXT_NAMES if name.startswith(old)), name): name
+            for name in reader.shapes()
+            if not name.removeprefix("model.").startswith(_OF_IMAGES)
+        }
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._reader.shapes()
+        return {name: shapes[given] for name, given in self._names.items()}
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        return self._reader.read(self._names[name], rows, columns)

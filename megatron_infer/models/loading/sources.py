@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.checkpoint import CheckpointSource
-from megatron_infer.models.loading.families import family_of
+from megatron_infer.models.loading.families import OF_TEXT_AND_IMAGES, family_of
 from megatron_infer.models.loading.find import CHOICES, Kind, damage_named, description_of_directory, find_model
 from megatron_infer.models.loading.gguf import GGUFWeights
+from megatron_infer.models.loading.hf_config import architecture_of
 from megatron_infer.models.loading.hf_names import WHOLE, Shard, TensorReader
-from megatron_infer.models.loading.hf_weights import SafetensorsReader, load_weights
+from megatron_infer.models.loading.hf_weights import SafetensorsReader, TextReader, load_weights
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.mxfp4 import Mxfp4Reader
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.json_file import read_json
 
 
 class ModelSource(Protocol):
@@ -71,10 +73,11 @@ class HFDirectory:
 
     def _open(self) -> TensorReader:
         if self._reader is None:
-            family = family_of(self._description)
+            family, kind = family_of(self._description), architecture_of(read_json(self.path / "config.json"))
             with damage_named(self.name):
-                reader = SafetensorsReader(self.path, base=family.base)
-            self._reader = Mxfp4Reader(reader) if family.reads_mxfp4 else reader
+                is_part = kind in OF_TEXT_AND_IMAGES
+                reader = SafetensorsReader(self.path, base="" if is_part else family.base)
+            self._reader = Mxfp4Reader(reader) if family.reads_mxfp4 else TextReader(reader) if is_part else reader
         return self._reader
 
 
