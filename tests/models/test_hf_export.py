@@ -88,6 +88,7 @@ WRITTEN = (
     *("mistral_window", "smollm3_yarn", "phi3_longrope_partial", "glm4", "gemma", "gemma2", "gemma2_no_caps"),
     *("gemma3_linear_rope", "gemma3_no_window", "olmo2_bias", "olmo3_yarn", "exaone4", "exaone4_no_window"),
     *("olmoe", "olmoe_normalised", "minimax_m2", "nemotron_h_time_step", "nemotron_h_latent_experts"),
+    *("mamba2_tied", "mamba2_biases", "mamba2_limits", "bamba_tied", "bamba_biases", "bamba_limits"),
 )
 
 
@@ -121,10 +122,10 @@ def test_dtype_may_be_another(llama, tmp_path):
     assert open_source(tmp_path / "out").config().dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("case", ["dense_granite", "bamba"])
+@pytest.mark.parametrize("case", ["dense_granite", "granite_factors"])
 def test_what_no_config_here_says_is_refused_by_its_name(case, tmp_path):
     source, _ = built(case, tmp_path / "hf")
-    named = {"dense_granite": "scales is", "bamba": "NemotronHForCausalLM: "}[case]
+    named = {"dense_granite": "scales is", "granite_factors": "scales is"}[case]
     with pytest.raises(ModelError, match=named):
         write_hugging_face(source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

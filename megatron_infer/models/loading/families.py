@@ -1288,6 +1288,24 @@ _LIMITS = {
     "hybrid.dt_min": lambda v: v["_limits"][0],
     "hybrid.dt_max": lambda v: v["_limits"][1],
 }
+
+
+def _inner_width(key: str) -> dict[str, Derived]:
+    """The key of the inner width of mixers / the hidden size, a whole number where it is one."""
+
+    def ratio(v: Values) -> int | float:
+        inner = v["mamba_num_heads"] * v["mamba_head_dim"]
+        return inner / v["hidden_size"] if inner % v["hidden_size"] else inner // v["hidden_size"]
+
+    return {key: ratio}
+
+
+_LIMITS_WRITTEN: dict[str, Derived] = {
+    "time_step_limit": lambda v: [
+        v["hybrid.dt_min"],
+        {"__float__": "Infinity"} if v["hybrid.dt_max"] is None else v["hybrid.dt_max"],
+    ]
+}
 # Keys for initialisation, training or other implementations of the same arithmetic. The paged path keeps the residual
 # stream in fp32 whatever residual_in_fp32 is. How a scan is cut into chunks changes its rounding, not its result.
 _HYBRID_IGNORED = (
@@ -1336,6 +1354,8 @@ _MAMBA2 = Family(
     tensors=_ONE_BLOCK_TENSORS,
     base="backbone",
     layers="backbone.layers",
+    is_written=True,
+    written=_inner_width("expand") | _LIMITS_WRITTEN,
     pattern=Pattern(),
     ignored_keys=(
         *_HYBRID_IGNORED, "chunk_size", "time_step_min", "time_step_scale", "time_step_init_scheme",
@@ -1489,6 +1509,13 @@ _BAMBA = Family(
     },
     blocks_per_layer=2,
     marks=(".mamba.",),
+    is_written=True,
+    written=_inner_width("mamba_expand")
+    | _LIMITS_WRITTEN
+    | {
+        "num_hidden_layers": lambda v: v["num_layers"] // 2,
+        "attn_layer_indices": lambda v: [at for at, one in enumerate(v["hybrid.pattern"][::2]) if one == "*"],
+    },
     biases=_ATTENTION_BIAS | _MLP_BIAS,
     rope=Rope(percent=0.5, partial=True),
     pattern=Pattern(attention="attn_layer_indices", two_blocks=True),
