@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 
 import torch
 
@@ -85,6 +86,7 @@ def build_runner(
             timeout_s=config.collective_timeout_s,
             num_chunks=adopted.num_chunks,
         )
+        _check_order(adopted, link)
     elif adopted.num_chunks > 1:
         raise ConfigError(
             f"{adopted.num_chunks} model chunks and one pipeline stage; give the pipeline's groups (pg_collection)"
@@ -104,6 +106,18 @@ def build_runner(
         return runner, runner, graphs
     alone_s = ALONE_S if adopted.groups() else None
     return StageRunner(runner, link, on_wait=rank_group.check_alive, alone_s=alone_s), runner, graphs
+
+
+def _check_order(adopted: AdoptedModel, link: StageLink) -> None:
+    """Raise ConfigError unless steps reach all layers in their order. Every stage calls it."""
+    own = [number for span in adopted.layer_numbers() for number in span]
+    spans = link.compare(own).reshape(link.num_stages, link.num_chunks, 2)
+    around = [span for span in spans.swapaxes(0, 1).reshape(-1, 2).tolist() if span[0]]
+    if any(before[1] >= after[0] for before, after in pairwise(around)):
+        raise ConfigError(
+            "the model's layers are not in their order around the pipeline stages: first and last of each are "
+            f"{around}; build each chunk with its own vp_stage and rank"
+        )
 
 
 def warm_up(runner: Runner, adopted: AdoptedModel, kernels: ChosenKernels, device: Device, *, max_tokens: int) -> None:

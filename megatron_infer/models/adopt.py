@@ -313,6 +313,12 @@ class AdoptedModel:
         """Parts of the model on this rank, between which other ranks run theirs."""
         return len(self._reading.ends)
 
+    def layer_numbers(self) -> list[tuple[int, int]]:
+        """Numbers in the whole model, from 1, of the first and last layer of each chunk; (0, 0): it has none."""
+        layers = self._reading.layers
+        parts = [layers[first:end] for first, end in pairwise((0, *self._reading.ends))]
+        return [(part[0].number + 1, part[-1].number + 1) if part else (0, 0) for part in parts]
+
     def _operations_of(self, chunk: int) -> LayerOps:
         reading = self._reading
         first, end = (0, *reading.ends)[chunk : chunk + 2]

@@ -6,6 +6,7 @@ rank 0: chunk 0 ─▶ rank 1: chunk 0 ─▶ rank 0: chunk 1 ─▶ rank 1: chu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ class ModelChunks(torch.nn.Module):
                 "chunks of the rank, as Megatron's get_model returns them",
             )
         numbers = [layer.layer_number for chunk in self.chunks for layer in chunk.decoder.layers]
-        is_ordered = numbers == sorted(numbers)
+        is_ordered = all(one < other for one, other in pairwise(numbers))
         if not is_ordered or any(one.pre_process for one in chunks[1:]) or any(one.post_process for one in chunks[:-1]):
             raise AdoptionError("", f"the model chunks are not in their order (layers {numbers})")
         for number, chunk in enumerate(self.chunks):

@@ -189,6 +189,11 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"attach_lora\(\) on several model chunks"):
         attach_lora(chunks, rank=4)
     fail_in_scores(session, chunks, rank)
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    for number, layer in enumerate(layers, 1 + 4 * rank):  # as if each rank had layers in a row
+        layer.layer_number = number
+    with pytest.raises(ConfigError, match=r"not in their order .* \[\[1, 2\], \[5, 6\], \[3, 4\], \[7, 8\]\]"):
+        stage_case.make_engine(chunks)
     new_groups()
     again = whole(settings | {"seed": 2})
     CheckpointSource(folder / "chunks").load_into(again)
