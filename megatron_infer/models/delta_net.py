@@ -103,8 +103,6 @@ class TorchDeltaNet(mcore.MegatronModule):
         cp_comm_type: str | None = None,
     ) -> None:
         super().__init__(config)
-        if mcore.group_size(getattr(pg_collection, "cp", None)) > 1:
-            raise NotImplementedError("context parallelism: this layer sees one rank's positions only")
         if not use_qk_l2norm:
             raise NotImplementedError("use_qk_l2norm=False: queries and keys have length 1 here")
         self.pg_collection = pg_collection
@@ -185,7 +183,8 @@ class TorchDeltaNet(mcore.MegatronModule):
         if inference_context is not None:
             raise NotImplementedError("this layer serves steps of megatron_infer only")
         projected, _bias = self.in_proj(hidden_states)
-        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params))
+        cp = getattr(self.pg_collection, "cp", None)
+        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params, cp))
 
     def _mix(self, projected: Tensor) -> Tensor:
         """[S, b, q k v z b a] -> [S, b, M], each sequence from an empty state."""

@@ -68,11 +68,12 @@ class LayerAdoption:
             self._read_mamba(num_mamba)
         else:
             raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
-        if self.mixer is not None and (num_ranks := model.config.context_parallel_size) > 1:
+        kind = type(getattr(layer, "mixer", getattr(layer, "self_attention", None)))
+        if model.config.context_parallel_size > 1 and (is_stock_mixer(kind) or _is_stock_delta(kind)):
             raise AdoptionError(
                 name,
-                f"context_parallel_size={num_ranks} with a layer that has a recurrent state: such ranks divide its "
-                "heads in training, which is not supported; build the model with context_parallel_size=1",
+                f"context_parallel_size={model.config.context_parallel_size} with a recurrent layer of megatron-core's "
+                f"own, which divides heads over these ranks in training: not supported; {BY_SPEC}",
             )
 
     def apply(self) -> None:

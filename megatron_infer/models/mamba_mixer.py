@@ -138,8 +138,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         dt_limit: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__(config)
-        if mcore.group_size(getattr(pg_collection, "cp", None)) > 1:
-            raise NotImplementedError("context parallelism: this mixer sees one rank's positions only")
+        self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group, self.layer_number, self.pp_layer_offset = pg_collection.tp, layer_number, pp_layer_offset
         self.d_conv, self.d_state, self.headdim = d_conv, config.mamba_state_dim, config.mamba_head_dim
         num_heads = config.mamba_num_heads or divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
@@ -202,7 +201,7 @@ class TorchMambaMixer(mcore.MegatronModule):
                 "this mixer serves steps of megatron_infer only; megatron-core's own inference needs its MambaMixer"
             )
         projected, _ = self.in_proj(hidden_states)
-        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params))
+        return self.out_proj(over_sequences(self._mix, projected, packed_seq_params, self.cp_group))
 
     def _mix(self, projected: Tensor) -> Tensor:
         """[S, b, z x B C dt] -> [S, b, M], each sequence from an empty state."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch import delta_rule
-from megatron_infer.models.mcore_compat import packed_lengths
+from megatron_infer.models.context_parallel import gather_positions, take_own
+from megatron_infer.models.mcore_compat import group_size, packed_lengths
 
 
 def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, *, chunk: int) -> Tensor:
@@ -29,13 +30,21 @@ def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpe
     return recur(mixed, dt_SbX, weights, spec, min(chunk, len(mixed)))
 
 
-def over_sequences(mixed: Callable[[Tensor], Tensor], projected: Tensor, packed_seq_params: Any) -> Tensor:
-    """mixed(projected [S, b, X]) -> [S, b, M], of each packed sequence by itself where there are cu_seqlens."""
+def over_sequences(mixed: Callable[[Tensor], Tensor], projected: Tensor, packed_seq_params: Any, cp: Any) -> Tensor:
+    """mixed(projected [S, b, X]) -> [S, b, M], of each packed sequence by itself where there are cu_seqlens.
+
+    cp: ranks of which each has its positions of every sequence; each mixes whole ones. None: sequences are whole.
+    """
+    num_ranks = group_size(cp)
+
+    def one(sequence: Tensor) -> Tensor:
+        return mixed(sequence) if num_ranks == 1 else take_own(mixed(gather_positions(sequence, cp)), cp)
+
     if packed_seq_params is None:
-        return mixed(projected)
+        return one(projected)
     length, batch, _ = projected.shape
-    lengths = packed_lengths(packed_seq_params, length=length, batch=batch)
-    return torch.cat([mixed(sequence) for sequence in projected.split(lengths)])
+    lengths = packed_lengths(packed_seq_params, length=length * num_ranks, batch=batch)
+    return torch.cat([one(sequence) for sequence in projected.split([whole // num_ranks for whole in lengths])])
 
 
 def training_weights(layer: Any, dtype: torch.dtype) -> SsmWeights:

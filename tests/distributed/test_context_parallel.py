@@ -16,12 +16,13 @@ from training_case import assert_equal, gradients, loss_over, sequences_of
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, SwitchFailed, WrongState
+from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.context_parallel import gather_positions, take_own
 from megatron_infer.models.router_replay import replay_routing
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.models.trainer_step import reduce_gradients
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
+from megatron_infer.testing.tiny import DELTA, EXPERTS, tiny_gpt, tiny_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
 MODEL: dict[str, Any] = {"position_embedding_type": "rope", "init_method_std": 0.2, "qk_layernorm": True}
@@ -30,14 +31,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "learned positions": {"position_embedding_type": "learned_absolute", "max_sequence_length": 13},
     "window and sinks": {"window_size": (3, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
     "latent": LATENT | {"qk_layernorm": True},
+    "hybrid": {"pattern": "M*-M"},
 }
+if mcore.version() >= (0, 19):  # 0.16 refuses them
+    KINDS["delta"] = DELTA
 LENGTHS = [13, 11, 5, 3, 2]
 """None is a multiple of 4, and of short ones a rank has no position that is scored."""
 
 
 def model_of(num_ranks: int, **settings: Any) -> Any:
     new_groups(context_parallel_size=num_ranks)
-    return tiny_gpt(context_parallel_size=num_ranks, **MODEL | settings)
+    make = tiny_hybrid if "pattern" in settings else tiny_gpt
+    return make(context_parallel_size=num_ranks, **MODEL | settings)
 
 
 def over_both(run: Any, **settings: Any) -> tuple[Any, Any]:

@@ -198,6 +198,13 @@ def test_a_stock_mixer_is_adopted_in_place(stock_mixer, params):
     assert paged_step.worst_difference(model, again) < 1e-5
 
 
+def test_a_stock_mixer_that_divides_heads_over_context_parallel_ranks_is_refused(stock_mixer):
+    model = with_mixer(stock_mixer)
+    model.config.context_parallel_size = 2
+    with pytest.raises(AdoptionError, match=r"decoder\.layers\.0: context_parallel_size=2 with a recurrent layer"):
+        adopt(model)
+
+
 def test_a_subclass_of_the_stock_mixer_needs_a_word_from_its_owner(stock_mixer):
     class TheirMixer(stock_mixer):
         """Theirs."""
