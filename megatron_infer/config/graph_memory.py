@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.model_shape import LOGIT_BYTES
-from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes
+from megatron_infer.kernels.triton_scratch import decode_bytes, delta_bytes, draw_bytes, expert_bytes, scan_bytes
 
 if TYPE_CHECKING:
     from megatron_infer.config.model_shape import ModelShape
@@ -126,20 +126,22 @@ class GraphMemory:
             return 0
         group = model.num_query_heads // model.num_kv_heads
         return decode_bytes(
-            shape.num_decode, num_kv=model.num_kv_heads, group=group, head_dim=model.head_dim, max_keys=self.max_keys
+            shape.num_decode,
+            num_kv=model.num_kv_heads,
+            group=group,
+            head_dim=model.value_dim,
+            max_keys=self.max_keys,
+            is_latent=model.latent is not None,
         )
 
     def _scan(self, shape: GraphShape) -> int:
         state = self.model.state
         if state is None:
             return 0
-        return scan_bytes(
-            shape.num_tokens,
-            shape.prefill_tokens,
-            ssm_shape=state.ssm_shape,
-            num_groups=state.num_groups,
-            element_bytes=self.model.kv_dtype_bytes,
-        )
+        tokens, width = (shape.num_tokens, shape.prefill_tokens), self.model.kv_dtype_bytes
+        if state.is_delta:
+            return delta_bytes(*tokens, num_heads=state.ssm_shape[0], element_bytes=width)
+        return scan_bytes(*tokens, ssm_shape=state.ssm_shape, num_groups=state.num_groups, element_bytes=width)
 
     def _mixer_width(self) -> int:
         """A Mamba layer's (z, x, B, C, dt), the outputs of its convolution and its scan, and the gated norm's."""

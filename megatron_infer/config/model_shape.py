@@ -33,10 +33,12 @@ class StateShape:
     """[heads, head dim, state dim] of one layer."""
     conv_dtype: str
     ssm_dtype: str
+    is_delta: bool = False
+    """The layers are gated delta nets, else Mamba-2's."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of heads that share B and C; the channels of the convolution are (x, B, C)."""
+        """Groups of heads that share B and C, or q and k; the channels of the convolution are (x, B, C)."""
         heads, head_dim, state_dim = self.ssm_shape
         return (self.conv_shape[0] - heads * head_dim) // (2 * state_dim)
 

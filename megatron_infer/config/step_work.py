@@ -265,7 +265,8 @@ class StepCounter:
         split = scratch.decode_splits(keys, scratch.max_decode_splits(self.shape.num_kv_heads)) > 1
         return 2 + split
 
-    @staticmethod
-    def _slice_launches(queries: int) -> int:
-        """Launches of one layer's convolution and scan; tokens find their rows once a step."""
+    def _slice_launches(self, queries: int) -> int:
+        """Launches of one layer's convolution and recurrence; tokens find their rows once a step."""
+        if self.shape.state is not None and self.shape.state.is_delta:
+            return 2 + 2
         return 2 + 3 + (3 if queries >= scratch.SCAN_SEGMENT else 0)

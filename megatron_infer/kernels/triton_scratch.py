@@ -18,6 +18,8 @@ DECODE_SHORT, DECODE_SHORT_PARTS = 8, 4
 half of a large GPU. Partial sums of 4 query heads to a kv head are then 6 % of the keys' bytes instead of 1.6 %."""
 DECODE_PROGRAMS = 256
 """Most useful splits of one row, times kv heads: two programs for each multiprocessor of a large GPU."""
+LARGE_SHARED_KIB = 160
+"""Least shared memory of a block for attention's large tiles; consumer cards have 99."""
 SCAN_SEGMENT = 256
 """Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""
 
@@ -57,14 +59,23 @@ def max_decode_splits(num_kv: int) -> int:
     return min(128, max(16, power_of_2(max(1, DECODE_PROGRAMS // num_kv))))
 
 
-def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK, window: int | None = None) -> int:
-    """Most splits of a decode row with up to `max_keys` keys, of which it sees `window`; 1: no partial sums."""
+def decode_splits(
+    max_keys: int,
+    max_splits: int,
+    chunk: int = DECODE_CHUNK,
+    window: int | None = None,
+    short: int = DECODE_CHUNK // DECODE_SHORT_PARTS,
+) -> int:
+    """Most splits of a decode row with up to `max_keys` keys, of which it sees `window`; 1: no partial sums.
+
+    short: keys per split of a row that sees up to 8 chunks.
+    """
     seen = max_keys if window is None else min(max_keys, window)
     if seen <= chunk:
         return 1
-    short = cdiv(min(seen, DECODE_SHORT * chunk), max(1, chunk // DECODE_SHORT_PARTS))
+    parts = cdiv(min(seen, DECODE_SHORT * chunk), short)
     begun = 0 if seen == max_keys else 1  # what is seen may begin within a chunk
-    return min(max(short, cdiv(seen, chunk)) + begun, max_splits)
+    return min(max(parts, cdiv(seen, chunk)) + begun, max_splits)
 
 
 def partial_bytes(num_parts: int, head_dim: int) -> int:
@@ -72,9 +83,15 @@ def partial_bytes(num_parts: int, head_dim: int) -> int:
     return FP32_BYTES * num_parts * (head_dim + 2)
 
 
-def decode_bytes(num_rows: int, *, num_kv: int, group: int, head_dim: int, max_keys: int) -> int:
-    """Partial sums of decode rows. Example: 64 rows, 8 x 4 heads of 128, 4096 keys -> 32 splits, 32.5 MiB."""
-    splits = decode_splits(max_keys, max_decode_splits(num_kv))
+def decode_bytes(
+    num_rows: int, *, num_kv: int, group: int, head_dim: int, max_keys: int, is_latent: bool = False
+) -> int:
+    """Partial sums of decode rows. Example: 64 rows, 8 x 4 heads of 128, 4096 keys -> 32 splits, 32.5 MiB.
+
+    head_dim: of values. is_latent: keys are latents, and short rows are cut no finer than others.
+    """
+    short = DECODE_CHUNK if is_latent else DECODE_CHUNK // DECODE_SHORT_PARTS
+    splits = decode_splits(max_keys, max_decode_splits(num_kv), short=short)
     return 0 if splits == 1 else partial_bytes(num_rows * num_kv * group * splits, head_dim)
 
 
@@ -117,6 +134,19 @@ def scan_bytes(
         num_tokens, slice_tokens, slice_tokens, ssm_shape=ssm_shape, num_groups=num_groups, chunk=chunk
     )
     return FP32_BYTES * sum(math.prod(shape) for shape in shapes)
+
+
+def delta_shapes(num_tokens: int, *, num_heads: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a delta net's sums of log decays (fp32) and of products of tokens in a chunk (the inputs' dtype)."""
+    return (2, num_heads, num_tokens), (2, num_heads, num_tokens, chunk)
+
+
+def delta_bytes(num_tokens: int, slice_tokens: int, *, num_heads: int, element_bytes: int) -> int:
+    """Scratch of one delta net's slices. Example: 16384 tokens, 32 heads, 16 bit -> 132 MiB."""
+    if not slice_tokens:
+        return 0
+    sums, products = delta_shapes(num_tokens, num_heads=num_heads, chunk=scan_chunk(element_bytes))
+    return FP32_BYTES * math.prod(sums) + element_bytes * math.prod(products)
 
 
 # ---------------------------------------------------------------------- experts

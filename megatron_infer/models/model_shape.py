@@ -114,6 +114,7 @@ def _state(
         ssm_shape=ssm,
         conv_dtype=_state_dtype(config, "conv_states_dtype", default_dtype),
         ssm_dtype=_state_dtype(config, "ssm_states_dtype", "float32"),
+        is_delta=first.is_delta,
     )
 
 

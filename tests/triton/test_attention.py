@@ -110,6 +110,32 @@ def test_groups_of_any_size_match_reference(backend, device, group_size):
     check(backend, case, device)
 
 
+def latents(rows, *, num_decode, dtype, group_size=4, rotary=16, latent=32, **more) -> Case:
+    """Queries of latent attention: the cache has one plane."""
+    sizes = {"num_kv_heads": 1, "head_dim": rotary + latent, "rotary_dim": rotary, "value_start": rotary}
+    return make_case(rows, num_decode=num_decode, dtype=dtype, group_size=group_size, interleaved=True, **sizes, **more)
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 32), (20, 64, 512), (50, 8, 48), (3, 8, 24)])
+def test_latents_match_reference(backend, device, dtype, sizes):
+    group, rotary, latent = sizes
+    rows = [(1, 1), (1, 40), (9, 20)] if latent > 100 else [(1, 1), (1, 100), (1, 33), (9, 9), (20, 90), (1, 60)]
+    sizes = {"group_size": group, "rotary": rotary, "latent": latent}
+    case = latents(rows, num_decode=2, dtype=dtype, block_size=24 if group == 50 else 16, **sizes)
+    check(backend, case, device)
+
+
+def test_latents_have_the_same_bits_padded_alone_and_with_any_number_of_programs(backend, device):
+    rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
+    case = latents(rows, num_decode=2, dtype=torch.float32)
+    plain = run(backend, case, device)
+    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device)
+    assert torch.equal(torch.cat([out[:2], out[4 : 4 + 29]]), plain) and not out[4 + 29 :].any()
+    assert torch.equal(run(make_backend(num_cores=64), case, device), plain)
+    for i in range(len(rows)):
+        assert torch.equal(run(backend, one_row(case, i), device), plain[case.meta.cu_q[i] : case.meta.cu_q[i + 1]])
+
+
 @pytest.mark.parametrize("rotary_dim", [0, 16, 20, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_matches_reference(backend, device, dtype, rotary_dim, interleaved):
@@ -136,10 +162,11 @@ def test_split_boundaries_match_reference(backend, device, length, window):
 
 def test_a_long_row_takes_larger_splits_not_more(device):
     from megatron_infer.kernels.triton.attention_decode import decode_tiles
+    from megatron_infer.kernels.triton.attention_tiles import Layer
 
     backend = make_backend(chunk=16)
     case = make_case([(1, 16 * 16 + 1)], num_decode=1, dtype=torch.float32, num_kv_heads=16, group_size=1, head_dim=16)
-    assert decode_tiles(16, 16, 4, 16).max_splits == 16
+    assert decode_tiles(Layer(16, 1, 16, 16, 4), 16).max_splits == 16
     check(backend, case, device)
 
 
@@ -147,8 +174,9 @@ def test_a_long_row_takes_larger_splits_not_more(device):
 def test_a_short_row_takes_smaller_splits(device, window):
     """And one of up to a chunk none. Several programs share them."""
     from megatron_infer.kernels.triton.attention_decode import decode_tiles
+    from megatron_infer.kernels.triton.attention_tiles import Layer
 
-    tiles = decode_tiles(2, 64, 4)
+    tiles = decode_tiles(Layer(2, 2, 64, 16, 4))
     assert (tiles.chunk, tiles.short) == (256, 64)
     rows = [(1, 256), (1, 257), (1, 700), (1, 2048), (1, 2049)]
     case = make_case(
@@ -294,6 +322,10 @@ def test_what_cannot_run_is_refused_by_name(backend):
         ({"window": 0}, "window"),
     ):
         assert reason in backend.supports(dataclasses.replace(spec, **change), **settings)
+    latent = latents([(1, 1)], num_decode=1, dtype=torch.float32).spec
+    assert backend.supports(latent, **settings) is None
+    for change, got in (({"head_dim": 16 + 520}, "got 520 and 16"), ({"value_start": 12}, "got 36 and 12")):
+        assert got in backend.supports(dataclasses.replace(latent, **change), **settings)
     assert "float64" in backend.supports(spec, dtype=torch.float64, block_size=16)
 
 

@@ -63,12 +63,13 @@ def test_silu_mul_matches_reference_for_large_inputs_and_views(ops, randn, dtype
 
 
 @pytest.mark.parametrize(("width", "group"), [(96, 96), (96, 32), (78, 13), (34, 1), (6000, 3000), (32770, 16385)])
-def test_gated_norm_of_a_strided_gate_matches_reference(ops, randn, dtype, width, group):
+def test_gated_norm_and_output_gate_of_a_strided_gate_match_reference(ops, randn, dtype, width, group):
     y, gate = randn(5, width, dtype=dtype), randn(5, width + 7, dtype=dtype)[:, 3:-4]
     gate[0, 0], gate[1, 0] = -200.0, 200.0
     for weight in (randn(width, dtype=dtype), randn(width, dtype=torch.float32), None):
         want = REFERENCE.gated_rms_norm(y, gate, weight, 1e-5, group_size=group)
         close(ops.gated_rms_norm(y, gate, weight, 1e-5, group_size=group), want)
+    close(ops.sigmoid_mul(y, gate), REFERENCE.sigmoid_mul(y, gate))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_keeps_its_nan(ops, randn, dtype):
@@ -89,6 +90,7 @@ def test_each_is_one_launch_and_none_where_there_are_no_rows(ops, randn):
             lambda part: ops.add_rms_norm(part, part.clone(), weight, 1e-5)[0],
             lambda part: ops.layer_norm(part, weight, None, 1e-5),
             lambda part: ops.gated_rms_norm(part, part, weight, 1e-5, group_size=32),
+            lambda part: ops.sigmoid_mul(part, part),
             lambda part: ops.silu_mul(part.repeat(1, 2)),
         ):
             seen = []

@@ -73,6 +73,11 @@ def test_mixed_steps_match_reference(device, dtype, reads_fp8, settings):
     check(make_backend(), fp8_case(MIXED, **settings), device)
 
 
+def test_latents_match_reference(device, dtype, reads_fp8):
+    sizes = {"num_kv_heads": 1, "head_dim": 48, "rotary_dim": 16, "value_start": 16, "interleaved": True}
+    check(make_backend(), fp8_case(MIXED, num_decode=4, dtype=dtype, **sizes), device)
+
+
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_head_dims_and_long_rows_match_reference(device, dtype, reads_fp8, head_dim):
     rows = [(1, 130), (1, 5), (17, 70)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lora_cases import random_adapter
+from model_kinds import make_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
@@ -64,5 +65,27 @@ def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and
     got, engine = tokens(num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
     assert got == expected and len({str(one) for one in got}) == 3
     assert [row.chosen for row in engine.kernels.rows if row.operation == "adapters"] == ["triton"]
+    counts = inspect(engine).runner.graphs.pool.counts
+    assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
+
+
+@pytest.mark.parametrize("kind", ["delta", "latent", "sparse"])
+def test_models_of_the_newer_kinds_answer_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch, kind):
+    model = make_model(kind, vocab_size=64, max_sequence_length=64).to(device)
+    sizes = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 3}
+    prompts = [[5, 6, 7] * 9, [8, 9], [3] * 14]
+
+    def answers(**settings):
+        engine = DynamicInferenceEngine(model, InferenceConfig(**sizes, max_tokens=48, **settings))
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in engine.generate(prompts, params)], engine
+
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    expected, _ = answers()
+    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    if device.type == "cpu":
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
+    got, engine = answers(num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
+    assert got == expected and len({str(one) for one in got}) == 3
     counts = inspect(engine).runner.graphs.pool.counts
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0

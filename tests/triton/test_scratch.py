@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShap
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import Column, DrawRoom
 from megatron_infer.kernels.experts import Addresses, ExpertChoice, ExpertWeights
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import DeltaSpec, LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes
 
 pytestmark = pytest.mark.triton
@@ -94,24 +96,27 @@ def test_attention_takes_for_partial_sums_what_is_estimated(shape, monkeypatch):
     assert bool(expected) == bool(shape.num_decode)
 
 
+@pytest.mark.parametrize("kind", [SsmSpec, DeltaSpec])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_scan_takes_what_is_estimated(shape, monkeypatch):
+def test_a_scan_takes_what_is_estimated(shape, kind, monkeypatch):
     from megatron_infer.kernels.triton.scan import TritonScan
 
-    spec = SsmSpec(num_heads=128, head_dim=64, state_dim=128, num_groups=8, conv_width=4)
+    spec = kind(num_heads=128, head_dim=64, state_dim=128, num_groups=8, conv_width=4)
+    model = replace(MODEL, state=replace(MODEL.state, is_delta=spec.is_delta))
+    estimate = GraphMemory(model=model, max_keys=MAX_KEYS)._scan(shape)
     fp32 = {"dtype": torch.float32}
     heads = {name: given(128, **fp32) for name in ("decay_H", "skip_H", "dt_bias_H")}
     weights = SsmWeights(conv_CW=given(spec.num_channels, 4, **fp32), conv_bias_C=None, **heads)
     states = LayerStates(given(9, spec.num_channels, 4), given(9, 128, 64, 128, **fp32))
     scan, step = TritonScan(), step_of(shape)
-    xBC_TC, dt_TH = given(shape.num_tokens, spec.num_channels), given(shape.num_tokens, 128)
+    xBC_TC, dt_TX = given(shape.num_tokens, spec.num_channels), given(shape.num_tokens, spec.num_steps)
     with Taken(monkeypatch) as taken:
         scan.plan(step)
-        y_TM = scan.run(xBC_TC, dt_TH, states, weights, spec)
+        y_TM = scan.run(xBC_TC, dt_TX, states, weights, spec)
     whose = 4 * shape.num_tokens if shape.num_prefill else 0
-    assert taken.num_bytes - y_TM.nbytes - xBC_TC.nbytes - whose == MEMORY._scan(shape)
+    assert taken.num_bytes - y_TM.nbytes - xBC_TC.nbytes - whose == estimate
     if shape.num_tokens == 16384:
-        assert 312 << 20 <= MEMORY._scan(shape) < 340 << 20
+        assert (528 if spec.is_delta else 312) << 20 <= estimate < (529 if spec.is_delta else 340) << 20
 
 
 @pytest.mark.parametrize("vocab, num_rows", [(131_000, 64), (4096, 1), (50_257, 3)])

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, movable, only_own_dtype
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
 from megatron_infer.kernels.triton.attention_decode import (
@@ -29,19 +29,21 @@ from megatron_infer.kernels.triton.attention_decode import (
     row_parts,
 )
 from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
-from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded, partials
+from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, partials
 from megatron_infer.kernels.triton.launch import APART, AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
-from megatron_infer.kernels.triton_scratch import DECODE_CHUNK
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_LEAD, MAX_LATENT = 64, 512
+"""Dims of a latent attention's key: its rotary part, and the latent, which is its value."""
 MAX_FP8_FP32_DIM = 128
 """With larger heads, tiles of keys widened from 8 to 32 bits do not fit the registers."""
 LARGE_KIB, SMALL_KIB = 227, 99
 """Shared memory of a block: on Hopper and datacentre Blackwell, and the least from Ampere on."""
 FP8_VARIANTS = {"h128_g4": ("bf16", "fp16", "fp32")} | dict.fromkeys(
-    ("h64_g8_window_sinks", "h256_g8", "h80_g1"), ("bf16",)
+    ("h64_g8_window_sinks", "h256_g8", "h80_g1", "latent512_g16"), ("bf16",)
 )
 """Layers and dtypes of queries that are also compiled ahead of time for a cache of 8 bits; merges do not read it."""
 PROGRAMS_PER_CORE = 2
@@ -126,10 +128,17 @@ class TritonPagedAttention:
             return f"reads FP8 from compute capability {FP8_ARCH / 10} on, this is {self._arch / 10}"
         if kv_dtype is FP8 and dtype is torch.float32 and spec.head_dim > MAX_FP8_FP32_DIM:
             return f"needs head_dim up to {MAX_FP8_FP32_DIM} for FP8 with {dtype}, got {spec.head_dim}"
-        if not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
-            return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.index is not None:
+            return NO_INDEXER
         if spec.value_start is not None:
-            return "has no latent attention: it reads a plane of keys and a plane of values"
+            lead, latent = spec.value_start, spec.value_dim
+            if not 8 <= lead <= MAX_LEAD or lead % 8 or not 8 <= latent <= MAX_LATENT or latent % 8:
+                return (
+                    f"needs latents in multiples of 8 up to {MAX_LATENT} and rotary parts up to {MAX_LEAD}, "
+                    f"got {latent} and {lead}"
+                )
+        elif not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
+            return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
         if spec.softcap is not None and spec.softcap <= 0:
@@ -148,41 +157,80 @@ class TritonPagedAttention:
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
         """See AttentionBackend.run; rotates q in place. Padding tokens get zeros."""
+        q_TKGH, keys, values = self.append(q_TKGH, k_TKH, v_TKH, kv_cache, layer=layer, spec=spec)
+        step, num_tokens = self._step, q_TKGH.shape[0]
+        assert step is not None
+        kind = self._kind_of(layer, q_TKGH, kv_cache, spec)
+        out_TX = q_TKGH.new_empty((num_tokens, kind.width))
+        if step.num_decode:
+            self._attend_rows(q_TKGH, keys, values, out_TX, step, spec, kind.decode)
+        if num_tokens > step.num_decode:
+            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, kind.of, kind.prefill)
+        return out_TX
+
+    def append(
+        self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q rotated in place, the layer's keys and values [blocks, B, K, H], those of the step included)."""
         step = self._step
         assert step is not None, "run() before plan()"
         q_TKGH = q_TKGH if q_TKGH.stride(-1) == 1 else q_TKGH.contiguous()
         k_TKH = k_TKH if k_TKH.stride(-1) == 1 else k_TKH.contiguous()
         v_TKH = v_TKH if v_TKH.stride(-1) == 1 else v_TKH.contiguous()
-        num_tokens = q_TKGH.shape[0]
-        assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
-        kind = self._kind_of(layer, q_TKGH, kv_cache, spec)
-        planes = self._planes_of(kv_cache)
-        rotation = step.rotation(spec)
+        assert q_TKGH.shape[0] == step.num_tokens, (q_TKGH.shape[0], step.num_tokens)
+        planes, rotation = self._planes_of(kv_cache), step.rotation(spec)
+        first = spec.planes * layer
+        last = first + spec.planes - 1
         rotary_append(
             q_TKGH,
             k_TKH,
             v_TKH,
-            *planes.bits[2 * layer : 2 * layer + 2],
+            planes.bits[first],
+            planes.bits[last] if spec.value_start is None else None,
             step.kv_pos_T,
             *((None, None) if rotation is None else rotation),
             rotary_dim=0 if rotation is None else spec.rotary_dim,
             interleaved=spec.rotary_interleaved,
         )
-        keys, values = planes.values[2 * layer : 2 * layer + 2]
-        out_TX = q_TKGH.new_empty((num_tokens, kind.width))
-        if step.num_decode:
-            splits = row_parts(step, spec, kind.decode.tiles)
-            num_parts = step.num_decode * kind.num_heads * splits if splits > 1 else 1
-            # fp32 memory also where nothing is split: one kernel for both cases
-            parts = partials(out_TX, num_parts, spec.head_dim)
-            attend_decode(
-                q_TKGH, keys, values, out_TX, step, spec, kind.decode, parts, splits=splits,
-                programs=self._programs,
-            )  # fmt: skip
-            del parts
-        if num_tokens > step.num_decode:
-            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, kind.of, kind.prefill)
-        return out_TX
+        return q_TKGH, planes.values[first], planes.values[last]
+
+    def attend_chosen(
+        self,
+        q_TKGH: Tensor,
+        keys: Tensor,
+        out_TX: Tensor,
+        step: StepMetadata,
+        spec: AttendSpec,
+        *,
+        is_split: bool,
+    ) -> None:
+        """Latents of `keys` for queries that are rows: the step's block table has the place of each key of a row.
+
+        is_split: several programs share the keys of a row, so that few rows occupy the device.
+        """
+        of = Layer.of(spec, block_size=1, element_bytes=q_TKGH.element_size(), fp8=keys.dtype is FP8)
+        chunk = self._chunk if is_split else max(self._chunk, power_of_2(step.max_kv_len))
+        kernels = decode_kernels(of, decode_tiles(of, chunk, shared_kib=self._shared_kib), self._overlap)
+        self._attend_rows(q_TKGH, keys, keys, out_TX, step, spec, kernels)
+
+    def _attend_rows(
+        self,
+        q_TKGH: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out_TX: Tensor,
+        step: StepMetadata,
+        spec: AttendSpec,
+        kernels: DecodeKernels,
+    ) -> None:
+        """Outputs of the step's decode rows."""
+        splits = row_parts(step, spec, kernels.tiles)
+        num_parts = step.num_decode * spec.num_kv_heads * spec.group_size * splits if splits > 1 else 1
+        # fp32 memory also where nothing is split: one kernel for both cases
+        parts = partials(out_TX, num_parts, spec.value_dim)
+        attend_decode(
+            q_TKGH, keys, values, out_TX, step, spec, kernels, parts, splits=splits, programs=self._programs
+        )  # fmt: skip
 
     def _planes_of(self, kv_cache: Tensor) -> _Planes:
         planes = self._planes.get(id(kv_cache))
@@ -198,17 +246,14 @@ class TritonPagedAttention:
         kind = self._kinds.get(layer)
         if kind is None or kind.given[0] is not spec or kind.given[1:] != given[1:]:
             assert kv_cache.dtype in (q_TKGH.dtype, FP8), (kv_cache.dtype, q_TKGH.dtype)
-            size, head_dim = q_TKGH.element_size(), spec.head_dim
-            of = Layer.of(spec, block_size=block_size, element_bytes=size, fp8=is_fp8)
-            num_heads = spec.num_kv_heads * spec.group_size
-            tiles = decode_tiles(spec.num_kv_heads, head_dim, size, self._chunk, fp8=is_fp8)
+            of = Layer.of(spec, block_size=block_size, element_bytes=q_TKGH.element_size(), fp8=is_fp8)
+            tiles = decode_tiles(of, self._chunk, shared_kib=self._shared_kib)
             kind = self._kinds[layer] = _Kind(
                 given=given,
                 of=of,
-                num_heads=num_heads,
-                width=num_heads * head_dim,
+                width=spec.num_kv_heads * spec.group_size * of.head_dim,
                 decode=decode_kernels(of, tiles, self._overlap),
-                prefill=prefill_tiles(padded(head_dim), size, self._shared_kib),
+                prefill=prefill_tiles(of, self._shared_kib),
             )
         return kind
 
@@ -220,7 +265,6 @@ class _Kind:
     given: tuple[AttendSpec, torch.dtype, bool, int]
     """Spec, dtype of queries, whether the cache is FP8, its block size."""
     of: Layer
-    num_heads: int
     width: int
     """Of outputs."""
     decode: DecodeKernels
@@ -238,7 +282,7 @@ class _Planes:
         self.cache = ref(kv_cache, forget)
         kv_cache = kv_cache.detach()  # views of the cache itself would keep it
         self.values = kv_cache.flatten(0, 1).unbind()
-        """Keys of layer 0, its values, keys of layer 1, ..."""
+        """Keys of layer 0, its values where these are apart, keys of layer 1, ..."""
         self.bits = movable(kv_cache).flatten(0, 1).unbind() if kv_cache.dtype is FP8 else self.values
         """The same, `movable`."""
 
@@ -256,18 +300,22 @@ def aot_variants() -> list[AotVariant]:
         "h64_g3": Layer(3, 3, 64, 16, 2),
         "h128_g128": Layer(1, 128, 128, 128, 2),
         "h16_g2": Layer(2, 2, 16, 16, 2),
+        "latent512_g16": Layer(1, 16, 512, 64, 2, lead=64),
+        "latent512_g128": Layer(1, 128, 512, 16, 2, lead=64),
     }
     variants = []
     for name, layer in layers.items():
         for dtype in ("bf16", "fp16", "fp32"):
             kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
-            variants += attention_decode.layer_variants(kind, name, dtype)
+            variants += attention_decode.layer_variants(kind, name, dtype, LARGE_KIB)
             variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
         for dtype in FP8_VARIANTS.get(name, ()):
             kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
-            decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype)
+            decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
             variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]
             variants += attention_prefill.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
+        if layer.lead:
+            variants += attention_decode.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
         if layer.head_dim >= 128:
             variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
     return variants

@@ -54,6 +54,7 @@ from megatron_infer.kernels.triton_scratch import (
     DECODE_CHUNK,
     DECODE_SHORT,
     DECODE_SHORT_PARTS,
+    LARGE_SHARED_KIB,
     decode_splits,
     max_decode_splits,
 )
@@ -61,6 +62,8 @@ from megatron_infer.kernels.triton_scratch import (
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group has several. fp32 dots are in registers."""
+MAX_LATENT_LINES = 16
+"""The same of latents: more sums of 512 dims do not fit the registers next to a tile of keys."""
 ROWS = tl.constexpr(256)
 """Rows whose lengths are read at once."""
 _SHORT_CHUNKS = tl.constexpr(DECODE_SHORT)
@@ -132,12 +135,12 @@ def share_of_program(
 # fmt: off
 @triton.jit
 def _attend_splits(
-    q_tile, k_cache, v_cache, out, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
+    q_tile, lead, k_cache, v_cache, out, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
     first_split, stop_split, part_splits, scale2,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, LEAD: tl.constexpr,
+    LEAD_PAD: tl.constexpr, KEY_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Splits first_split .. stop_split - 1 of one row; line: index of each query head in the parts and the outputs."""
     first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
@@ -154,8 +157,9 @@ def _attend_splits(
     for start in range(begin, end, BLOCK_N):
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
-            NUM_KV * HEAD_DIM, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
+            q_tile, lead, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+            NUM_KV * KEY_WIDTH, HEAD_DIM, HEAD_PAD, LEAD, LEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP,
+            PRECISION,
         )
         block = next_block
         stop = start + BLOCK_N
@@ -183,10 +187,10 @@ def _attend_splits(
 def decode_kernel(
     q, k_cache, v_cache, out, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, LEAD: tl.constexpr,
+    LEAD_PAD: tl.constexpr, KEY_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
 
@@ -204,14 +208,17 @@ def decode_kernel(
         stop = tl.minimum(split + left, num_splits)
         row64 = row.to(tl.int64)
         at = row64 * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
-        q_tile = load_tile(q, at, group < GROUP, HEAD_DIM, HEAD_PAD, True)
+        q_tile = load_tile(q + LEAD, at, group < GROUP, HEAD_DIM, HEAD_PAD, True)
+        lead = q_tile
+        if LEAD > 0:
+            lead = load_tile(q, at, group < GROUP, LEAD, LEAD_PAD, True)
         table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
         line = row64 * (NUM_KV * GROUP) + kv_head * GROUP + group
         _attend_splits(
-            q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, sinks, acc_part, top_part,
-            total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
-            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, SOFTCAP, HAS_SINKS,
-            PRECISION,
+            q_tile, lead, k_cache + kv_head * KEY_WIDTH, v_cache + kv_head * KEY_WIDTH + LEAD, out, sinks, acc_part,
+            top_part, total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP,
+            HEAD_DIM, HEAD_PAD, LEAD, LEAD_PAD, KEY_WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS,
+            WINDOW, SOFTCAP, HAS_SINKS, PRECISION,
         )
         left -= stop - split
         split = left * 0
@@ -275,48 +282,42 @@ class DecodeTiles:
 
 
 @functools.cache
-def decode_tiles(
-    num_kv: int, head_dim: int, element_bytes: int, chunk: int = DECODE_CHUNK, *, fp8: bool = False
-) -> DecodeTiles:
+def decode_tiles(layer: Layer, chunk: int = DECODE_CHUNK, *, shared_kib: int = 0) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
 
-    fp8: for queries in 16 bit as many keys in half of the bytes, and more tiles loaded ahead, so that as many bytes are
+    FP8: for queries in 16 bit as many keys in half of the bytes, and more tiles loaded ahead, so that as many bytes are
     in flight. For queries in fp32 half as many keys, since the widened keys are in registers.
+    Latents: 36 KiB (512 + 64 dims, 32 keys), of which a second tile is loaded ahead where the shared memory of a block
+    is large. Rows are not cut at SHORT: partial sums of one key head's 16 to 128 query heads would be half of the keys'
+    bytes.
     """
-    head_pad = padded(head_dim)
-    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, (2048 if fp8 else 4096) // head_pad)
+    head_pad, fp8, is_latent = padded(layer.head_dim), layer.fp8, layer.lead > 0
+    if layer.element_bytes == 2:
+        keys = min(128, (16384 if is_latent else 8192) // head_pad)
+        stages = 5 if fp8 else 3
+    else:
+        keys, stages = min(64, (2048 if fp8 else 4096) // head_pad), 2
+    if is_latent:
+        stages = 3 if shared_kib >= LARGE_SHARED_KIB and layer.element_bytes == 2 else 2
     keys = max(MIN_DOT, min(keys, chunk))
     return DecodeTiles(
         chunk=chunk,
-        short=max(keys, chunk // DECODE_SHORT_PARTS),
+        short=chunk if is_latent else max(keys, chunk // DECODE_SHORT_PARTS),
         keys=keys,
-        max_splits=max_decode_splits(num_kv),
-        num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
+        max_splits=max_decode_splits(layer.num_kv),
+        num_stages=stages,
     )
 
 
 @functools.cache
 def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constexprs of decode_kernel, constexprs of merge_kernel)."""
-    both = {
-        "HEAD_DIM": layer.head_dim,
-        "HEAD_PAD": padded(layer.head_dim),
-        "CHUNK": tiles.chunk,
-        "SHORT": tiles.short,
-        "MAX_SPLITS": tiles.max_splits,
-        "WINDOW": layer.window,
-        "HAS_SINKS": layer.has_sinks,
-    }
-    decode = both | {
-        "NUM_KV": layer.num_kv,
-        "GROUP": layer.group,
-        "BLOCK_SIZE": layer.block_size,
-        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[layer.element_bytes], power_of_2(layer.group))),
-        "BLOCK_N": tiles.keys,
-        "SOFTCAP": layer.softcap,
-        "PRECISION": precision(layer.element_bytes),
-    }
-    return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
+    cut = {"CHUNK": tiles.chunk, "SHORT": tiles.short, "MAX_SPLITS": tiles.max_splits}
+    decode = layer.constexprs() | cut
+    most = MAX_LATENT_LINES if layer.lead else MAX_LINES[layer.element_bytes]
+    decode |= {"BLOCK_M": max(MIN_DOT, min(most, power_of_2(layer.group))), "BLOCK_N": tiles.keys}
+    merge = {name: decode[name] for name in ("HEAD_DIM", "HEAD_PAD", "WINDOW", "HAS_SINKS")} | cut
+    return decode, merge | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
 
 
 def _options(constexprs: Mapping[str, Any], tiles: DecodeTiles) -> dict[str, int]:
@@ -356,7 +357,7 @@ def _kernels(layer: Layer, tiles: DecodeTiles, overlap: tuple[tuple[str, bool], 
 
 def row_parts(step: StepMetadata, spec: AttendSpec, tiles: DecodeTiles) -> int:
     """Splits that a decode row of the step may have; 1: there is nothing to merge."""
-    return decode_splits(step.max_kv_len, tiles.max_splits, tiles.chunk, spec.window)
+    return decode_splits(step.max_kv_len, tiles.max_splits, tiles.chunk, spec.window, short=tiles.short)
 
 
 def attend_decode(
@@ -402,9 +403,9 @@ def attend_decode(
         merge((num_rows, num_heads), out_TX, sinks, *parts, step.kv_len_R, splits)
 
 
-def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
+def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int = 0) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes, fp8=layer.fp8)
+    tiles = decode_tiles(layer, shared_kib=shared_kib)
     decode, merge = _constexprs(layer, tiles)
     options = _options(decode, tiles)
     merging = {"num_warps": MERGE_WARPS, "num_stages": 1}

@@ -35,31 +35,28 @@ from megatron_infer.kernels.triton.attention_tiles import (
     load_tile,
     mean_of,
     padded,
-    precision,
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.ragged import find_row
-
-LARGE_SHARED_KIB = 160
-"""Least shared memory of a block for the large tiles; consumer cards have 99."""
+from megatron_infer.kernels.triton_scratch import LARGE_SHARED_KIB
 
 
 # fmt: off
 @triton.jit
 def _attend_keys(
-    q, acc, top, total, k_cache, v_cache, table, begin, end, num_keys, last_key, scale2,
-    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, lead, acc, top, total, k_cache, v_cache, table, begin, end, num_keys, last_key, scale2,
+    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, LEAD: tl.constexpr,
+    LEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Key tiles from begin, a multiple of BLOCK_N, to the one that holds end - 1; see attend_tile."""
     block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
-            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, SOFTCAP, PRECISION,
+            q, lead, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, LEAD, LEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, SOFTCAP, PRECISION,
         )
         block = next_block
     return acc, top, total
@@ -72,17 +69,18 @@ def prefill_kernel(
     q, k_cache, v_cache, out, sinks, cu_q, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, scale2, num_tokens, num_rows, num_decode,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    LEAD: tl.constexpr, LEAD_PAD: tl.constexpr, KEY_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
     GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
-    KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
+    KEY_STRIDE: tl.constexpr = NUM_KV * KEY_WIDTH
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
-    k_cache += kv_head * HEAD_DIM
-    v_cache += kv_head * HEAD_DIM
+    k_cache += kv_head * KEY_WIDTH
+    v_cache += kv_head * KEY_WIDTH + LEAD
     cu_q += num_decode
     row, first_tile = find_row(cu_q, tile, num_rows, QUERIES)
     first_token = tl.load(cu_q + row)
@@ -108,7 +106,10 @@ def prefill_kernel(
             top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
         at = token * q_stride_t + kv_head * q_stride_k + group * q_stride_g
-        q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
+        q_tile = load_tile(q + LEAD, at, real, HEAD_DIM, HEAD_PAD, True)
+        lead = q_tile
+        if LEAD > 0:
+            lead = load_tile(q, at, real, LEAD, LEAD_PAD, True)
         table = block_table + tl.load(table_row + num_decode + row).to(tl.int64) * table_stride
         num_keys = tl.load(kv_len + num_decode + row)
         position = num_keys - num_queries + first_query
@@ -120,12 +121,12 @@ def prefill_kernel(
         else:
             whole = (position + 1) // BLOCK_N * BLOCK_N
             acc, top, total = _attend_keys(
-                q_tile, acc, top, total, k_cache, v_cache, table, 0, whole, num_keys, last_key, scale2,
-                KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, SOFTCAP, PRECISION,
+                q_tile, lead, acc, top, total, k_cache, v_cache, table, 0, whole, num_keys, last_key, scale2,
+                KEY_STRIDE, HEAD_DIM, HEAD_PAD, LEAD, LEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, SOFTCAP, PRECISION,
             )
         acc, top, total = _attend_keys(
-            q_tile, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
-            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
+            q_tile, lead, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, LEAD, LEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
         )
     dim = tl.arange(0, HEAD_PAD)[None, :]
     where = out + (token * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim
@@ -146,16 +147,20 @@ class PrefillTiles:
 
 
 @functools.cache
-def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> PrefillTiles:
+def prefill_tiles(layer: Layer, shared_kib: int) -> PrefillTiles:
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory per block.
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
     16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. The shapes are those of torch's flex attention, which
     are good on H100 and A100; H=64 and H=256 have twice the warps, since 4 spill registers, and H=128 in fp32 has 16
-    keys, since 32 do.
+    keys, since 32 do. A latent is key and value: 32 lines and 32 keys of 576 dims are 72 KiB, and 64 lines spill.
     """
-    large = shared_kib >= LARGE_SHARED_KIB
-    if element_bytes > 2:
+    large, head_pad = shared_kib >= LARGE_SHARED_KIB, padded(layer.head_dim)
+    if layer.lead and head_pad > 128:
+        if layer.element_bytes > 2:
+            return PrefillTiles(lines=16, keys=16, num_warps=8, num_stages=1)
+        return PrefillTiles(lines=32 if large else 16, keys=32, num_warps=8, num_stages=2)
+    if layer.element_bytes > 2:
         return PrefillTiles(lines=32, keys=32 if head_pad <= 64 else 16, num_warps=8, num_stages=1)
     if head_pad <= 64:
         return PrefillTiles(lines=128, keys=64, num_warps=8 if head_pad > 32 else 4, num_stages=3)
@@ -168,20 +173,8 @@ def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> Prefill
 @functools.cache
 def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
     """The constexprs of prefill_kernel."""
-    return {
-        "NUM_KV": layer.num_kv,
-        "GROUP": layer.group,
-        "GROUP_TILE": min(layer.group, tiles.lines),
-        "HEAD_DIM": layer.head_dim,
-        "HEAD_PAD": padded(layer.head_dim),
-        "BLOCK_SIZE": layer.block_size,
-        "BLOCK_M": tiles.lines,
-        "BLOCK_N": tiles.keys,
-        "WINDOW": layer.window,
-        "SOFTCAP": layer.softcap,
-        "HAS_SINKS": layer.has_sinks,
-        "PRECISION": precision(layer.element_bytes),
-    }
+    own = {"GROUP_TILE": min(layer.group, tiles.lines), "BLOCK_M": tiles.lines, "BLOCK_N": tiles.keys}
+    return layer.constexprs() | own
 
 
 def attend_prefill(
@@ -226,8 +219,8 @@ def attend_prefill(
 
 def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list[AotVariant]:
     """The kernel for one kind of layer."""
-    tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
+    tiles = prefill_tiles(layer, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     one = variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)
-    needs_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
+    needs_large = tiles != prefill_tiles(layer, 0)
     return [replace(one, min_shared=LARGE_SHARED_KIB << 10) if needs_large else one]

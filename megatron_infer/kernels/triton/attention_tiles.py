@@ -90,10 +90,10 @@ def tanh_of(x):
 # fmt: off
 @triton.jit
 def attend_tile(
-    q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
-    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, lead, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, LEAD: tl.constexpr,
+    LEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Add keys start .. start + BLOCK_N - 1 for queries q [M, HEAD_PAD] -> (acc [M, HEAD_PAD], top [M], total [M]).
@@ -102,15 +102,22 @@ def attend_tile(
     Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
     Keys from num_keys on are not loaded: their memory may hold anything, NaN too. Keys and values of 8 bits are
     converted to q's dtype, which represents each of them exactly. SOFTCAP 0: scores are not capped.
+    LEAD > 0 (latents): a key is LEAD dims, which meet `lead` [M, LEAD_PAD], and then its value, which meets q.
     """
     at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
     key = start + tl.arange(0, BLOCK_N)
     exists = key < num_keys
-    k = load_tile(k_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
     v = load_tile(v_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
-    k = k.to(q.dtype)
-    v = v.to(q.dtype)
-    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if LEAD > 0:
+        v = v.to(q.dtype)
+        k = load_tile(k_cache, at, exists, LEAD, LEAD_PAD, MASKED)
+        qk = tl.dot(q, tl.trans(v), input_precision=PRECISION)
+        qk = tl.dot(lead, tl.trans(k.to(q.dtype)), acc=qk, input_precision=PRECISION)
+    else:
+        k = load_tile(k_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP > 0:
         qk = tanh_of(qk * (scale2 / (SOFTCAP * 1.4426950408889634)))
         scale2 = SOFTCAP * 1.4426950408889634
@@ -151,13 +158,40 @@ class Layer:
     """The cache is FP8."""
     softcap: float = 0.0
     """0: none."""
+    lead: int = 0
+    """Dims of a key before its value, which is a part of it; 0: keys and values are apart, of head_dim each."""
+    index: int = 0
+    """Dims of an index key after it."""
+
+    @property
+    def key_width(self) -> int:
+        """What the cache keeps of a token and head in one plane."""
+        return self.lead + self.head_dim + self.index
+
+    def constexprs(self) -> dict[str, Any]:
+        """Of decode_kernel and of prefill_kernel."""
+        return {
+            "NUM_KV": self.num_kv,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "HEAD_PAD": padded(self.head_dim),
+            "LEAD": self.lead,
+            "LEAD_PAD": padded(self.lead),
+            "KEY_WIDTH": self.key_width,
+            "BLOCK_SIZE": self.block_size,
+            "WINDOW": self.window,
+            "SOFTCAP": self.softcap,
+            "HAS_SINKS": self.has_sinks,
+            "PRECISION": precision(self.element_bytes),
+        }
 
     @classmethod
     def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, fp8: bool) -> Layer:
         """From a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
-        sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
-        return cls(*sizes, block_size, element_bytes, window, sinks, fp8, spec.softcap or 0.0)
+        sizes, softcap = (spec.num_kv_heads, spec.group_size, spec.value_dim), spec.softcap or 0.0
+        lead, index = spec.value_start or 0, spec.head_dim - spec.query_dim
+        return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, index)
 
 
 def precision(element_bytes: int) -> str:

@@ -48,15 +48,15 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonOps:
 
 
 @triton.jit
-def _silu(x):
-    """x * sigmoid(x); exp overflows to inf for large negative x, which gives the right -0."""
-    return x / (1.0 + tl.exp(-x))
+def _gate_of(x, SILU: tl.constexpr):
+    """x * sigmoid(x), or sigmoid(x); exp overflows to inf for large negative x, which gives the right zero."""
+    return (x if SILU else 1.0) / (1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm(
     y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one group of channels of one token."""
     if PDL:
@@ -69,7 +69,7 @@ def _gated_rms_norm(
     channel = group[:, None] * width + column[None, :]
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token[:, None] * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    y = y * _silu(gate)
+    y = y * _gate_of(gate, SILU)
     if HAS_WEIGHT:
         scale = tl.rsqrt(tl.sum(y * y, axis=1) / width + eps)
         y = y * scale[:, None] * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _gated_rms_norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_wide(
     y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`_gated_rms_norm` of one row, BLOCK entries at a time; ROWS is 1."""
     if PDL:
@@ -96,14 +96,14 @@ def _gated_rms_norm_wide(
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
             y = tl.load(y_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-            y *= _silu(tl.load(gate_ptr + column, mask=column < width, other=0.0).to(tl.float32))
+            y *= _gate_of(tl.load(gate_ptr + column, mask=column < width, other=0.0).to(tl.float32), SILU)
             squares += y * y
         scale = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < width
         y = tl.load(y_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        y *= _silu(tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32))
+        y *= _gate_of(tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32), SILU)
         if HAS_WEIGHT:
             weight = tl.load(weight_ptr + group * width + column, mask=inside, other=0.0).to(tl.float32)
             y = y * scale * weight
@@ -158,6 +158,15 @@ class TritonOps:
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
     ) -> Tensor:
+        return self._gated(y_TM, gate_TM, weight, eps, group_size=group_size, silu=True)
+
+    def sigmoid_mul(self, x_TM: Tensor, gate_TM: Tensor) -> Tensor:
+        return self._gated(x_TM, gate_TM, None, 0.0, group_size=x_TM.shape[1], silu=False)
+
+    def _gated(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int, silu: bool
+    ) -> Tensor:
+        """y * silu(gate) or y * sigmoid(gate), normed where there is a weight."""
         y_TM = y_TM.contiguous()
         if gate_TM.stride(-1) != 1:
             gate_TM = gate_TM.contiguous()
@@ -168,6 +177,7 @@ class TritonOps:
             sizes = num_rows, y_TM.shape[1] // group_size, group_size, eps
             options = {
                 "HAS_WEIGHT": weight is not None,
+                "SILU": silu,
                 "ROWS": rows,
                 "BLOCK": block,
                 "num_warps": warps,
@@ -188,9 +198,9 @@ def aot_variants() -> list[AotVariant]:
         types = dict.fromkeys(("y_ptr", "gate_ptr", "weight_ptr", "out_ptr"), f"*{dtype}") | {"eps": "fp32"}
         for width in (80, 4096, 20480):
             rows, block, warps = row_tile(width)
-            for branch in (True, False):
-                constexprs = {"HAS_WEIGHT": branch, "ROWS": rows, "BLOCK": block, "PDL": False}
-                name = f"gated_rms_norm-{branch}-{dtype}-{width}"
+            for branch, silu in ((True, True), (False, True), (False, False)):
+                constexprs = {"HAS_WEIGHT": branch, "SILU": silu, "ROWS": rows, "BLOCK": block, "PDL": False}
+                name = f"gated_rms_norm-{branch}-{dtype}-{width}" if silu else f"sigmoid_mul-{dtype}-{width}"
                 one = AotVariant.of(name, _gated_kernel(width), types, constexprs, num_warps=warps)
                 variants.extend((one, one.overlapping()) if "bf16-4096" in name else (one,))
     return variants

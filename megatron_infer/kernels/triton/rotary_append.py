@@ -125,6 +125,7 @@ def rotary_append_kernel(
     ROTARY_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     REST_PAD: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_TILES: tl.constexpr,
@@ -143,7 +144,8 @@ def rotary_append_kernel(
             _turn(source, k_cache + at, here, cos, sin, ROTARY_DIM, PAIRS, INTERLEAVED)
         if ROTARY_DIM < HEAD_DIM:
             _copy(source, k_cache + at, here, ROTARY_DIM, HEAD_DIM, REST_PAD)
-        _copy(v + token * v_stride_t + head * v_stride_k, v_cache + at, here, 0, HEAD_DIM, HEAD_PAD)
+        if HAS_VALUES:
+            _copy(v + token * v_stride_t + head * v_stride_k, v_cache + at, here, 0, HEAD_DIM, HEAD_PAD)
     else:
         head = ((tile - KV_TILES) * HEADS + tl.arange(0, HEADS))[:, None]
         here = head < NUM_KV * GROUP
@@ -157,7 +159,7 @@ def rotary_append(
     k_TKH: Tensor,
     v_TKH: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     kv_pos_T: Tensor,
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
@@ -169,21 +171,23 @@ def rotary_append(
 
     q, k, v may be strided views with a contiguous last dim. Without cos and sin, or with rotary_dim 0, nothing is
     rotated and q is not accessed. If tokens share a place (in the dummy block), the value of one of them stays.
+    values: None where they are a part of the keys, and v is not accessed; a key may then be wider than a query.
     """
-    num_tokens, num_kv, group, head_dim = q_TKGH.shape
+    num_tokens, num_kv, group, _ = q_TKGH.shape
+    head_dim, has_values = k_TKH.shape[-1], values is not None
     if num_tokens == 0:
         return
     if cos_TR is None or sin_TR is None:
         rotary_dim = 0
     cos, sin = (cos_TR, sin_TR) if rotary_dim else (kv_pos_T, kv_pos_T)  # not read without rotation
-    tiles, kernel = _kernel(num_kv, group, head_dim, rotary_dim, interleaved)
+    tiles, kernel = _kernel(num_kv, group, head_dim, rotary_dim, interleaved, has_values)
     kernel(
         (num_tokens, tiles),
         q_TKGH,
         k_TKH,
         v_TKH,
         keys,
-        values,
+        keys if values is None else values,
         kv_pos_T,
         cos,
         sin,
@@ -196,16 +200,20 @@ def rotary_append(
 
 
 @functools.cache
-def _kernel(num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool) -> tuple[int, Launcher]:
+def _kernel(
+    num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool, has_values: bool
+) -> tuple[int, Launcher]:
     """(programs of a token, the kernel)."""
-    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved)
+    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved, has_values)
     q_tiles = cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
     kernel = Launcher(rotary_append_kernel, **constexprs, num_warps=NUM_WARPS, num_stages=1)
     return constexprs["KV_TILES"] + q_tiles, kernel
 
 
 @functools.cache
-def _constexprs(num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool) -> dict[str, Any]:
+def _constexprs(
+    num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool, has_values: bool = True
+) -> dict[str, Any]:
     head_pad = power_of_2(head_dim)
     heads = max(1, min(power_of_2(num_kv * group), TILE // head_pad))
     return {
@@ -216,6 +224,7 @@ def _constexprs(num_kv: int, group: int, head_dim: int, rotary_dim: int, interle
         "ROTARY_DIM": rotary_dim,
         "PAIRS": power_of_2(max(1, rotary_dim // 2)),
         "REST_PAD": power_of_2(max(1, head_dim - rotary_dim)),
+        "HAS_VALUES": has_values,
         "INTERLEAVED": interleaved,
         "HEADS": heads,
         "KV_TILES": cdiv(num_kv, heads),
@@ -230,12 +239,13 @@ def aot_variants() -> list[AotVariant]:
         ("h64_interleaved", (3, 3, 64, 64, True)),
         ("h80_partial", (32, 1, 80, 32, False)),
         ("h256_partial_interleaved", (1, 8, 256, 64, True)),
+        ("latent576", (1, 16, 576, 64, True, False)),
     ]
     variants = []
     kinds = [(dtype, f"*{dtype}", dtype) for dtype in ("bf16", "fp16", "fp32")]
     kinds += [(dtype, "*u8", f"fp8_{dtype}") for dtype, _, _ in kinds]
     for dtype, kept, label in kinds:
-        for name, shape in shapes if kept != "*u8" else [shapes[0], shapes[3]]:
+        for name, shape in shapes if kept != "*u8" else [shapes[0], shapes[3], shapes[5]]:
             constexprs = _constexprs(*shape)
             pointers = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}")
             pointers |= dict.fromkeys(("k_cache", "v_cache"), kept)

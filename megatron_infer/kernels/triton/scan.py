@@ -1,9 +1,10 @@
-"""Mamba-2's convolution and scan in Triton behind the seam of kernels/ssm.py: decode rows, slices, captures.
+"""Convolution and recurrence in Triton behind the seam of kernels/ssm.py: decode rows, slices, captures.
 
-A step with decode rows only has two launches per layer; slices add four, slices of a segment or more two, captures up
+Here are the launches of Mamba-2's scan; those of a delta net, which has the same convolution, are in `delta`. A step of
+decode rows alone has two launches per layer; slices add four to Mamba-2's, slices of a segment or more two, captures up
 to three. Kernels read the step's device mirrors, and grids and scratch follow from the step's shape, so that a step can
 be captured in a graph and replayed. Only captures come from the host: `plan` copies them once per step, and such a step
-is not replayed. x, B and C are rounded to the inputs' dtype after the convolution.
+is not replayed. What is convolved is rounded to the inputs' dtype after it.
 Not yet run on a GPU. Legend: `kernels/ssm.py`; the segments of slices: `scan_slices.py`.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmSpec, SsmWeights
-from megatron_infer.kernels.triton import conv
+from megatron_infer.kernels.triton import conv, delta
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.scan_decode import scan_decode
@@ -135,13 +136,12 @@ class TritonScan:
     def supports(
         self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
-        if spec.is_delta:
-            return "computes Mamba-2's recurrence, not a delta net's"
         for what, got in (("inputs", dtype), ("convolution states", conv_dtype), ("SSM states", ssm_dtype)):
             if got not in DTYPES:
                 return f"needs {what} of float32, bfloat16 or float16, got {got}"
-        if spec.state_dim > MAX_STATE_DIM:
-            return f"needs state_dim up to {MAX_STATE_DIM}, got {spec.state_dim}"
+        most = delta.MAX_STATE_DIM if spec.is_delta else MAX_STATE_DIM
+        if spec.state_dim > most:
+            return f"needs state_dim up to {most}, got {spec.state_dim}"
         if spec.conv_width > conv.MAX_TAPS:
             return f"needs conv_width up to {conv.MAX_TAPS}, got {spec.conv_width}"
         return None
@@ -153,28 +153,46 @@ class TritonScan:
         if len(step.captures.row):
             self._captures = _upload(step.captures, step.cu_q_R1.device)
 
-    def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    def run(
+        self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
+    ) -> Tensor:
         step = self._step
         assert step is not None, "run() before plan()"
-        xBC_TC, dt_TH = (part if part.stride(-1) == 1 else part.contiguous() for part in (xBC_TC, dt_TH))
+        xBC_TC, dt_TX = (part if part.stride(-1) == 1 else part.contiguous() for part in (xBC_TC, dt_TX))
         mixed_TC = torch.empty(xBC_TC.shape, dtype=xBC_TC.dtype, device=xBC_TC.device)
         y_TM = xBC_TC.new_empty(xBC_TC.shape[0], spec.inner_width)
         self._convolve(step, xBC_TC, mixed_TC, states.conv_SCW, weights)
+        if spec.is_delta:
+            delta.delta_rule(step, mixed_TC, dt_TX, y_TM, states.ssm_SHPN, weights, spec, self._captures)
+        else:
+            self._scan(step, mixed_TC, dt_TX, y_TM, states.ssm_SHPN, weights, spec)
+        return y_TM
+
+    def _scan(
+        self,
+        step: StepMetadata,
+        mixed_TC: Tensor,
+        dt_TH: Tensor,
+        y_TM: Tensor,
+        ssm_SHPN: Tensor,
+        weights: SsmWeights,
+        spec: Any,
+    ) -> None:
+        """Mamba-2's recurrence."""
         if step.num_decode:
             tiles = decode_tiles(spec.head_dim, spec.state_dim)
             launch(
                 scan_decode, (step.num_decode, spec.num_heads, cdiv(spec.head_dim, tiles.block_p)),
-                mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H,
+                mixed_TC, dt_TH, y_TM, ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H,
                 step.kv_len_R, step.table_row_R,
-                mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), states.ssm_SHPN.stride(0),
+                mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), ssm_SHPN.stride(0),
                 spec.num_heads, spec.num_heads // spec.num_groups, spec.dt_min, spec.dt_max,
                 HEAD_DIM=spec.head_dim, STATE_DIM=spec.state_dim,
                 CHANNEL_SKIP=has_channel_skip(weights, spec),
                 BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
             )  # fmt: skip
         if self._row_T is not None:
-            self._scan_slices(step, mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights, spec)
-        return y_TM
+            self._scan_slices(step, mixed_TC, dt_TH, y_TM, ssm_SHPN, weights, spec)
 
     def _scan_slices(
         self,

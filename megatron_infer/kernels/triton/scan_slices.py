@@ -39,7 +39,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT: tl.constexpr):
+def find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT: tl.constexpr):
     """(row, segment, its first token, the row's first and the one behind its last), rows counted from cu_q's first.
 
     For the tiles of a row see find_row. Row num_rows is that of the padding tokens.
@@ -63,7 +63,7 @@ def scan_steps(
     """
     cu_q_ptr += first_row
     tile, head = tl.program_id(0), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row, segment, first, stop = _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
+    row, segment, first, stop = find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
     begin = first + segment * SEGMENT
     if (row < num_rows) & (begin < stop):
         inside_H = head < NUM_HEADS
@@ -104,7 +104,7 @@ def scan_scores(
     INNER: tl.constexpr = NUM_HEADS * HEAD_DIM
     program = tl.program_id(0)
     chunk, group, tile = program % CHUNKS, program // CHUNKS % GROUPS, program // (CHUNKS * GROUPS)
-    row, segment, first, stop = _find_segment(cu_q_ptr + first_row, tile, num_rows, num_tokens, SEGMENT)
+    row, segment, first, stop = find_segment(cu_q_ptr + first_row, tile, num_rows, num_tokens, SEGMENT)
     start = first + segment * SEGMENT + chunk * CHUNK
     if (row == num_rows) | (start >= stop):
         return
@@ -176,7 +176,7 @@ def _walk(
 
 
 @triton.jit
-def _place(
+def place(
     program, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -208,8 +208,8 @@ def scan_segments(
     C_AT: tl.constexpr = INNER + NUM_HEADS // HEADS_PER_GROUP * STATE_DIM
     CHANNELS: tl.constexpr = 2 * C_AT - INNER
     cu_q_ptr += first_row
-    tile, head, channel, h_at, inside_NP = _place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
-    row, segment, first, stop = _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
+    tile, head, channel, h_at, inside_NP = place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
+    row, segment, first, stop = find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
     begin = first + segment * SEGMENT
     end = tl.minimum(begin + SEGMENT, stop)
     at_L = tl.arange(0, CHUNK)
@@ -276,8 +276,8 @@ def scan_states(
     states [*, H, P, N] has one for each SEGMENT tokens: row r's from (cu_q[r] - cu_q[first_row]) // SEGMENT on.
     """
     cu_q_ptr += first_row
-    tile, head, channel, h_at, inside_NP = _place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
-    row, segment, first, stop = _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
+    tile, head, channel, h_at, inside_NP = place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
+    row, segment, first, stop = find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT)
     begin = first + segment * SEGMENT
     if (row == num_rows) | (begin + SEGMENT > stop):
         return
@@ -339,7 +339,7 @@ def scan_captures(
 ):  # fmt: skip
     """The states of captures [*, 3] = (row, num_tokens, slot): those inside first segments, which begin with the row's
     slot, or those of `later` segments, which begin with the states that `scan_carry` computed."""
-    capture, head, channel, h_at, inside_NP = _place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
+    capture, head, channel, h_at, inside_NP = place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
     captures_ptr += 3 * capture
     row, length = tl.load(captures_ptr), tl.load(captures_ptr + 1)
     segment = length // SEGMENT

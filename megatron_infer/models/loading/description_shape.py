@@ -111,6 +111,7 @@ def _state_of(
         ssm_shape=(heads, head_dim, state_dim),
         conv_dtype=dtype,
         ssm_dtype="float32",
+        is_delta=hybrid is None,
     )
 
 
