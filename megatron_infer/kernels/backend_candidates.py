@@ -34,6 +34,7 @@ ATTENTION: tuple[Candidate, ...] = (
 )
 PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "packages.flash_attn_prompts"),)
 """What prompts prefer to the attention of decode rows, by what is known of its speed."""
+SPARSE: tuple[Candidate, ...] = (Candidate("triton", "triton.sparse_attention"),)
 SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)

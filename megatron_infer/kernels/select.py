@@ -277,23 +277,29 @@ def _choose_attention(asked: _AttentionAsked) -> tuple[list[BackendChoice], Atte
 
 
 def _choose_sparse(asked: _AttentionAsked, top_k: int) -> tuple[list[BackendChoice], AttentionBackend]:
-    """Sparse attention around the native, torch or reference backend. Raises ConfigError for another one by name."""
+    """Triton's sparse attention, or that around the native, torch or reference backend. Raises ConfigError for another
+    one by name."""
+    of, forced = asked.of, asked.forced
+    without = dict.fromkeys(backend_candidates.NAMES[1:], NO_INDEXER)
+    if forced in without:
+        raise ConfigError(
+            f"{asked.by}={forced}, but sparse attention runs on triton, native, torch or reference attention"
+        )
+    best, missing, refused = backend_candidates.first(
+        backend_candidates.SPARSE, asked.device, of["dtype"], forced=forced, refuses=asked.refuses
+    )
+    _check_forced(ATTENTION, forced, asked.reasons | missing, by=asked.by)
     backends = [SparseAttention(dense, top_k=top_k) for dense in (asked.in_torch.attention(), ReferenceAttention())]
     if asked.library is not None:
-        native = NativePagedAttention(asked.library, asked.of["dtype"])
-        chosen_keys = NativeChosenKeys(asked.library, native, asked.of["dtype"])
+        native = NativePagedAttention(asked.library, of["dtype"])
+        chosen_keys = NativeChosenKeys(asked.library, native, of["dtype"])
         backends.insert(0, SparseAttention(native, top_k=top_k, chosen=chosen_keys))
-    if asked.forced is not None:
-        backends = [backend for backend in backends if backend.name == f"{asked.forced}, sparse"]
-        if not backends:
-            raise ConfigError(
-                f"{asked.by}={asked.forced}, but sparse attention runs on native, torch or reference attention"
-            )
-    reasons, refused = asked.reasons | dict.fromkeys(backend_candidates.NAMES, NO_INDEXER), dict[str, str]()
-    chosen = _first_of(backends, asked.refuses, refused, best=None)
+    if forced is not None:
+        backends = [backend for backend in backends if backend.name == f"{forced}, sparse"]
+    chosen = _first_of([*filter(None, [best]), *backends], asked.refuses, refused, best=best)
     if chosen is None:
         raise ConfigError(f"attention {'; '.join(refused.values())}")
-    return [BackendChoice(ATTENTION, chosen.name, reasons | refused)], chosen
+    return [BackendChoice(ATTENTION, chosen.name, asked.reasons | without | missing | refused)], chosen
 
 
 def _choose_for_prompts(

@@ -6,10 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sparse_case import (
+    BLOCK,
+    CHUNKS,
+    LATENT,
+    LENGTHS,
+    ROTARY,
+    TOP_K,
+    WHOLE,
+    Sequences,
+    run_steps,
+    sparse_spec,
+)
 from step_rows import step_of
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, IndexQueries, IndexSpec
+from megatron_infer.kernels.base import NO_INDEXER
 from megatron_infer.kernels.native import native_build
 from megatron_infer.kernels.native.cpu_native import NativePagedAttention
 from megatron_infer.kernels.native.native_sparse import NativeChosenKeys
@@ -22,11 +34,7 @@ from megatron_infer.kernels.torch.sparse_attention import (
     TorchChosenKeys,
     dense_spec,
 )
-from megatron_infer.kernels.torch.torch_ref import ReferenceAttention, rotate
-
-ROTARY, LATENT, INDEX, HEADS, INDEX_HEADS, TOP_K, BLOCK = 16, 32, 32, 3, 8, 11, 4
-WIDTH = ROTARY + LATENT + INDEX
-LENGTHS = (40, 9, 23)
+from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
 
 def _native():
@@ -51,123 +59,23 @@ def _native_sparse(top_k: int) -> SparseAttention:
     return SparseAttention(native, top_k=top_k, chosen=chosen)
 
 
-def _spec(**index) -> AttendSpec:
-    indexer = {"num_heads": INDEX_HEADS, "dim": INDEX, "top_k": TOP_K, "rotary_dim": ROTARY, "rotary_interleaved": True}
-    return AttendSpec(
-        num_kv_heads=1,
-        group_size=HEADS,
-        head_dim=WIDTH,
-        scale=0.2,
-        rotary_dim=ROTARY,
-        rotary_interleaved=True,
-        value_start=ROTARY,
-        index=IndexSpec(**indexer | index),
-    )
-
-
-class _Sequences:
-    """Queries, keys and index queries of whole sequences, and their answer by definition."""
-
-    def __init__(self, spec: AttendSpec) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def randn(*shape):
-            return [torch.randn(length, *shape, generator=generator) for length in LENGTHS]
-
-        self.spec = spec
-        self.q, self.k, self.index_q = randn(1, HEADS, WIDTH - INDEX), randn(1, WIDTH), randn(INDEX_HEADS, INDEX)
-        self.weights = randn(INDEX_HEADS)
-        angle = torch.rand(max(LENGTHS), ROTARY // 2, generator=generator).mul(6.28).repeat_interleave(2, 1)
-        self.cos, self.sin = angle.cos(), angle.sin()
-
-    def wanted(self, which: int, chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [P, N * V], bool [P, P]: the keys chosen) of a sequence; chosen: by another layer."""
-        spec, indexer, length = self.spec, self.spec.index, LENGTHS[which]
-        cos, sin = self.cos[:length].double(), self.sin[:length].double()
-        q, k = (x[which].double() for x in (self.q, self.k))
-        turned_q, turned_k = (rotate(x, cos, sin, dim=ROTARY, interleaved=True) for x in (q, k[..., :-INDEX]))
-        if chosen is None:
-            if not indexer.rotary_interleaved:
-                cos, sin = (torch.cat((part[:, ::2],) * 2, 1) for part in (cos, sin))
-            turn = {"dim": ROTARY, "interleaved": indexer.rotary_interleaved}
-            index_q, index_k = (
-                rotate(x, cos, sin, **turn) for x in (self.index_q[which].double(), k[:, 0, None, -INDEX:])
-            )
-            scores = torch.einsum("tih,ph->tip", index_q, index_k[:, 0])
-            scores = scores.relu() if indexer.relu else scores
-            scores = torch.einsum("tip,ti->tp", scores, self.weights[which].double())
-            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
-            order = scores.topk(min(indexer.top_k, length), -1).indices
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True).tril()
-        scores = torch.einsum("tkgh,pkh->tgp", turned_q, turned_k) * spec.scale
-        weights = scores.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
-        return torch.einsum("tgp,ph->tgh", weights, turned_k[:, 0, ROTARY:]).flatten(1), chosen
-
-
-def _run(backend, sequences: _Sequences, cuts, *, shared: bool = False, kv_dtype=torch.float32):
-    """Outputs [P, N * V] of each sequence; cuts: the steps, each the tokens of every sequence. shared: of a second
-    layer, which attends to the first one's choice."""
-    generator = torch.Generator().manual_seed(1)
-    widest = -(-max(LENGTHS) // BLOCK)
-    table = torch.randperm(len(LENGTHS) * widest, generator=generator).to(torch.int32).view(len(LENGTHS), widest)
-    cache = torch.full((2, 1, table.numel() + 1, BLOCK, 1, WIDTH), float("nan")).to(kv_dtype)
-    done, outs = [0] * len(LENGTHS), [[] for _ in LENGTHS]
-    for counts in cuts:
-        rows = sorted((count != 1, which) for which, count in enumerate(counts) if count)
-        order = [which for _, which in rows]
-        own = [(counts[which], done[which] + counts[which]) for which in order]
-        places = [slice(done[which], done[which] + counts[which]) for which in order]
-        meta = step_of(
-            own,
-            num_decode=sum(not is_slice for is_slice, _ in rows),
-            table_row=order,
-            block_table=table,
-            block_size=BLOCK,
-            dummy_block=table.numel(),
-            num_padding=2,
-        )
-        meta.cos_TR, meta.sin_TR = (part[meta.positions_T] for part in (sequences.cos, sequences.sin))
-        backend.plan(meta)
-
-        def joined(parts, order=order, places=places):
-            found = torch.cat([parts[which][place] for which, place in zip(order, places, strict=True)])
-            return torch.cat((found, torch.zeros(2, *found.shape[1:])))
-
-        index = IndexQueries(joined(sequences.index_q), joined(sequences.weights))
-        spec = sequences.spec
-        for layer in range(1 + shared):
-            given = joined(sequences.q), joined(sequences.k)
-            chooses = index if layer == 0 else None
-            out = backend.run_sparse(*given, cache, layer=layer, spec=spec, index=chooses)
-        assert not out[-2:].any(), "padding tokens carry nothing on"
-        for which, part in zip(order, out[:-2].split([count for count, _ in own]), strict=True):
-            outs[which].append(part)
-            done[which] += counts[which]
-    assert tuple(done) == LENGTHS
-    return [torch.cat(parts) for parts in outs]
-
-
-WHOLE = [LENGTHS]
-CHUNKS = [(7, 9, 0), (9, 0, 11), (1, 0, 1), (20, 0, 1), (1, 0, 8), (1, 0, 1), (1, 0, 1)]
-
-
 @pytest.mark.parametrize("cuts", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize(
     "index", [{}, {"rotary_interleaved": False}, {"relu": False}], ids=["interleaved", "halves", "no_relu"]
 )
 @pytest.mark.parametrize("dense", DENSE)
 def test_queries_attend_to_the_keys_that_the_indexer_chooses(dense, index, cuts):
-    sequences = _Sequences(_spec(**index))
+    sequences = Sequences(sparse_spec(**index))
     backend = _sparse(dense)
     assert backend.supports(sequences.spec, dtype=torch.float32, block_size=BLOCK) is None
-    for which, out in enumerate(_run(backend, sequences, cuts)):
+    for which, out in enumerate(run_steps(backend, sequences, cuts)):
         torch.testing.assert_close(out.double(), sequences.wanted(which)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dense", DENSE)
 def test_the_choice_matters(dense):
     """The tolerance of the test above sees one key that is chosen wrongly."""
-    sequences = _Sequences(_spec())
+    sequences = Sequences(sparse_spec())
     right, chosen = sequences.wanted(0)
     wrong = chosen.clone()
     wrong[-1, chosen[-1].nonzero()[0]], wrong[-1, (~chosen[-1]).nonzero()[0]] = False, True
@@ -175,17 +83,17 @@ def test_the_choice_matters(dense):
 
 
 def test_a_layer_attends_to_the_choice_of_the_layer_before():
-    sequences = _Sequences(_spec())
+    sequences = Sequences(sparse_spec())
     for which, out in enumerate(
-        _run(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, CHUNKS, shared=True)
+        run_steps(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, CHUNKS, shared=True)
     ):
         torch.testing.assert_close(out.double(), sequences.wanted(which)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [TOP_K, 17], ids=["one partition", "not a vector"])
 def test_the_native_kernel_gives_a_query_the_same_bits_alone_and_among_others(top_k):
-    sequences = _Sequences(_spec(top_k=top_k))
-    whole, chunks = (_run(_native_sparse(top_k), sequences, cuts) for cuts in (WHOLE, CHUNKS))
+    sequences = Sequences(sparse_spec(top_k=top_k))
+    whole, chunks = (run_steps(_native_sparse(top_k), sequences, cuts) for cuts in (WHOLE, CHUNKS))
     for which, (one, other) in enumerate(zip(whole, chunks, strict=True)):
         assert torch.equal(one[top_k:], other[top_k:])
         torch.testing.assert_close(one.double(), sequences.wanted(which)[0], rtol=1e-5, atol=1e-5)
@@ -197,7 +105,9 @@ def test_the_native_kernel_merges_many_chosen_keys_of_many_heads(native_library,
     generator = torch.Generator().manual_seed(2)
     heads, rotary, latent, index, size, kept, width = 20, 64, 512, 128, 16, 700, 600
     spec = dense_spec(
-        replace(_spec(dim=index), group_size=heads, head_dim=rotary + latent + index, scale=0.05, value_start=rotary)
+        replace(
+            sparse_spec(dim=index), group_size=heads, head_dim=rotary + latent + index, scale=0.05, value_start=rotary
+        )
     )
     pages = torch.randn(60, size, 1, spec.head_dim, generator=generator).to(dtype)
     table = torch.randperm(60, generator=generator)[None, :44].int()
@@ -229,15 +139,15 @@ def test_the_native_choice_is_that_of_torch(native_library, dtype):
     weights = torch.randn(queries_of_row, heads, generator=generator).to(dtype)
     native = NativeChosenKeys(native_library, NativePagedAttention(native_library, dtype), dtype)
     for relu in (True, False):
-        indexer = _spec(num_heads=heads, dim=dim, top_k=300, relu=relu).index
+        indexer = sparse_spec(num_heads=heads, dim=dim, top_k=300, relu=relu).index
         found, wanted = (one.choose(q, weights, queries, pages, indexer) for one in (native, TorchChosenKeys()))
         assert torch.equal(found, wanted) and (found == 3 * size + 5).any(1).all()
 
 
 def test_keys_and_index_keys_of_eight_bits_give_the_same_answer_in_chunks_and_whole():
-    sequences = _Sequences(_spec())
+    sequences = Sequences(sparse_spec())
     whole, chunks = (
-        _run(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, cuts, kv_dtype=torch.float8_e4m3fn)
+        run_steps(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, cuts, kv_dtype=torch.float8_e4m3fn)
         for cuts in (WHOLE, CHUNKS)
     )
     for one, other in zip(whole, chunks, strict=True):
@@ -245,9 +155,9 @@ def test_keys_and_index_keys_of_eight_bits_give_the_same_answer_in_chunks_and_wh
 
 
 def test_of_equal_scores_the_earlier_key_is_chosen():
-    sequences = _Sequences(_spec())
+    sequences = Sequences(sparse_spec())
     sequences.weights = [torch.zeros_like(part) for part in sequences.weights]
-    out = _run(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, CHUNKS)[0]
+    out = run_steps(SparseAttention(TorchPagedAttention(), top_k=TOP_K), sequences, CHUNKS)[0]
     first = torch.zeros(LENGTHS[0], LENGTHS[0], dtype=torch.bool)
     first[:, :TOP_K] = True
     torch.testing.assert_close(out.double(), sequences.wanted(0, first.tril())[0], rtol=1e-5, atol=1e-5)
@@ -255,31 +165,31 @@ def test_of_equal_scores_the_earlier_key_is_chosen():
 
 @pytest.mark.parametrize("dense", DENSE)
 def test_a_backend_without_an_indexer_refuses_the_layer(dense):
-    assert DENSE[dense]().supports(_spec(), dtype=torch.float32, block_size=BLOCK) == NO_INDEXER
+    assert DENSE[dense]().supports(sparse_spec(), dtype=torch.float32, block_size=BLOCK) == NO_INDEXER
 
 
 def test_index_keys_of_other_widths_are_chosen_in_torch(native_library):
-    spec = replace(_spec(dim=24, rotary_dim=8), head_dim=ROTARY + LATENT + 24)
+    spec = replace(sparse_spec(dim=24, rotary_dim=8), head_dim=ROTARY + LATENT + 24)
     assert choose("cpu", torch.float32, specs=[spec], block_size=16).attention.name == "torch, sparse"
 
 
-def test_exact_kernels_and_backends_of_gpus_are_refused_by_name():
-    made = {"specs": [_spec()], "block_size": 16}
+def test_exact_kernels_and_backends_without_an_indexer_are_refused_by_name():
+    made = {"specs": [sparse_spec()], "block_size": 16}
     try:
         native_build.load()
     except native_build.NativeUnavailable as error:
         pytest.skip(str(error))
     with pytest.raises(ConfigError, match=f"exact attention {NO_INDEXER}"):
         choose_exact("cpu", torch.float32, **made)
-    with pytest.raises(ConfigError, match="attention_backend=triton, but sparse attention runs on native, torch or"):
-        choose("cpu", torch.float32, attention="triton", **made)
+    with pytest.raises(ConfigError, match="=flashinfer, but sparse attention runs on triton, native, torch or"):
+        choose("cpu", torch.float32, attention="flashinfer", **made)
     assert choose("cpu", torch.float32, **made).attention.name == "native, sparse"
     assert choose("cpu", torch.float32, attention="torch", **made).attention.name == "torch, sparse"
 
 
 def test_layers_that_choose_different_numbers_of_keys_are_refused():
     backend = SparseAttention(TorchPagedAttention(), top_k=TOP_K)
-    other = replace(_spec(), index=replace(_spec().index, top_k=5))
+    other = replace(sparse_spec(), index=replace(sparse_spec().index, top_k=5))
     assert "chooses 11 keys in every layer, one asks for 5" in backend.supports(
         other, dtype=torch.float32, block_size=BLOCK
     )

@@ -39,6 +39,22 @@ def dense_spec(spec: AttendSpec) -> AttendSpec:
     return spec if spec.index is None else replace(spec, index=None, unread_dim=spec.index.dim)
 
 
+def refusal(spec: AttendSpec) -> str | None:
+    """Why the layer is none of sparse attention over latents; None: it is."""
+    if spec.index is None or spec.value_start is None or spec.window or spec.softcap or spec.sinks_N is not None:
+        return "needs an indexer and latents, and no window, softcap or sinks"
+    return None
+
+
+def turn_index(x_TKI: Tensor, step: StepMetadata, spec: AttendSpec) -> Tensor:
+    """Rotated index queries or index keys [T, *, I] of the step's tokens."""
+    indexer = spec.index
+    assert indexer is not None
+    turn = _index_rotation(step, spec, indexer)
+    how = {"dim": indexer.rotary_dim, "interleaved": indexer.rotary_interleaved}
+    return x_TKI if turn is None else apply_rotary(x_TKI, *turn, **how)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseRow:
     """The queries of a row that attend to chosen keys: its last ones."""
@@ -126,8 +142,8 @@ class SparseAttention:
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        if spec.index is None or spec.value_start is None or spec.window or spec.softcap or spec.sinks_N is not None:
-            return "needs an indexer and latents, and no window, softcap or sinks"
+        if (reason := refusal(spec)) is not None or spec.index is None:
+            return reason
         if spec.index.top_k != self._top_k:
             return f"chooses {self._top_k} keys in every layer, one asks for {spec.index.top_k}"
         if (reason := self._chosen.refuses(spec.index)) is not None:
@@ -173,10 +189,9 @@ class SparseAttention:
     ) -> Tensor:
         step, indexer = self._step, spec.index
         assert step is not None and indexer is not None, "run() before plan()"
-        turn = _index_rotation(step, spec, indexer)
-        if index is not None and turn is not None:
+        if index is not None:
             key_TKI = k_TKH[..., -indexer.dim :]
-            key_TKI.copy_(apply_rotary(key_TKI, *turn, dim=indexer.rotary_dim, interleaved=indexer.rotary_interleaved))
+            key_TKI.copy_(turn_index(key_TKI, step, spec))
         pair = self._specs.get(id(spec))
         if pair is None:
             pair = self._specs[id(spec)] = (spec, dense_spec(spec))
@@ -192,10 +207,7 @@ class SparseAttention:
         k_SKH = queries.of(k_TKH)
         q_SKGH, _, _ = rotate_and_append(queries.of(q_TKGH), k_SKH, k_SKH, kv_cache[layer], queries.step, dense)
         if index is not None:
-            q_SIH = queries.of(index.q_TIH)
-            if (turn := _index_rotation(queries.step, spec, indexer)) is not None:
-                turned = {"dim": indexer.rotary_dim, "interleaved": indexer.rotary_interleaved}
-                q_SIH = apply_rotary(q_SIH, *turn, **turned)
+            q_SIH = turn_index(queries.of(index.q_TIH), queries.step, spec)
             self._chosen_SC = self._chosen.choose(q_SIH, queries.of(index.weights_TI), queries, pages, indexer)
         assert self._chosen_SC is not None, "a layer attends to an earlier layer's choice, and none has chosen"
         mixed_SX = self._chosen.attend(q_SKGH[:, 0], self._chosen_SC, queries, pages, spec=dense).flatten(1)

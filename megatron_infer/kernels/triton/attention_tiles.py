@@ -160,13 +160,13 @@ class Layer:
     """0: none."""
     lead: int = 0
     """Dims of a key before its value, which is a part of it; 0: keys and values are apart, of head_dim each."""
-    index: int = 0
-    """Dims of an index key after it."""
+    unread: int = 0
+    """Dims after it that queries do not have: an index key."""
 
     @property
     def key_width(self) -> int:
         """What the cache keeps of a token and head in one plane."""
-        return self.lead + self.head_dim + self.index
+        return self.lead + self.head_dim + self.unread
 
     def constexprs(self) -> dict[str, Any]:
         """Of decode_kernel and of prefill_kernel."""
@@ -190,8 +190,8 @@ class Layer:
         """From a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
         sizes, softcap = (spec.num_kv_heads, spec.group_size, spec.value_dim), spec.softcap or 0.0
-        lead, index = spec.value_start or 0, spec.head_dim - spec.query_dim
-        return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, index)
+        lead, unread = spec.value_start or 0, spec.head_dim - spec.query_dim
+        return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, unread)
 
 
 def precision(element_bytes: int) -> str:
