@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.model_shape import LOGIT_BYTES
-from megatron_infer.kernels.triton_scratch import decode_bytes, delta_bytes, draw_bytes, expert_bytes, scan_bytes
+from megatron_infer.kernels.triton_scratch import (
+    decode_bytes,
+    delta_bytes,
+    draw_bytes,
+    expert_bytes,
+    index_bytes,
+    scan_bytes,
+)
 
 if TYPE_CHECKING:
     from megatron_infer.config.model_shape import ModelShape
@@ -120,12 +127,14 @@ class GraphMemory:
         return logits + gathered + draw_bytes(shape.num_rows, self.model.vocab_size)
 
     def _attention(self, shape: GraphShape) -> int:
-        """Partial sums of decode rows; prefill rows have none."""
+        """Partial sums of decode rows (prefill rows have none), and scores of sparse attention."""
         model = self.model
         if not model.num_attention_layers:
             return 0
         group = model.num_query_heads // model.num_kv_heads
-        return decode_bytes(
+        is_sparse = model.latent is not None and model.latent.index_dim > 0
+        scores = index_bytes(shape.num_tokens, self.max_keys) if is_sparse else 0
+        return scores + decode_bytes(
             shape.num_decode,
             num_kv=model.num_kv_heads,
             group=group,

@@ -20,6 +20,8 @@ DECODE_PROGRAMS = 256
 """Most useful splits of one row, times kv heads: two programs for each multiprocessor of a large GPU."""
 LARGE_SHARED_KIB = 160
 """Least shared memory of a block for attention's large tiles; consumer cards have 99."""
+INDEX_ENTRIES = 1 << 24
+"""Scores of sparse attention in memory at once, of 8 bytes each."""
 SCAN_SEGMENT = 256
 """Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""
 
@@ -93,6 +95,16 @@ def decode_bytes(
     short = DECODE_CHUNK if is_latent else DECODE_CHUNK // DECODE_SHORT_PARTS
     splits = decode_splits(max_keys, max_decode_splits(num_kv), short=short)
     return 0 if splits == 1 else partial_bytes(num_rows * num_kv * group * splits, head_dim)
+
+
+def index_queries(max_keys: int) -> int:
+    """Queries whose scores by an indexer are in memory at once, of up to max_keys keys each."""
+    return max(1, INDEX_ENTRIES // max_keys)
+
+
+def index_bytes(num_tokens: int, max_keys: int) -> int:
+    """The scores of one layer of sparse attention. Example: 64 rows that may see 131,072 keys -> 64 MiB."""
+    return 8 * min(num_tokens, index_queries(max_keys)) * max_keys
 
 
 # ---------------------------------------------------------------------- scan

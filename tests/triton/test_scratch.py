@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
+from megatron_infer.config.model_shape import ExpertShape, LatentShape, ModelShape, StateShape
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import Column, DrawRoom
 from megatron_infer.kernels.experts import Addresses, ExpertChoice, ExpertWeights
@@ -81,18 +81,27 @@ def step_of(shape: GraphShape) -> StepMetadata:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["keys and values", "latents"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_takes_for_partial_sums_what_is_estimated(shape, monkeypatch):
+def test_attention_takes_for_partial_sums_what_is_estimated(shape, kind, monkeypatch):
     from megatron_infer.kernels.triton.attention import TritonPagedAttention
 
     backend = TritonPagedAttention(num_cores=132, shared_kib=227, arch=90)
     backend.plan(step_of(shape))
-    cache, spec = given(2, 2, 100, 16, 8, 128), AttendSpec(num_kv_heads=8, group_size=4, head_dim=128, scale=0.1)
-    q, k, v = given(shape.num_tokens, 8, 4, 128), *(given(shape.num_tokens, 8, 128) for _ in "kv")
+    model, planes, spec = MODEL, 2, AttendSpec(num_kv_heads=8, group_size=4, head_dim=128, scale=0.1)
+    if kind == "latents":
+        latent = LatentShape(rank=512, num_heads=32, key_dim=192, value_dim=128, rotary_dim=64)
+        model, planes = replace(MODEL, num_kv_heads=1, head_dim=576, latent=latent), 1
+        spec = AttendSpec(num_kv_heads=1, group_size=32, head_dim=576, scale=0.1, value_start=64)
+    cache = given(2, planes, 100, 16, spec.num_kv_heads, spec.head_dim)
+    q = given(shape.num_tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
+    k, v = (given(shape.num_tokens, spec.num_kv_heads, spec.head_dim) for _ in "kv")
     with Taken(monkeypatch) as taken:
         out = backend.run(q, k, v, cache, layer=0, spec=spec)
-    expected = decode_bytes(shape.num_decode, num_kv=8, group=4, head_dim=128, max_keys=MAX_KEYS)
-    assert taken.num_bytes - out.nbytes == expected == MEMORY._attention(shape)
+    sizes = {"num_kv": spec.num_kv_heads, "group": spec.group_size, "head_dim": spec.value_dim}
+    expected = decode_bytes(shape.num_decode, **sizes, max_keys=MAX_KEYS, is_latent=kind == "latents")
+    estimate = GraphMemory(model=model, max_keys=MAX_KEYS)
+    assert taken.num_bytes - out.nbytes == expected == estimate._attention(shape)
     assert bool(expected) == bool(shape.num_decode)
 
 

@@ -25,6 +25,15 @@ the probabilities where they are multiplied in 16 bits."""
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BLOCK_SIZES = (16, 64, 256)
 
+LATENT: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_dim": 576,
+    "rotary_dim": 64,
+    "value_start": 64,
+    "interleaved": True,
+}
+"""Latent attention in DeepSeek-V3's widths."""
+
 DECODE: list[Row] = [(1, 1), (1, 16), (1, 17), (1, 300), (1, 1500)]
 PREFILL: list[Row] = [(1, 1), (7, 7), (130, 130), (64, 260), (33, 1033), (5, 3000)]
 MIXED: list[Row] = [(1, 5), (1, 700), (40, 40), (1, 90), (129, 400)]
@@ -40,6 +49,7 @@ def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
     if ctx.rehearse:
         yield {"head_dim": 16, "group_size": 2, "num_kv_heads": 1, "rotary_dim": 8}
         yield {"head_dim": 16, "group_size": 1, "num_kv_heads": 1, "window": 5, "sinks": True}
+        yield LATENT | {"head_dim": 24, "rotary_dim": 8, "value_start": 8}
         return
     yield from ({"head_dim": dim, "rotary_dim": dim} for dim in HEAD_DIMS)
     yield from ({"block_size": size, "head_dim": 128} for size in BLOCK_SIZES)
@@ -49,6 +59,7 @@ def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
     yield {"sinks": True, "head_dim": 64}
     yield {"sinks": True, "window": 128, "group_size": 8, "rotary_dim": 64}
     yield {"rotary_dim": 32, "interleaved": True, "head_dim": 96}
+    yield from (LATENT | {"group_size": size} for size in (16, 40))
 
 
 def oracle(case: Case, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -118,7 +129,7 @@ def _compare(ctx: Context, compare: Comparison, case: Case, label: str) -> set[s
 
 @check(budget_s=100, what=ERROR)
 def attention_decode(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Paged decode attention equals its definition: head dims 64 to 256, blocks 16 to 256, GQA, windows, sinks."""
+    """Paged decode attention equals its definition: head dims 64 to 256, blocks 16 to 256, GQA, windows, latents."""
     rows = ctx.pick(DECODE, SMALL_DECODE)
     return _hold(ctx, compare, {"decode": (rows, len(rows))})
 

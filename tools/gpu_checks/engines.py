@@ -10,17 +10,26 @@ from typing import Any
 from unittest import mock
 
 import torch
+from model_kinds import LATENT, SPARSE
 
 from gpu_checks.context import Context
 from gpu_checks.registry import Unavailable
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
+from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
 VOCABULARY = 128
-KINDS = ("attention", "windows", "experts", "hybrid", "mamba")
-"""GQA with RoPE; sliding windows; MoE; Mamba, attention, MLP and experts in one stack; Mamba alone."""
+KINDS = ("attention", "windows", "experts", "hybrid", "mamba", "latent", "sparse", "delta")
+"""GQA with RoPE; sliding windows; MoE; Mamba, attention, MLP and experts in one stack; Mamba alone; latent attention;
+the same to chosen keys; gated delta nets."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "attention": {"kv_channels": 64},
+    "windows": {"kv_channels": 64, "window_size": (24, 0)},
+    "latent": LATENT,
+    "sparse": SPARSE,
+}
+"""Fields of the config of kinds that are built as `tiny_gpt`."""
 CPU = torch.device("cpu")
 Work = list[tuple[list[int], SamplingParams]]
 
@@ -59,7 +68,9 @@ def _drawn(kind: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Any:
     if kind == "experts":
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
         return tiny_gpt(moe_router_load_balancing_type="none", **experts, **settings)
-    return tiny_gpt(**({"window_size": (24, 0)} if kind == "windows" else {}), **({"kv_channels": 64} | settings))
+    if kind == "delta":
+        return tiny_delta(**settings)
+    return tiny_gpt(**SETTINGS[kind] | settings)
 
 
 def make_engine(model: Any, device: torch.device, **options: Any) -> DynamicInferenceEngine:

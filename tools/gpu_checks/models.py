@@ -60,9 +60,9 @@ def greedy(
     return {"near_ties": ties, "backends": tables}
 
 
-@check(budget_s=60)
+@check(budget_s=90)
 def greedy_tokens(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Greedy tokens of attention, windowed, MoE, hybrid and Mamba models in fp32 equal those of a CPU."""
+    """Greedy tokens of models of every kind in fp32 equal those of a CPU: windows, MoE, hybrid, latents, delta nets."""
     return greedy(ctx, compare, kinds=ctx.pick(KINDS, ("attention", "hybrid")))
 
 
@@ -93,7 +93,7 @@ def _prompt_logprobs(engine: Any, ctx: Context) -> list[torch.Tensor]:
     ]
 
 
-@check(budget_s=60, what="mean difference in nats")
+@check(budget_s=90, what="mean difference in nats")
 def bf16_logprobs(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """Log probabilities of given tokens in bf16 are near those of fp32 on a CPU."""
     means = {}
@@ -102,12 +102,12 @@ def bf16_logprobs(ctx: Context, compare: Comparison) -> dict[str, Any]:
         got = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.bfloat16, ctx.device), ctx.device), ctx))
         difference = (got - wanted).abs()
         means[kind] = {"mean": float(difference.mean()), "largest": float(difference.max())}
-        # Routers choose other experts near a tie: single tokens of such models may differ by much.
-        compare.add(kind, means[kind]["mean"], 0.15 if kind in ("experts", "hybrid") else 0.06)
+        # Routers and indexers choose otherwise near a tie: single tokens of such models may differ by much.
+        compare.add(kind, means[kind]["mean"], 0.15 if kind in ("experts", "hybrid", "sparse") else 0.06)
     return {"differences": means}
 
 
-@check(budget_s=60, what="difference in nats")
+@check(budget_s=90, what="difference in nats")
 def trainers_forward(ctx: Context, compare: Comparison) -> None:
     """Log probabilities equal those of megatron-core's own forward on the same device, in fp32."""
     for kind in ctx.pick(KINDS, ("attention", "hybrid")):

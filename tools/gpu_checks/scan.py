@@ -1,4 +1,4 @@
-"""Convolution and selective scan of Mamba-2 on every accelerated backend against the recurrence in float64."""
+"""Convolution and recurrence of Mamba-2 and delta nets on every accelerated backend against their definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from step_rows import CPU, Row
 from gpu_checks.context import Context, error_of
 from gpu_checks.registry import Comparison, check
 from megatron_infer.kernels import backend_candidates
-from megatron_infer.kernels.ssm import SsmSpec
+from megatron_infer.kernels.ssm import DeltaSpec, RecurrentSpec, SsmSpec
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 from megatron_infer.kernels.torch.ssm_torch import TorchScan
 
@@ -20,8 +20,13 @@ SPECS = (
     SsmSpec(num_heads=8, head_dim=64, state_dim=128, num_groups=1, conv_width=4),
     SsmSpec(num_heads=4, head_dim=64, state_dim=64, num_groups=2, conv_width=4, dt_min=0.001, dt_max=0.1),
     SsmSpec(num_heads=6, head_dim=32, state_dim=16, num_groups=2, conv_width=3),
+    DeltaSpec(num_heads=4, head_dim=128, state_dim=128, num_groups=2, conv_width=4),
+    DeltaSpec(num_heads=3, head_dim=80, state_dim=96, num_groups=1, conv_width=3),
 )
-SMALL = (SsmSpec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),)
+SMALL = (
+    SsmSpec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
+    DeltaSpec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
+)
 DECODE: list[Row] = [(1, 1), (1, 2), (1, 900), (1, 33), (1, 4)]
 LONG: list[Row] = [(1, 40), (8192, 8192), (700, 900), (512, 512), (3, 3)]
 """Many whole segments, some with a rest, none."""
@@ -32,7 +37,7 @@ ERROR = "error over the largest entry"
 def _hold(
     ctx: Context,
     compare: Comparison,
-    spec: SsmSpec,
+    spec: RecurrentSpec,
     rows: list[Row],
     num_decode: int,
     *,
@@ -52,7 +57,8 @@ def _hold(
         if backend.supports(spec, dtype=dtype, **dtypes) is not None:
             continue
         got, got_states = there.run(backend)
-        label = f"{backend.name} {dtype} states {dtypes['ssm_dtype']} {spec.head_dim}x{spec.state_dim} rows {len(rows)}"
+        kind = f"{'delta net' if spec.is_delta else 'scan'} {spec.head_dim}x{spec.state_dim}"
+        label = f"{backend.name} {kind} {dtype} states {dtypes['ssm_dtype']} rows {len(rows)}"
         compare.add(label, error_of(got, wanted), TOLERANCE[dtype])
         for name, part, reference, before in zip(
             ("conv state", "SSM state"), got_states, wanted_states, states, strict=True
@@ -88,8 +94,8 @@ def scan_mixed(ctx: Context, compare: Comparison) -> None:
 
 @check(budget_s=60, what=ERROR)
 def scan_long(ctx: Context, compare: Comparison) -> None:
-    """A prompt of 8k tokens, its segments side by side, equals torch's scan in fp32; so do states on the way."""
+    """A prompt of 8k tokens equals torch's scan or delta rule in fp32; so do states on the way."""
     rows, captures = ctx.pick(LONG, [(1, 9), (260, 270)]), ctx.pick([(1, 256), (1, 5000), (2, 699)], [(1, 256)])
-    for spec in ctx.pick(SPECS[:1], SMALL):
+    for spec in ctx.pick((SPECS[0], SPECS[3]), SMALL[:1]):
         for dtype in ctx.dtypes():
             _hold(ctx, compare, spec, rows, 1, dtype=dtype, captures=captures, oracle=TorchScan)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, IndexQueries, IndexSpec, StepMetadata
-from megatron_infer.kernels.torch.sparse_attention import MOST_ENTRIES, dense_spec, refusal, turn_index
+from megatron_infer.kernels.torch.sparse_attention import dense_spec, refusal, turn_index
 from megatron_infer.kernels.triton import attention, attention_decode
 from megatron_infer.kernels.triton.attention import TritonPagedAttention
 from megatron_infer.kernels.triton.attention_tiles import (
@@ -34,6 +34,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
 )
 from megatron_infer.kernels.triton.conv import rows_of_tokens
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
+from megatron_infer.kernels.triton_scratch import index_queries
 
 KEYS = 64
 """Keys of one program of the indexer."""
@@ -168,8 +169,9 @@ class TritonSparseAttention:
         places_TC = row_T.new_empty(num_tokens, indexer.top_k)
         given = q_TIH.contiguous(), weights_TI.contiguous(), keys
         constexprs = _constexprs(indexer, width=keys.shape[-1], block_size=size, element_bytes=q_TIH.element_size())
-        for first in range(0, num_tokens, max(1, MOST_ENTRIES // max_keys)):
-            some = slice(first, min(num_tokens, first + max(1, MOST_ENTRIES // max_keys)))
+        at_once = index_queries(max_keys)
+        for first in range(0, num_tokens, at_once):
+            some = slice(first, min(num_tokens, first + at_once))
             number_tP = step.positions_T.new_empty(some.stop - first, max_keys)
             launch(
                 index_scores, (some.stop - first, cdiv(max_keys, KEYS)),
