@@ -75,13 +75,15 @@ def test_models_of_the_newer_kinds_answer_the_same_with_replayed_triton_steps_an
     sizes = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 3}
     prompts = [[5, 6, 7] * 9, [8, 9], [3] * 14]
 
-    def answers(**settings):
+    def answers(*, ask=False, **settings):
         engine = DynamicInferenceEngine(model, InferenceConfig(**sizes, max_tokens=48, **settings))
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-        return [output.outputs[0].token_ids for output in engine.generate(prompts, params)], engine
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, return_index_choices=ask)
+        found = [output.outputs[0] for output in engine.generate(prompts, params)]
+        return [one.index_choices.tolist() if ask else one.token_ids for one in found], engine
 
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
     expected, _ = answers()
+    choices = answers(ask=True)[0] if kind == "sparse" else None
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
@@ -89,3 +91,8 @@ def test_models_of_the_newer_kinds_answer_the_same_with_replayed_triton_steps_an
     assert got == expected and len({str(one) for one in got}) == 3
     counts = inspect(engine).runner.graphs.pool.counts
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
+    if choices is not None:
+        got, engine = answers(ask=True, num_cuda_graphs=-1)
+        assert got == choices, "what indexers choose is returned by steps that run eagerly"
+        counts = inspect(engine).runner.graphs.pool.counts
+        assert counts.eager["index choices asked for"] == engine.stats().counters["steps"]

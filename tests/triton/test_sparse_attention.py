@@ -76,3 +76,16 @@ def test_steps_of_few_keys_attend_to_all_of_them_without_an_indexer(backend, dev
     for which, out in enumerate(outs):
         whole = torch.ones(LENGTHS[which], LENGTHS[which], dtype=torch.bool).tril()
         torch.testing.assert_close(out.double(), sequences.wanted(which, whole)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [TOP_K, max(LENGTHS)])
+def test_the_choice_of_a_step_is_ascending_positions_and_then_minus_one(backend, device, top_k):
+    sequences = Sequences(sparse_spec(top_k=top_k))
+    run_steps(backend, sequences, WHOLE, device=device)
+    found = backend.choice_of_step(max(LENGTHS)).cpu()
+    assert found.dtype is torch.int32 and found.shape[1] == top_k
+    for which, rows in enumerate(found.split([*LENGTHS, 2])[: len(LENGTHS)]):
+        for row, chosen in zip(rows.tolist(), sequences.wanted(which)[1], strict=True):
+            keys = chosen.nonzero()[:, 0].tolist()
+            assert row == keys + [-1] * (top_k - len(keys))
+    assert backend.choice_of_step(7).shape[1] == 7

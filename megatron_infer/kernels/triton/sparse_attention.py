@@ -107,6 +107,9 @@ class TritonSparseAttention:
         """The row of each token, -1 for padding tokens; None: no layer of the step has asked yet."""
         self._rows: tuple[StepMetadata, ...] = ()
         """Every query as a row of the keys chosen, by the last layer with an indexer: decode rows, other tokens."""
+        self._top_k = 0
+        self._chosen_TC: Tensor | None = None
+        """int32 positions of these keys, ascending, then others; None: every query attends to all keys."""
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
@@ -118,7 +121,7 @@ class TritonSparseAttention:
         return self._dense.supports(dense_spec(spec), dtype=dtype, block_size=block_size, kv_dtype=kv_dtype)
 
     def plan(self, step: StepMetadata) -> None:
-        self._step, self._row_T, self._rows = step, None, ()
+        self._step, self._row_T, self._rows, self._chosen_TC = step, None, (), None
         self._dense.plan(step)
 
     def run(
@@ -141,6 +144,7 @@ class TritonSparseAttention:
         if index is not None:
             key_TKI = k_TKH[..., -indexer.dim :]
             key_TKI.copy_(turn_index(key_TKI, step, spec))
+        self._top_k = indexer.top_k
         if step.max_kv_len <= indexer.top_k:
             return self._dense.run(q_TKGH, k_TKH, k_TKH, kv_cache, layer=layer, spec=spec)
         q_TKGH, keys, _ = self._dense.append(q_TKGH, k_TKH, k_TKH, kv_cache, layer=layer, spec=spec)
@@ -157,6 +161,13 @@ class TritonSparseAttention:
             first = some.stop
         return out_TX
 
+    def choice_of_step(self, most: int) -> Tensor:
+        step = self._step
+        assert step is not None and self._top_k, "choice_of_step() before run_sparse()"
+        column_C = torch.arange(min(self._top_k, most), dtype=torch.int32, device=step.positions_T.device)
+        chosen_TC = column_C if self._chosen_TC is None else self._chosen_TC[:, : len(column_C)]
+        return chosen_TC.where(column_C <= step.positions_T[:, None], -1)
+
     def _choose(
         self, step: StepMetadata, q_TIH: Tensor, weights_TI: Tensor, keys: Tensor, indexer: IndexSpec
     ) -> tuple[StepMetadata, ...]:
@@ -166,7 +177,7 @@ class TritonSparseAttention:
             self._row_T = rows_of_tokens(step.cu_q_R1, num_tokens)
         row_T = self._row_T
         line_T = step.table_row_R.index_select(0, row_T.clamp(min=0)).long() * step.block_table.shape[1]
-        places_TC = row_T.new_empty(num_tokens, indexer.top_k)
+        places_TC, self._chosen_TC = (row_T.new_empty(num_tokens, indexer.top_k) for _ in range(2))
         given = q_TIH.contiguous(), weights_TI.contiguous(), keys
         constexprs = _constexprs(indexer, width=keys.shape[-1], block_size=size, element_bytes=q_TIH.element_size())
         at_once = index_queries(max_keys)
@@ -181,8 +192,9 @@ class TritonSparseAttention:
             )  # fmt: skip
             top_tC = number_tP.topk(indexer.top_k, sorted=False).values
             at_tC = (LOWER_HALF - (top_tC & LOWER_HALF)).sort().values.clamp_(max=max_keys - 1)  # unseen ones are last
+            self._chosen_TC[some] = at_tC
             block_tC = torch.take(step.block_table, line_T[some, None] + at_tC // size)
-            places_TC[some] = (block_tC * size + at_tC % size).to(torch.int32)
+            places_TC[some] = block_tC * size + at_tC % size
         kv_len_T = (step.positions_T + 1).clamp_(max=indexer.top_k).masked_fill_(row_T < 0, 0).to(torch.int32)
         line_T = torch.arange(num_tokens, dtype=torch.int32, device=row_T.device)
         parts = slice(0, step.num_decode), slice(step.num_decode, num_tokens)

@@ -23,7 +23,7 @@ from megatron_infer.runner.batch import EMPTY_PLAN, Batch, BatchBuilder
 from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.runner.padded_steps import PaddedOutput
-from megatron_infer.runner.routing import asks_routing
+from megatron_infer.runner.routing import asks_index_choices, asks_routing
 from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput
 from megatron_infer.scheduler.step_plan import StepPlan
 
@@ -198,6 +198,8 @@ class StepGraphs:
             return None, "drafts to verify"
         if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
+        if asks_index_choices(plan):
+            return None, "index choices asked for"
         adapted = has_adapters(plan)
         if adapted and not self._has_adapters:
             return None, "adapters"
