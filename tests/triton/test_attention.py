@@ -261,6 +261,8 @@ def one_row(case: Case, row: int) -> Case:
         table_row_R=torch.from_numpy(table_row),
         positions_T=meta.positions_T[tokens],
         kv_pos_T=meta.kv_pos_T[tokens],
+        cos_TR=None if meta.cos_TR is None else meta.cos_TR[tokens],
+        sin_TR=None if meta.sin_TR is None else meta.sin_TR[tokens],
         max_q_len=0,
         max_kv_len=0,
     )

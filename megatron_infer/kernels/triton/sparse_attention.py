@@ -36,8 +36,8 @@ from megatron_infer.kernels.triton.conv import rows_of_tokens
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
 from megatron_infer.kernels.triton_scratch import index_queries
 
-KEYS = 64
-"""Keys of one program of the indexer."""
+KEYS = {2: 64, 4: 16}
+"""Bytes of an element -> keys of one program of the indexer; more in fp32 do not fit its registers."""
 UNSEEN = tl.constexpr(-(1 << 63))
 LOWER_HALF = (1 << 32) - 1
 
@@ -185,7 +185,7 @@ class TritonSparseAttention:
             some = slice(first, min(num_tokens, first + at_once))
             number_tP = step.positions_T.new_empty(some.stop - first, max_keys)
             launch(
-                index_scores, (some.stop - first, cdiv(max_keys, KEYS)),
+                index_scores, (some.stop - first, cdiv(max_keys, constexprs["BLOCK_N"])),
                 *given, number_tP, row_T, step.positions_T, step.table_row_R, step.block_table,
                 given[0].stride(0), given[1].stride(0), step.block_table.stride(0), first, max_keys,
                 **constexprs, num_warps=4, num_stages=1,
@@ -219,7 +219,7 @@ def _constexprs(indexer: IndexSpec, *, width: int, block_size: int, element_byte
         "HEAD_PAD": padded(indexer.dim),
         "KEY_WIDTH": width,
         "BLOCK_SIZE": block_size,
-        "BLOCK_N": KEYS,
+        "BLOCK_N": KEYS[element_bytes],
         "RELU": indexer.relu,
         "PRECISION": precision(element_bytes),
     }
