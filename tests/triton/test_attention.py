@@ -249,7 +249,7 @@ def one_row(case: Case, row: int) -> Case:
         meta,
         num_tokens=int(q_len[0]),
         num_rows=1,
-        num_decode=min(meta.num_decode, 1),
+        num_decode=int(row < meta.num_decode),
         q_len=q_len,
         kv_len=kv_len,
         cu_q=cu_q.numpy(),

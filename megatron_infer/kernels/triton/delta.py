@@ -224,7 +224,7 @@ def delta_walk(
     capture = row * 0
     kept = row * 0
     if CAPTURES:
-        while (capture < num_captures) & (tl.load(captures_ptr + 3 * capture) < row):
+        while tl.load(captures_ptr + 3 * capture, mask=capture < num_captures, other=row) < row:
             capture += 1
         kept = _capture_length(captures_ptr, capture, num_captures, row)
     for start in range(first, stop, CHUNK):

@@ -43,7 +43,7 @@ LOWER_HALF = (1 << 32) - 1
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "max_keys"], do_not_specialize_on_alignment=["row", "kv_pos", "table_row"]
+    do_not_specialize=["first_token", "max_keys"], do_not_specialize_on_alignment=["row", "positions", "table_row"]
 )
 def index_scores(
     q, weights, k_cache, out, row, positions, table_row, block_table,
