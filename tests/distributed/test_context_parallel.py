@@ -55,10 +55,12 @@ def close(session: Any) -> None:
         group.lockstep.close()
 
 
-def differentiated(model: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Scores, and their gradients averaged over the ranks."""
+def differentiated(model: Any) -> tuple[list[list[int]], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Drawn tokens, scores, and the scores' gradients averaged over the ranks."""
     session = make_session(model, settings={"max_sequence_length": 13})
     sequences = sequences_of(LENGTHS)
+    with session.generating() as roll:
+        groups = roll.generate(sequences_of([7, 3, 2]), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     with session.training():
         scores = session.score(sequences, grad=True, start=[1, 4, 1, 2, 1], micro_batch_tokens=26)
         (torch.cat(scores).square().sum() / 100).backward()
@@ -67,12 +69,13 @@ def differentiated(model: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tens
             torch.distributed.all_reduce(parameter.grad)
             parameter.grad /= 2
     close(session)
-    return [score.detach() for score in scores], gradients(model)
+    return [group.samples[0].token_ids for group in groups], [score.detach() for score in scores], gradients(model)
 
 
 def on_kinds(rank: int, size: int, folder: Path) -> None:
     for name, settings in KINDS.items():
-        (scores, grads), (whole_scores, whole_grads) = over_both(differentiated, **settings)
+        (drawn, scores, grads), (whole_drawn, whole_scores, whole_grads) = over_both(differentiated, **settings)
+        assert drawn == whole_drawn, name
         for got, want in zip(scores, whole_scores, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         assert_equal(grads, whole_grads, tolerance=1e-5)
