@@ -157,7 +157,7 @@ class LockstepError(InferenceError, RuntimeError):
 
 
 class PromptsDiffer(LockstepError):
-    """A rank of an engine was given other prompts or sampling parameters than its rank 0. The engine goes on."""
+    """Ranks share the prompts of an iterator that turned out not to be the same on each. The engine goes on."""
 
 
 class RankFailure(InferenceError, RuntimeError):

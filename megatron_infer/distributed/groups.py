@@ -38,6 +38,8 @@ class ParallelGroups:
     dp: ProcessGroup | None = None
     cp: ProcessGroup | None = None
     """Ranks of equal weights that divide a training sequence; each generates by itself."""
+    data: ProcessGroup | None = None
+    """Ranks to which a trainer gives different data."""
     engine: ProcessGroup | None = None
     """All ranks of this replica: tensor, pipeline and expert parallel together."""
     inner: tuple[ProcessGroup, ...] = field(default=(), repr=False)
@@ -55,6 +57,7 @@ class ParallelGroups:
     dp_size = property(lambda self: _size(self.dp))
     cp_rank = property(lambda self: _rank(self.cp))
     cp_size = property(lambda self: _size(self.cp))
+    data_rank = property(lambda self: _rank(self.data))
     engine_rank = property(lambda self: _rank(self.engine))
     engine_size = property(lambda self: _size(self.engine))
 
@@ -105,7 +108,8 @@ class ParallelGroups:
         if own_requests:
             replicas = found["dp"] or found["ep"]
         parts = {name: found[name] for name in ("tp", "pp", "ep", "cp")}
-        return cls(**parts, dp=replicas, engine=engine, inner=inner, own_requests=own_requests)
+        data = found["dp"] or (found["ep"] if found["cp"] is None else None)
+        return cls(**parts, dp=replicas, data=data, engine=engine, inner=inner, own_requests=own_requests)
 
     def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""

@@ -1,6 +1,6 @@
 """The ranks of one engine in lockstep: each call that all of them make begins with a round over the leader (rank 0).
 
-    other ranks --report: call, flag, digest, text--> leader --answer, the same for all--> other ranks
+    other ranks --report: call, flag, digest, text, commands--> leader --answer, the same for all--> other ranks
 
 One round trip per step. No tensor and no process group is involved.
 """
@@ -39,12 +39,15 @@ class Meeting(NamedTuple):
     call: str
     """The call that the leader makes."""
     commands: list[dict[str, Any]]
+    """The leader's, then those of the other ranks by rank, each with its "rank"."""
     arguments: Any
     """Arguments of the leader's call."""
     flag: bool
     """Whether any rank raised its flag."""
     texts: list[str]
-    """The text of each rank, by rank."""
+    """The text of each rank, by rank; "" of a rank that follows."""
+    wants_steps: bool
+    """Whether any rank other than the leader wants the leader to go on with steps."""
 
 
 class _RoundReport(NamedTuple):
@@ -58,6 +61,11 @@ class _RoundReport(NamedTuple):
     failed: bool = False
     other_prompts: str = ""
     """See `Lockstep.meet`."""
+    commands: Sequence[dict[str, Any]] = ()
+    """Those of a rank other than the leader."""
+    wants_steps: bool = False
+    trouble: str = ""
+    """See `Lockstep.trouble`."""
 
 
 class LocalLockstep:
@@ -66,7 +74,7 @@ class LocalLockstep:
     rank, size, is_leader = 0, 1, True
 
     def __init__(self) -> None:
-        self.phase = "start"
+        self.phase, self.trouble = "start", ""
 
     def close(self) -> None:
         """No other rank waits for this one."""
@@ -74,7 +82,7 @@ class LocalLockstep:
     def meet(
         self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, text: str = "", **_: Any
     ) -> Meeting:
-        return Meeting(call, commands or [], arguments, flag, [text])
+        return Meeting(call, commands or [], arguments, flag, [text], False)
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
         return flag
@@ -116,6 +124,8 @@ class Lockstep:
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self.phase = "start"
         """What the engine is doing, for error messages here and on the other ranks."""
+        self.trouble = ""
+        """Why this rank may leave the calls that the others make; the error of ranks in different calls has it."""
         self._links, self._patient = links, patient
         phase = _PhaseOf(self)
         self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
@@ -142,21 +152,33 @@ class Lockstep:
         compare: bool = True,
         other_prompts: str = "",
         text: str = "",
+        wants_steps: bool = False,
     ) -> Meeting:
-        """Every rank calls it at the same place -> the leader's commands and arguments, and whether any raised `flag`.
+        """Every rank calls it at the same place -> all ranks' commands and texts, the leader's arguments, and whether
+        any raised `flag`.
 
         `follow()` fits every call. Raises LockstepError, on all ranks, when they are in different calls or pass
         different arguments; RankFailure when a rank does not come. compare: False where only the leader has arguments.
         other_prompts: how the prompts that this rank was given differ from the leader's; then all ranks raise
-        PromptsDiffer in place of the call.
+        PromptsDiffer in place of the call. wants_steps: see `Meeting`.
         """
         digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
-        report = _RoundReport(call, flag, digest, text=text, other_prompts=other_prompts)
+        own = [] if self.is_leader else commands or []
+        report = _RoundReport(
+            call, flag, digest, text, other_prompts=other_prompts, commands=own, wants_steps=wants_steps
+        )
         answer = self._round(report, content, patient=call == FOLLOW)
         if "commands" not in answer:  # a round that is no call, which `follow()` does not take part in
             raise LockstepError(f"rank 0 is in {answer['call']} where this rank follows its calls")
-        return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"], answer["texts"])
+        return Meeting(
+            answer["call"],
+            answer["commands"],
+            answer["arguments"],
+            answer["flag"],
+            answer["texts"],
+            answer["wants steps"],
+        )
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
         """Whether `flag` is set on any rank."""
@@ -253,6 +275,7 @@ class Lockstep:
     ) -> dict[str, Any]:
         """alone: raised if a rank does not come within ALONE_S; None: it has the usual time and is named as failed."""
         self._check_broken()
+        mine = mine._replace(trouble=self.trouble)
         try:
             answer = self._lead(mine, content, alone) if self.is_leader else self._report(mine, patient, alone)
         except RankFailure as failure:
@@ -359,7 +382,8 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
         if FAILED_STEP in calls:
             rank, report = next((rank, report) for rank, report in named if report.call == FAILED_STEP)
             return {"lost": [rank, json.loads(report.text)[0]]}
-        return {"differ": "ranks are in different calls: " + ", ".join(f"rank {r}: {p.call}" for r, p in named)}
+        where = (f"rank {rank}: {report.call}{report.trouble and f' ({report.trouble})'}" for rank, report in named)
+        return {"differ": f"ranks are in different calls: {', '.join(where)}"}
     if len({report.digest for _, report in named}) > 1:
         others = [str(rank) for rank, report in named if report.digest != reports[0].digest]
         call = reports[0].call
@@ -372,7 +396,14 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
         "texts": [report.text for report in reports],
         "failed": [(rank, report.text) for rank, report in named if report.failed],
     }
-    return answer | (content or {})
+    if content is None:
+        return answer
+    others = [command | {"rank": rank} for rank, report in enumerate(reports) for command in report.commands]
+    return answer | {
+        "commands": content["commands"] + others,
+        "arguments": content["arguments"],
+        "wants steps": any(report.wants_steps for report in reports),
+    }
 
 
 def digest_of(value: Any) -> str:

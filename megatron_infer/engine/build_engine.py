@@ -174,12 +174,14 @@ def build_engine(
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, **drafting)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
-    intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
+    rank = rank_group.lockstep.rank if rank_group.groups.shares_requests else 0
+    intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox, rank)
     relay = CommandRelay(
         rank_group,
         outbox,
         loop,
         queue=intake.queue,
+        submit=intake.submit,
         set_costs=scheduler.set_costs,
         release=scheduler.queue.release,
         set_step_costs=scheduler.set_step_costs,

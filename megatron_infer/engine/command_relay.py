@@ -1,6 +1,7 @@
-"""How all ranks of one engine execute the same commands: the leader collects them, the others get them with a call.
+"""How all ranks of one engine execute the same commands: each collects its own, all get them with a call.
 
     leader: add_request(), abort() --Outbox--> next call of all ranks (step(), suspend(), ...) --> other ranks, in order
+    other ranks: submit(), abort_later() --Outbox, report of that call--> all ranks, after the leader's, rank by rank
 
 In an engine of one process the outbox collects nothing and every call is this process's own (see LocalLockstep).
 """
@@ -8,7 +9,7 @@ In an engine of one process the outbox collects nothing and every call is this p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -18,16 +19,21 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.lockstep import FOLLOW, Meeting
 from megatron_infer.distributed.rank_group import RankGroup
-from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of
+from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of, report_of, sources_of
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError
+from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.step_costs import StepCosts
 
 DISMISS = "dismiss()"
 LOOK = "a look at the weights"
 ROLLOUT = "rollout()"
-"""The leader sends finished rollout groups, or ends a rollout: see rl.multi_rank."""
+"""A round of ranks that roll out, see rl.multi_rank: commands arrive, or the leader ends its call."""
+PROMPTS = "prompts()"
+"""The first round of a call with prompts: every rank reports its own, see `given_prompts`."""
+LEADERS = ("price", "release", "step price")
+"""Commands that the leader executes with the other ranks."""
 
 
 class StepStart(NamedTuple):
@@ -44,24 +50,42 @@ class StepStart(NamedTuple):
 
 
 class Outbox:
-    """Commands that the leader has executed and the other ranks have not. Other ranks collect nothing."""
+    """Commands that not all ranks have executed yet: the leader has executed its own, the other ranks have not."""
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self._is_used = groups.is_leader and groups.shares_requests
+        self._is_used = groups.shares_requests
         self.commands: list[dict[str, Any]] = []
 
     def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: Any) -> None:
         if self._is_used:
             self._pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
 
-    def read(self, prompts: Any, params: Params, *, is_all: bool) -> None:
-        """The leader's caller has given these prompts, which the other ranks compare with their own."""
+    def read(self, prompt: Any, params: Params) -> None:
+        """The caller has given this prompt, which the ranks that share it compare with their own."""
         if self._is_used:
-            self._pass_on("read", digests=list(digests_of(prompts, params)), is_all=is_all)
+            self._pass_on("read", digest=next(digests_of([prompt], params)))
 
     def abort(self, request_id: str) -> None:
         if self._is_used:
             self._pass_on("abort", id=request_id)
+
+    def deliver(self, to: Collection[int], groups: list[Any], **end: Any) -> None:
+        """Finished rollout groups for other ranks, see rl.multi_rank."""
+        self._pass_on("groups", to=sorted(to), groups=groups, **end)
+
+    def address(self, to: Collection[int]) -> None:
+        """These ranks share the request that was added last."""
+        self.commands[-1]["to"] = sorted(to)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Whether a request was still here; it is queued nowhere then."""
+        before = self.commands
+        self.commands = [one for one in before if one["kind"] != "add" or one["id"] != request_id]
+        return len(self.commands) < len(before)
+
+    @property
+    def has_aborts(self) -> bool:
+        return any(command["kind"] == "abort" for command in self.commands)
 
     def set_costs(self, costs: CostModel) -> None:
         """New prices of evictions, which the leader takes with the other ranks."""
@@ -80,9 +104,10 @@ class Outbox:
 
 
 class CommandRelay:
-    """One rank's part. The leader executes a command at once and passes it on with the next call that all ranks make;
-    the others execute it then, in order, before the call. Nothing is scheduled in between, so that all ranks schedule
-    from the same state.
+    """One rank's part. The leader executes its command at once and passes it on with the next call that all ranks
+    make; the others execute it then, before the call. Commands of the others are executed in that call, on all ranks,
+    after the leader's and in the order of the ranks. Nothing is scheduled in between, so that all ranks schedule from
+    the same state.
     """
 
     def __init__(
@@ -92,31 +117,47 @@ class CommandRelay:
         loop: StepLoop,
         *,
         queue: Callable[..., str],
+        submit: Callable[..., None],
         set_costs: Callable[[CostModel], None],
         release: Callable[[int], None],
         set_step_costs: Callable[[StepCosts], None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
+        submit(id, text, token ids, params, salt): puts one of another rank into the outbox.
         set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_step_costs:
         takes new costs of steps."""
         self.is_leader = rank_group.groups.is_leader
         self.own_requests = rank_group.groups.own_requests
         """Each rank is the leader of its own requests: calls of all ranks pass none on."""
+        self.size = rank_group.size if rank_group.groups.shares_requests else 1
+        """Ranks that share their requests."""
+        self.rank = rank_group.lockstep.rank if self.size > 1 else 0
+        """This one among them."""
         self._lockstep, self._outbox, self._loop, self._queue = rank_group.lockstep, outbox, loop, queue
+        self._submit, self._data_rank = submit, rank_group.groups.data_rank
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
             "read": self._compare,
-            "abort": lambda given: loop.abort(given["id"]),
+            "abort": self._abort,
+            "groups": self._receive,
             "price": lambda given: set_costs(CostModel(**given["costs"])),
             "release": lambda given: release(given["arrival"]),
             "step price": lambda given: set_step_costs(StepCosts(**given["costs"])),
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""
-        self._own: GivenPrompts | None = None
-        """On ranks other than the leader: the prompts of the call in progress."""
+        self._own: tuple[int, GivenPrompts] | None = None
+        """The source of the call in progress, and the prompts that this rank compares with the source's."""
         self._other_prompts = ""
-        """How they differ from the leader's, until the other ranks have it."""
+        """How they differ, until the other ranks have it."""
+        self.addressed: set[str] = set()
+        """Ids of requests of other ranks that these share with this one."""
+        self.received: list[dict[str, Any]] = []
+        """Rollout groups that other ranks have sent to this one, until they are taken."""
+        self.wants_steps = False
+        """Reported with each call that this rank follows: the leader is to go on with steps."""
+        self.others_want_steps = False
+        """Whether any rank other than the leader did so, in the latest call."""
 
     def require_leader(self, call: str) -> None:
         """Raise NotLeader unless this is the rank that takes requests."""
@@ -137,7 +178,7 @@ class CommandRelay:
     def meet(
         self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True, text: str = ""
     ) -> Meeting:
-        """Begin a call together with all ranks; the leader's commands have been executed here when it returns.
+        """Begin a call together with all ranks; all ranks' commands have been executed here when it returns.
 
         flag, text: see `Lockstep.meet`. compare: False where the arguments of the other ranks do not count.
         """
@@ -195,10 +236,10 @@ class CommandRelay:
         return StepStart(changed, among, have_work, has_ended)
 
     @contextmanager
-    def comparing(self, own: GivenPrompts | None) -> Iterator[None]:
-        """Around a call that every rank makes with prompts: where the leader reads others than `own`, PromptsDiffer is
+    def comparing(self, source: int, own: GivenPrompts) -> Iterator[None]:
+        """Around a call that shares the prompts of rank `source`: where that reads others than `own`, PromptsDiffer is
         raised on all ranks by their next call, or on this one at the end of the body."""
-        before, self._own = self._own, own
+        before, self._own = self._own, (source, own)
         try:
             yield
             if complaint := self._complaint():
@@ -206,28 +247,68 @@ class CommandRelay:
         finally:
             self._own, self._other_prompts = before, ""
 
-    def read(self, prompts: Any, params: Params, *, is_all: bool) -> None:
-        """On the leader: these are the next prompts of a call that every rank makes. is_all: no others follow."""
-        self._outbox.read(prompts, params, is_all=is_all)
+    def read(self, prompt: Any, params: Params) -> None:
+        """This is the next prompt that this rank's call reads."""
+        self._outbox.read(prompt, params)
 
-    def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
-        """Queue the leader's prompts on every rank -> their ids; a refusal of the leader is raised on all."""
-        if self.own_requests:
-            return take_in()
+    def exchange(self, read: Callable[[], Any], params: Params) -> tuple[list[int | None], Any]:
+        """The first round of a call with prompts -> (`sources_of` all ranks, what `read` gave on this one).
+
+        read: this rank's prompts, None for none. Its error is raised after the round.
+        """
+        if self.size == 1:
+            return [0], read()
+        failure: Exception | None = None
+        try:
+            given = read()
+            report = report_of(self._data_rank, given, params)
+        except Exception as error:  # the other ranks wait for this one, whatever is wrong with the prompts
+            failure, given, report = error, [], report_of(self._data_rank, [], None)
+        sources = sources_of(self.meet(PROMPTS, text=report, compare=False).texts)
+        if failure is not None:
+            raise failure
+        return sources, given
+
+    def take_in(
+        self, take_in: Callable[[], list[str]], source: int | None
+    ) -> tuple[list[dict[str, Any]], Exception | None]:
+        """Queue the prompts of every source on all ranks -> (by rank {"ids": ...}, or {"refused": why none is queued};
+        this rank's refusal).
+
+        take_in: queues this rank's prompts.
+        """
         mine: dict[str, Any] = {}
         refusal: Exception | None = None
-        if self.is_leader:
+        if source == self.rank:
             try:
                 mine = {"ids": take_in()}
             except Exception as error:  # the other ranks wait for this one, whatever is wrong with the prompts
                 refusal, mine = error, {"refused": f"{type(error).__name__}: {error}"}
-        given = self.meet("generate()", mine, compare=False).arguments
-        if refusal is not None:
-            raise refusal
-        if "refused" in given:
-            raise RequestError(f"rank 0 refused the prompts: {given['refused']}")
-        ids: list[str] = given["ids"]
-        return ids
+        if self.own_requests:
+            return [mine], refusal
+        texts = self.meet("generate()", text=json.dumps(mine), compare=False).texts
+        return [json.loads(text or "{}") for text in texts], refusal
+
+    def submit(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str) -> None:
+        """On ranks other than the leader: a request of this rank's, which all ranks queue with the next call."""
+        self._submit(request_id, None, ids, params, salt)
+
+    def abort_later(self, request_id: str) -> RequestOutput | None:
+        """On ranks other than the leader: all ranks end a request with the next call -> what it has so far; None: it
+        was not queued yet."""
+        state = self._loop.output_processor.get(request_id)
+        if self._outbox.withdraw(request_id) or state is None:
+            return None
+        self._outbox.abort(request_id)
+        return state.output()
+
+    def address(self, to: Collection[int]) -> None:
+        """These ranks share the request that this rank has added last."""
+        self._outbox.address(to)
+
+    def deliver(self, to: Collection[int], groups: list[Any], **end: Any) -> None:
+        """Send finished rollout groups to other ranks with the next call, see rl.multi_rank."""
+        self._outbox.deliver(to, groups, **end)
 
     def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
         """Take part in the leader's `calls` until it calls `until` -> the arguments of `until`.
@@ -235,43 +316,65 @@ class CommandRelay:
         An error of a call that is raised on the leader too is ignored here: the leader handles it.
         """
         while True:
-            self._lockstep.phase = FOLLOW
             try:
-                met = self._lockstep.meet(FOLLOW, flag=self._weights_moved(), other_prompts=self._complaint())
+                met = self.follow_once(calls, until=until)
             except PromptsDiffer:  # the leader raises it, and ends what it was about to do with the other ranks
                 continue
             if met.call == until:
-                self._execute(met)
                 return met.arguments
-            if met.call not in calls:
-                raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
-            self._met = met
-            try:
-                calls[met.call](met.arguments)
-            except (LockstepError, RankFailure):
-                raise
-            except (ValueError, RuntimeError):  # the leader has it as well: transitions fail on all ranks alike
-                continue
-            finally:
-                self._met = None
+
+    def follow_once(self, calls: Mapping[str, Callable[[Any], Any]], *, until: str) -> Meeting:
+        """Take part in the next of the leader's `calls`, as in `follow`."""
+        self._lockstep.phase = FOLLOW
+        met = self._lockstep.meet(
+            FOLLOW,
+            self._outbox.commands,
+            flag=self._weights_moved(),
+            other_prompts=self._complaint(),
+            wants_steps=self.wants_steps or self._outbox.has_aborts,
+        )
+        if met.call == until:
+            self._execute(met)
+            return met
+        if met.call not in calls:
+            raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
+        self._met = met
+        try:
+            calls[met.call](met.arguments)
+        except (LockstepError, RankFailure):
+            raise
+        except (ValueError, RuntimeError):  # the leader has it as well: transitions fail on all ranks alike
+            pass
+        finally:
+            self._met = None
+        return met
 
     def _weights_moved(self) -> bool:
         """Whether weights changed on this rank, as far as that matters before a step."""
         return not self._loop.was_idle and self._loop.weights_differ()
 
     def _add(self, given: dict[str, Any]) -> None:
+        if self._lockstep.rank in given.get("to", ()):
+            self.addressed.add(given["id"])
         params = SamplingParams.from_dict(given["params"])
         self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"], given["caller"])
 
+    def _abort(self, given: dict[str, Any]) -> None:
+        if "rank" not in given or given["id"] in self._loop.output_processor:  # else it has ended with others
+            self._loop.abort(given["id"])
+
+    def _receive(self, given: dict[str, Any]) -> None:
+        if self._lockstep.rank in given["to"]:
+            self.received.append(given)
+
     def _compare(self, given: dict[str, Any]) -> None:
-        found = "" if self._own is None else self._own.difference(given["digests"], is_all=given["is_all"])
+        source = given.get("rank", 0)
+        found = "" if self._own is None or self._own[0] != source else self._own[1].difference(given["digest"])
         if found and not self._other_prompts:
-            rank, size = self._lockstep.rank, self._lockstep.size
             self._other_prompts = (
-                f"rank {rank} was given other prompts than rank 0: {found}. The {size} ranks of an engine (tensor, "
-                "pipeline and expert parallel) serve one list, that of rank 0: give all of them the same prompts and "
-                "parameters, or none ([]) to the others. Prompts of every rank are gathered first "
-                "(torch.distributed.all_gather_object), and each rank takes its part of the outputs"
+                f"rank {self._lockstep.rank} shares the prompts of rank {source}, and was given others: {found}. Ranks "
+                "whose iterators begin alike share one, which has to be the same on each to its end; iterators of a "
+                "rank's own differ within the prompts that the first call begins with, or in their info"
             )
 
     def _complaint(self) -> str:
@@ -280,10 +383,12 @@ class CommandRelay:
         return complaint
 
     def _execute(self, met: Meeting) -> None:
+        self.others_want_steps = met.wants_steps
         self._outbox.commands = []
         for command in met.commands:
-            if not self.is_leader or command["kind"] in ("price", "release", "step price"):
+            if not self.is_leader or "rank" in command or command["kind"] in LEADERS:
                 self._commands[command["kind"]](command)
+        self._outbox.commands = []  # all ranks have executed what these commands have passed on
 
 
 def plain(value: Any) -> Any:

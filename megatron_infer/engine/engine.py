@@ -15,19 +15,18 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build_engine import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
-from megatron_infer.engine.command_relay import DISMISS, ROLLOUT, StepStart
+from megatron_infer.engine.command_relay import DISMISS, PROMPTS, ROLLOUT, StepStart
 from megatron_infer.engine.durable.snapshot import LoadReport
-from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
 from megatron_infer.engine.logits_hooks import LogitsHook
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
-from megatron_infer.engine.requests.input_processor import Prompt, TextCodec
+from megatron_infer.engine.requests.input_processor import Prompt, TextCodec, is_single_prompt
 from megatron_infer.engine.requests.request_state import StreamMode
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
-from megatron_infer.errors import WrongState
+from megatron_infer.errors import LockstepError, RankFailure, RequestError, WrongState
 from megatron_infer.models.lora.reader import PeftFields
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
@@ -202,16 +201,42 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
     ) -> list[RequestOutput]:
         """Run prompts to the end -> outputs in their order; all are checked before any is queued, and requests added
         before go on meanwhile. `on_output` is called as each of these finishes. If any fail, GenerationError has all
-        outputs; on_error "return": theirs have `error`. On every rank: with equal prompts (else PromptsDiffer) or none.
+        outputs; on_error "return": theirs have `error`. On every rank, which has the outputs of its own prompts; ranks
+        with equal prompts share them. A refusal of one rank's prompts is raised there once the others are done.
         """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
         try:
-            with self.relay.comparing(GivenPrompts(prompts, params)):
-                ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
-                return checked_outputs(_run_to_end(self, ids, on_output), on_error)
+            return checked_outputs(self._generate(prompts, params, on_output), on_error)
         finally:
             self.serve_others()
+
+    def _generate(
+        self, prompts: Any, params: Any, on_output: Callable[[RequestOutput], None] | None
+    ) -> list[RequestOutput]:
+        try:
+            sources, prompts = self.relay.exchange(partial(_read, prompts), params)
+        except (LockstepError, RankFailure):
+            raise
+        except Exception:  # these prompts cannot be read, and the other ranks generate
+            self._take_in_and_run(None, [], None, None)
+            raise
+        return self._take_in_and_run(sources[self.relay.rank], prompts, params, on_output)
+
+    def _take_in_and_run(
+        self, source: int | None, prompts: Any, params: Any, on_output: Callable[[RequestOutput], None] | None
+    ) -> list[RequestOutput]:
+        """The second round of `generate`, and its steps. source: None on a rank that only steps along."""
+        add_all = partial(self._intake.add_all, [] if prompts is None else prompts, params)
+        given, refusal = self.relay.take_in(add_all, source)
+        own = {} if source is None else given[source]
+        every = [name for one in given for name in one.get("ids", ())]
+        outputs = _run_to_end(self, every, own.get("ids", ()), on_output)
+        if refusal is not None:
+            raise refusal
+        if "refused" in own:
+            raise RequestError(f"rank {source} refused the prompts: {own['refused']}")
+        return outputs
 
     def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
         """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""
@@ -312,27 +337,39 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         return self.controls.acknowledge(request_ids)
 
 
+def _read(prompts: Any) -> Any:
+    """Prompts that can be read more than once."""
+    return prompts if prompts is None or is_single_prompt(prompts) else list(prompts)
+
+
 def _run_to_end(
-    engine: DynamicInferenceEngine, ids: Sequence[str], on_output: Callable[[RequestOutput], None] | None
+    engine: DynamicInferenceEngine,
+    ids: Sequence[str],
+    own: Sequence[str],
+    on_output: Callable[[RequestOutput], None] | None,
 ) -> list[RequestOutput]:
-    """Step until these requests have finished -> their outputs, in order. After an error they are aborted."""
-    place = {request_id: index for index, request_id in enumerate(ids)}
+    """Step until these requests of all ranks have finished -> the outputs of `own`, in order.
+
+    After an error they are aborted.
+    """
+    place = {request_id: index for index, request_id in enumerate(own)}
     results: list[RequestOutput | None] = [None] * len(place)
-    others: list[RequestOutput] = []
+    unfinished, others = set(ids), []
     try:
-        while place:
+        while unfinished:
             outputs = engine.step()
-            others += [output for output in outputs if output.request_id not in place]
+            others += [output for output in outputs if output.request_id not in unfinished]
             for output in outputs:
+                unfinished.discard(output.request_id)
                 if output.request_id in place:
-                    results[place.pop(output.request_id)] = output
+                    results[place[output.request_id]] = output
                     if on_output is not None:
                         on_output(output)
     finally:
         # After an interrupt nothing of this call is left behind, neither requests nor their outputs.
-        engine.loop.backlog = [out for out in others + engine.loop.backlog if out.request_id not in place]
-        for request_id in place:
-            if request_id in engine.output_processor and engine.relay.is_leader:
+        engine.loop.backlog = [out for out in others + engine.loop.backlog if out.request_id not in unfinished]
+        for request_id in ids:
+            if request_id in unfinished and request_id in engine.output_processor and engine.relay.is_leader:
                 engine.abort(request_id)
     return [output for output in results if output is not None]
 
@@ -351,6 +388,7 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
     methods["forget_reading()"] = adapters.forget
     return {call: partial(_follow, method) for call, method in methods.items()} | {
         "step()": engine.step,
-        "generate()": lambda given: engine.generate([], on_error="return"),
+        "generate()": lambda given: engine._take_in_and_run(None, [], None, None),
         ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),
+        PROMPTS: lambda given: engine.relay.meet(PROMPTS),
     }

@@ -1,7 +1,12 @@
-"""The prompts that callers give to the ranks of one engine, which serves those of its leader.
+"""The prompts that callers give to the ranks of one engine: which ranks share a list, and which have their own.
 
-leader        digests of the prompts that it reads  --Outbox, in a call that travels anyway-->  other ranks
-other ranks   read as many of their own and compare --report of their next call-->  PromptsDiffer on all ranks
+every rank   digest of its prompts --report of the call's first round--> all digests on all ranks --> one source a rank
+a source     queues its prompts for all ranks; its outputs go to the ranks whose source it is
+
+Iterators are compared by the prompts that a call begins with, and further on where ranks share them:
+
+source       digests of the prompts that it reads  --Outbox, in a call that travels anyway-->  its readers
+readers      read as many of their own and compare --report of their next call-->  PromptsDiffer on all ranks
 """
 
 from __future__ import annotations
@@ -17,30 +22,56 @@ from megatron_infer.engine.requests.input_processor import is_single_prompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+def report_of(data_rank: int, prompts: Any, params: Params) -> str:
+    """What a rank reports of the prompts of its call, for `sources_of`.
+
+    data_rank: equal for tensor- and pipeline-parallel ranks, to which trainers give the same data. prompts: None or
+    an empty list: the rank gives none.
+    """
+    given = None if prompts is None else list(digests_of(prompts, params))
+    return json.dumps([data_rank, given and hashlib.blake2b("".join(given).encode(), digest_size=8).hexdigest()])
+
+
+def sources_of(reports: Sequence[str]) -> list[int | None]:
+    """For each rank the rank whose prompts its call is served with; None for a rank that is not in the call.
+
+    Ranks with equal prompts have the first of them. A rank without prompts has what the first rank of its data rank
+    with prompts has; if there is none, an empty list is its own, and None stands for the prompts of rank 0.
+    """
+    given = {rank: json.loads(report) for rank, report in enumerate(reports) if report}
+    first: dict[str, int] = {}
+    found = {rank: first.setdefault(digest, rank) for rank, (_, digest) in given.items() if digest}
+    of_data: dict[int, int] = {}
+    for rank, source in found.items():
+        of_data.setdefault(given[rank][0], source)
+    for rank, (data_rank, digest) in given.items():
+        if not digest:
+            other = found.get(0, rank) if digest is None and 0 in given and given[0][1] else rank
+            found[rank] = of_data.get(data_rank, other)
+    return [found.get(rank) for rank in range(len(reports))]
+
+
 class GivenPrompts:
-    """The prompts of one caller on this rank, with their sampling parameters, read only as far as the leader reads."""
+    """Prompts of a caller that shares those of another rank, read as far as that rank reads its own."""
 
     def __init__(self, prompts: Any, params: Params) -> None:
         """prompts: one, or an iterable of them; None: no prompts. params: one for all, or one for each."""
         self._digests = digests_of(() if prompts is None else prompts, params)
         self._num_read = 0
 
-    def difference(self, leaders: Sequence[str], *, is_all: bool) -> str:
-        """What is not as the leader's next prompts; "" if nothing is, or if the caller has given no prompt at all.
+    def difference(self, expected: str) -> str:
+        """What is not as the source's next prompt; "" if nothing is, or if the caller has given no prompt at all.
 
-        leaders: their digests. is_all: the leader has no prompts after them.
+        expected: its digest.
         """
-        for digest in leaders:
-            own = next(self._digests, None)
-            if own is None and not self._num_read:
-                return ""
-            if own is None:
-                return f"prompt {self._num_read} is missing"
-            if own != digest:
-                return f"prompt {self._num_read}, or its sampling parameters, are others"
-            self._num_read += 1
-        if is_all and next(self._digests, None) is not None:
-            return f"prompt {self._num_read} is one that rank 0 does not have"
+        own = next(self._digests, None)
+        if own is None and not self._num_read:
+            return ""
+        if own is None:
+            return f"prompt {self._num_read} is missing"
+        if own != expected:
+            return f"prompt {self._num_read}, or its sampling parameters, are others"
+        self._num_read += 1
         return ""
 
 

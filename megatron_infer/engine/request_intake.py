@@ -34,9 +34,12 @@ class RequestIntake:
         loop: StepLoop,
         snapshots: SnapshotManager,
         outbox: Outbox,
+        rank: int,
     ) -> None:
+        """rank: this one's among those that share the engine's requests."""
         self._input, self._output, self._scheduler = input_processor, output_processor, scheduler
         self._loop, self._snapshots, self._outbox = loop, snapshots, outbox
+        self._rank = rank
 
     def add(
         self,
@@ -73,18 +76,31 @@ class RequestIntake:
     def add_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[str]:
-        """Queue all prompts or, when one cannot be served, none -> their ids."""
+        """Queue all prompts or, when one cannot be served, none -> their ids. Other ranks than the leader submit."""
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        self._outbox.read(batch, params, is_all=True)
         params_of = _params_for(batch, params)
         checked = [
             self._checked(prompt, one, index, len(batch))
             for index, (prompt, one) in enumerate(zip(batch, params_of, strict=True))
         ]
-        return [
-            self.queue(self._new_id(), text, ids, one, "final", salt_of(prompt))
-            for (text, ids), one, prompt in zip(checked, params_of, batch, strict=True)
-        ]
+        found = []
+        for (text, ids), one, prompt in zip(checked, params_of, batch, strict=True):
+            if self._rank == 0:
+                found.append(self.queue(self._new_id(), text, ids, one, "final", salt_of(prompt)))
+            else:
+                found.append(f"{self._rank}/{self._new_id()}")
+                self.submit(found[-1], text, ids, one, salt_of(prompt))
+        return found
+
+    def submit(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, salt: str) -> None:
+        """On ranks other than the leader: a request that all ranks queue with the next call.
+
+        The request is checked here. Its draws depend on this rank's requests alone.
+        """
+        if params.seed is None:
+            params = replace(params, seed=self._input.own_seed(self._rank))
+        self._input.build(request_id, ids, params, salt=salt)
+        self._outbox.add(request_id, text, ids, params, stream="final", salt=salt, caller=0)
 
     def queue(
         self,

@@ -24,8 +24,9 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.given_prompts import digests_of
 from megatron_infer.errors import ConfigError, OtherRankFailed, PromptsDiffer
 from megatron_infer.rl import sample_file
-from megatron_infer.rl.group_tracker import PREFIX, Budget
-from megatron_infer.rl.oversampling import RolloutShortage
+from megatron_infer.rl.group_tracker import Budget
+from megatron_infer.rl.multi_rank import Shares
+from megatron_infer.rl.oversampling import PromptFeed, RolloutShortage
 from megatron_infer.rl.prompts import as_batch, group_requests_of
 from megatron_infer.rl.rollout import Params, Progress, Rollout
 from megatron_infer.rl.samples import RolloutError, RolloutGroup, checked_groups
@@ -75,7 +76,8 @@ class ContextRollout(Rollout):
         self._over = ranks
         engines = sorted(set(self._leaders))
         self._index, self._size = engines.index(own), len(engines)
-        self.tracker.seeds = lambda: engine.input_processor.own_seed((self._index + 1) << 9)
+        number = ((self._index + 1) << 9) + self.ranks.rank
+        self.tracker.seeds = lambda: engine.input_processor.own_seed(number)
         self._begun_together: set[str] = set()
         """Unfinished groups that calls with divided prompts have left."""
 
@@ -91,11 +93,13 @@ class ContextRollout(Rollout):
         own, each = self._part_of(batch, params)
         yield from self.united(lambda: list(Rollout._groups(self, own, each, on_progress)))
 
-    async def _stream(self, prompts: Any, params: Params, on_progress: Progress | None) -> AsyncGenerator[RolloutGroup]:
+    async def _stream(
+        self, prompts: Any, params: Params, on_progress: Progress | None, *, carry: bool = True
+    ) -> AsyncGenerator[RolloutGroup]:
         run = self.thread.run
         batch = [] if prompts is None else as_batch(prompts)
         if not await run(lambda: self._are_equal(batch, params)):
-            async with aclosing(super()._stream(batch, params, on_progress)) as groups:
+            async with aclosing(super()._stream(batch, params, on_progress, carry=carry)) as groups:
                 async for group in groups:
                     yield self._numbered(group)
             return
@@ -104,7 +108,7 @@ class ContextRollout(Rollout):
         failure: BaseException | None = None
         before = set(self.tracker.unfinished)
         try:
-            async for group in super()._stream(own, each, on_progress):
+            async for group in super()._stream(own, each, on_progress, carry=carry):
                 found.append(group)
         except BaseException as error:
             failure = error
@@ -143,6 +147,10 @@ class ContextRollout(Rollout):
                 f"multiple of {self._size}"
             )
         return groups // self._size
+
+    def shares_of(self, feed: PromptFeed, count: int) -> Shares:
+        """Ranks of an engine share its prompts, which are compared as they are read."""
+        return self.ranks.exchange(lambda: [[]], None)[0]
 
     def require_one_engine(self, call: str) -> None:
         raise ConfigError(
@@ -203,8 +211,8 @@ class ContextRollout(Rollout):
 
     def _numbered(self, group: RolloutGroup) -> RolloutGroup:
         """With an id that no other engine gives."""
-        number = int(group.group_id.removeprefix(PREFIX)) * self._size + self._index
-        group.group_id = f"{PREFIX}{number}"
+        source, _, number = group.group_id.rpartition("/")
+        group.group_id = f"{source}/{int(number) * self._size + self._index}"
         return group
 
     # ------------------------------------------------------------------ exchange
@@ -263,7 +271,7 @@ class ContextRollout(Rollout):
             groups += others
             if self.ranks.is_leader:
                 self.ranks.delivered(others)
-        groups.sort(key=lambda group: int(group.group_id.removeprefix(PREFIX)))
+        groups.sort(key=lambda group: int(group.group_id.rpartition("/")[2]))
         shortages = [part["short"] for part in parts if part["short"] is not None]
         if shortages:
             raise RolloutShortage(wanted, groups, sum(shortages))

@@ -18,12 +18,9 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.rl.multi_rank import RolloutRanks, Shares
 from megatron_infer.rl.prompts import GroupRequest
-from megatron_infer.rl.samples import RolloutGroup, group_of
-from megatron_infer.rl.stats import RolloutStats, stats_of
-
-PREFIX = "rollout/"
-"""Begins the ids of the engine's requests that are groups."""
+from megatron_infer.rl.samples import RolloutGroup, RolloutSample, group_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +44,39 @@ class Budget:
 class PendingGroup:
     id: str
     index: int
-    info: dict[str, Any]
+    request: GroupRequest
     begun_version: int
     tokens_before: int = 0
     """Tokens drawn before the call that waits for it began."""
 
-    def group(self, output: RequestOutput) -> RolloutGroup:
-        return group_of(output, index=self.index, info=self.info, begun_version=self.begun_version)
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.request.info
+
+    def group(self, output: RequestOutput | None) -> RolloutGroup:
+        """output: None for one that was aborted before the engine had it."""
+        info = self.info
+        if output is not None:
+            return group_of(output, index=self.index, info=info, begun_version=self.begun_version)
+        ids = list(self.request.ids)
+        none = [
+            RolloutSample(prompt_ids=ids, token_ids=[], finish_reason="abort") for _ in range(self.request.params.n)
+        ]
+        return RolloutGroup(
+            group_id=self.id,
+            prompt_ids=ids,
+            samples=none,
+            info=dict(info),
+            index=self.index,
+            begun_version=self.begun_version,
+        )
 
 
 @dataclass(slots=True, eq=False)
 class RolloutCall:
     """The groups of one caller."""
 
+    shares: Shares = field(default_factory=Shares)
     carried_over: tuple[str, ...] = ()
     """Ids of groups that an earlier call left unfinished."""
     pending: dict[str, PendingGroup] = field(default_factory=dict)
@@ -74,6 +91,8 @@ class RolloutCall:
     """Tokens drawn during the call in groups that have left `pending`."""
     started: float = field(default_factory=time.perf_counter)
     paused: bool = False
+    gives_all: bool = False
+    """The caller gets every group that was begun."""
 
     @property
     def seconds(self) -> float:
@@ -83,8 +102,8 @@ class RolloutCall:
 class GroupTracker:
     """The engine's requests that are groups. Thread-safe; calls of several threads share the engine's steps."""
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: DynamicInferenceEngine, ranks: RolloutRanks) -> None:
+        self.engine, self.ranks = engine, ranks
         self.unfinished: dict[str, PendingGroup] = {}
         """Left in the engine by calls that paused."""
         self.undelivered: set[str] = set()
@@ -119,19 +138,17 @@ class GroupTracker:
     def add(self, call: RolloutCall, request: GroupRequest, index: int) -> PendingGroup:
         """Submit one more group of a call."""
         with self._lock:
-            name = PREFIX + self.engine.input_processor.new_id(
-                lambda name: PREFIX + name in self.engine.output_processor
-            )
+            engine, ranks = self.engine, self.ranks
+            name = ranks.name(engine.input_processor.new_id(lambda one: ranks.name(one) in engine.output_processor))
             params = request.params
             if self.seeds is not None and params.seed is None:
                 params = replace(params, seed=self.seeds())
-            self.engine.add_request(request.prompt, params, request_id=name, stream="final")
-            pending = PendingGroup(
-                id=name,
-                index=index,
-                info=request.info,
-                begun_version=self.engine.weight_version,
-            )
+            if engine.relay.is_leader:
+                engine.add_request(request.prompt, params, request_id=name, stream="final")
+            else:
+                engine.relay.submit(name, request.ids, params, salt=request.salt)
+            ranks.share(name, call.shares)
+            pending = PendingGroup(id=name, index=index, request=request, begun_version=engine.weight_version)
             self._enter(call, pending)
             return pending
 
@@ -141,9 +158,21 @@ class GroupTracker:
         self._owners[pending.id] = call
 
     def step(self) -> None:
-        """One step of the engine; finished groups go to the calls that wait for them."""
+        """One step of the engine, as `RolloutRanks` does it; finished groups go to the calls that wait for them."""
         with self._lock:
-            for output in self.engine.step():
+            self.take(self.ranks.step(has_groups=bool(self._owners)))
+            loop = self.engine.loop
+            if self._owners and loop.is_idle and not loop.backlog:
+                lost = ", ".join(self._owners)
+                raise InferenceError(
+                    f"groups {lost} are no longer in the engine: another caller of engine.step() took their outputs; "
+                    "leave stepping to the rollout while it has groups"
+                )
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        """Finished groups go to the calls that wait for them."""
+        with self._lock:
+            for output in outputs:
                 call = self._owners.pop(output.request_id, None) if output.finished else None
                 if call is not None:
                     pending = call.pending.pop(output.request_id)
@@ -156,13 +185,6 @@ class GroupTracker:
                     self.undelivered.add(output.request_id)
                 elif output.request_id not in self._owners:
                     self._other_outputs.append(output)
-            loop = self.engine.loop
-            if self._owners and loop.is_idle and not loop.backlog:
-                lost = ", ".join(self._owners)
-                raise InferenceError(
-                    f"groups {lost} are no longer in the engine: another caller of engine.step() took their outputs; "
-                    "leave stepping to the rollout while it has groups"
-                )
 
     def drop(self, call: RolloutCall, pending: PendingGroup) -> RolloutGroup:
         """Abort a group of a call -> what it has so far."""
@@ -171,7 +193,12 @@ class GroupTracker:
             call.num_groups -= 1
             call.num_aborted += 1
             call.tokens_done += self._num_drawn(pending) - pending.tokens_before
-            return pending.group(self.engine.abort(pending.id))
+            return pending.group(self._abort(pending.id))
+
+    def _abort(self, group_id: str) -> RequestOutput | None:
+        """End a request -> what it has so far; None: the engine does not have it yet."""
+        engine = self.engine
+        return engine.abort(group_id) if engine.relay.is_leader else engine.relay.abort_later(group_id)
 
     def end(self, call: RolloutCall) -> None:
         """End a call: unless it paused, its own groups are aborted; those that it carried over stay unfinished."""
@@ -188,7 +215,10 @@ class GroupTracker:
                     # Its output waits in the backlog (an interrupt), or the engine dropped all requests.
                     del call.pending[pending.id], self._owners[pending.id]
                     self._remove_from_backlog(pending.id)
-            self._drain()
+                    if not self.engine.relay.is_leader:
+                        self.engine.relay.abort_later(pending.id)  # one that no other rank has yet
+            if self.ranks.size == 1:  # else `RolloutRanks.end` does it, together with all
+                self.drain()
             self.return_other_outputs()
 
     def return_other_outputs(self) -> None:
@@ -215,15 +245,15 @@ class GroupTracker:
                 self.release([group_id])
                 return pending.group(self._finished_outputs.pop(group_id))
             drawn = self._num_drawn(pending)
-            group = pending.group(self.engine.abort(group_id))
+            group = pending.group(self._abort(group_id))
             if call is not None:
                 call.tokens_done += drawn - pending.tokens_before
                 call.num_done += 1
                 call.ready.append(group)
                 self.aborted.add(group_id)
                 return group
-            if self.engine.rank_group.size == 1:  # with several ranks the next call, which all ranks make, drains
-                self._drain()
+            if self.ranks.size == 1:  # with several ranks the next call, which all ranks make, drains
+                self.drain()
             return group
 
     def release(self, group_ids: Iterable[str]) -> None:
@@ -232,7 +262,13 @@ class GroupTracker:
         self.undelivered -= gone
         self.aborted -= gone
 
-    def _drain(self) -> None:
+    @property
+    def live(self) -> set[str]:
+        """Ids of groups that are in flight, or finished and not delivered."""
+        with self._lock:
+            return {*self._owners, *self.unfinished, *self.undelivered, *self.aborted}
+
+    def drain(self) -> None:
         """Finish steps that were launched for requests that are gone."""
         while (
             self.engine.state is EngineState.RUNNING
@@ -251,17 +287,15 @@ class GroupTracker:
             pending = sum(self._num_drawn(group) - group.tokens_before for group in call.pending.values())
             return call.tokens_done + pending
 
-    def stats(self, call: RolloutCall) -> RolloutStats:
-        """Figures of the groups that the call has delivered so far."""
-        return stats_of(
-            call.delivered,
-            version=self.engine.weight_version,
-            seconds=call.seconds,
-            num_tokens=self.num_tokens(call),
-            num_rejected=call.num_rejected,
-            num_aborted=call.num_aborted,
-            num_carried=len(call.carried_over),
-        )
+    def figures(self, call: RolloutCall) -> dict[str, Any]:
+        """Arguments of `stats_of` for the groups that the call has delivered so far."""
+        return {
+            "seconds": call.seconds,
+            "num_tokens": self.num_tokens(call),
+            "num_rejected": call.num_rejected,
+            "num_aborted": call.num_aborted,
+            "num_carried": len(call.carried_over),
+        }
 
     def oldest_policy(self, pending: PendingGroup) -> int | None:
         """Version of the oldest weights that drew one of its tokens; None before the first token."""

@@ -149,33 +149,29 @@ class MismatchMeter:
 
         params: what they were drawn with (one, or one for each prompt of their call): then the distribution after
         sampling parameters is compared too, if temperature is the only one that changes it. With several ranks all call
-        it with the groups that the rollout gave them. Allowed in any block and outside. Raises MismatchAlarm if the
-        alarm raises.
+        it with the groups that the rollout gave them, and measure the chosen ones of all. Allowed in any block and
+        outside. Raises MismatchAlarm if the alarm raises.
         """
         chosen = list(self._choose(groups, params))
+        if (ranks := self._session.ranks).size > 1:
+            texts = ranks.lockstep.gather("what the mismatch meter observes", json.dumps(list(map(_encoded, chosen))))
+            own = self._session.engine.relay.own_requests  # else some ranks share groups
+            every = [(rank, one) for rank, text in enumerate(texts) for one in json.loads(text)]
+            chosen = list({(one[0], one[1], own and rank): _chosen_of(one) for rank, one in every}.values())
         return self._observe(chosen) if chosen else None
 
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keep the chosen samples of groups, except failed ones, for the next `measure`. On the leader."""
-        for one in self._choose([group for group in groups if group.error is None], None):
-            sample = one.sample
-            compared = RolloutSample(
-                prompt_ids=sample.prompt_ids,
-                token_ids=sample.token_ids,
-                loss_mask=sample.loss_mask,
-                spans=sample.spans,
-                raw_logprobs=sample.raw_logprobs,
-            )
-            encoded = base64.b85encode(encode_sample(compared)).decode()
-            self._kept.append([one.group_id, one.number, encoded])
+        """Keep the chosen samples of this rank's groups, except failed ones, for the next `measure`."""
+        chosen = self._choose([group for group in groups if group.error is None], None)
+        self._kept.extend(map(_encoded, chosen))
 
     def discard(self) -> None:
-        """Forget the kept samples: other weights drew them. On the leader."""
+        """Forget the kept samples: other weights drew them."""
         self._kept.clear()
 
     def measure(self, *, skip: bool = False) -> MismatchReport | None:
-        """Measure the samples that the leader has kept since the last call, or with `dp_attention` all ranks, as
-        `observe` does.
+        """Measure the samples that all ranks have kept since the last call, as `observe` does. Of several
+        context-parallel engines, those of the first rank.
 
         None until the calls since the last report have enough tokens for one. On every rank, within generating(); skip:
         on any rank, nothing is measured on any. Of a sample the last SESSION_TOKENS tokens are compared. Where the
@@ -185,21 +181,19 @@ class MismatchMeter:
         self._kept.clear()
         if self._why_off:
             return None
-        engine = self._session.engine
-        lockstep = self._session.ranks.lockstep
-        own = engine.relay.own_requests
-        text = json.dumps(kept) if own else ""
-        met = lockstep.meet("the mismatch meter", arguments=kept, flag=skip, compare=False, text=text)
-        if own:
-            kept = [one for text in met.texts for one in json.loads(text)]
-        else:
-            kept = met.arguments
-        if met.flag or not kept:
+        engine, ranks = self._session.engine, self._session.ranks
+        lockstep = ranks.lockstep
+        met = lockstep.meet("the mismatch meter", text=json.dumps(kept), flag=skip)
+        texts = met.texts if ranks is engine.rank_group else met.texts[:1]  # each engine has the groups of all
+        found = [each for text in texts if (each := json.loads(text))]
+        if met.flag or not found:
             return None
+        most = max(1, SESSION_SAMPLES // len(found))
         report, failure, device = None, "", engine.device.torch
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                report = self._observe([_chosen_of(one) for one in kept], most_tokens=SESSION_TOKENS)
+                chosen = [_chosen_of(one) for each in found for one in each[-most:]]
+                report = self._observe(chosen, most_tokens=SESSION_TOKENS)
         except (MismatchAlarm, LockstepError, RankFailure):
             raise
         except Exception as error:  # training goes on without a meter
@@ -354,10 +348,26 @@ def meter_of(session: MeteredSession, option: Mapping[str, Any] | str | None) ->
     return MismatchMeter(session, **{"share": SESSION_SHARE, **option})
 
 
-def _chosen_of(kept: Sequence[Any]) -> _ChosenSample:
-    """What `MismatchMeter.keep` has kept."""
-    group_id, number, encoded = kept
-    return _chosen(group_id, number, decode_sample(base64.b85decode(encoded)), None)
+def _encoded(one: _ChosenSample) -> list[Any]:
+    """What is compared, as JSON for other ranks."""
+    sample = one.sample
+    compared = RolloutSample(
+        prompt_ids=sample.prompt_ids,
+        token_ids=sample.token_ids,
+        loss_mask=sample.loss_mask,
+        spans=sample.spans,
+        logprobs=sample.logprobs,
+        raw_logprobs=sample.raw_logprobs,
+    )
+    params = None if one.params is None else one.params.to_dict()
+    return [one.group_id, one.number, base64.b85encode(encode_sample(compared)).decode(), params]
+
+
+def _chosen_of(given: Sequence[Any]) -> _ChosenSample:
+    """The sample from what `_encoded` gave."""
+    group_id, number, encoded, params = given
+    how = None if params is None else SamplingParams.from_dict(params)
+    return _chosen(group_id, number, decode_sample(base64.b85decode(encoded)), how)
 
 
 def _chosen(group_id: str, number: int, sample: RolloutSample, params: SamplingParams | None) -> _ChosenSample:

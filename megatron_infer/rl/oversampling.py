@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -12,6 +15,8 @@ from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.rl.group_tracker import GroupTracker, PendingGroup, RolloutCall
 from megatron_infer.rl.prompts import group_request_of
 from megatron_infer.rl.samples import RolloutGroup
+
+END = object()
 
 
 class RolloutShortage(InferenceError):
@@ -28,21 +33,58 @@ class RolloutShortage(InferenceError):
 class PromptFeed:
     """Submits prompts one at a time, reading them no further than needed."""
 
-    def __init__(self, tracker: GroupTracker, prompts: Iterable[Any] | None, params: SamplingParams) -> None:
-        prompts = () if prompts is None else prompts
-        self._tracker, self._prompts, self._params = tracker, enumerate(prompts), params
-        self.given = GivenPrompts(prompts, params)
-        """The same prompts, for a rank that does not submit them."""
+    def __init__(
+        self,
+        tracker: GroupTracker,
+        prompts: Iterable[Any] | None,
+        params: SamplingParams,
+        *,
+        before: PromptFeed | None = None,
+    ) -> None:
+        """before: of an earlier call; if it has read further in the same iterator than it submitted, this goes on."""
+        self._tracker, self.params, self._given = tracker, params, prompts
+        self._prompts = iter(() if prompts is None else prompts)
+        is_same = before is not None and before._given is prompts and self._prompts is prompts
+        self._ahead: deque[Any] = before._ahead if before is not None and is_same else deque()
+        """Read and not submitted."""
+        self._num_read = 0
+        self._compared: GivenPrompts | None = None
+
+    def look_ahead(self, count: int) -> list[Any] | None:
+        """The next `count` prompts, or those that there are, which stay to be submitted; None where none are given.
+
+        An engine of one rank has nothing to compare, and reads none.
+        """
+        if self._tracker.ranks.size == 1:
+            return None
+        self._ahead.extend(itertools.islice(self._prompts, max(0, count - len(self._ahead))))
+        return None if self._given is None else list(itertools.islice(self._ahead, count))
+
+    def _unread(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield self._ahead.popleft() if self._ahead else next(self._prompts)
+            except StopIteration:
+                return
+
+    def comparing(self, source: int) -> AbstractContextManager[None]:
+        """Around a call that shares the prompts of rank `source`: see `CommandRelay.comparing`."""
+        if self._compared is None:
+            self._compared = GivenPrompts(self._unread(), self.params)
+        return self._tracker.engine.relay.comparing(source, self._compared)
 
     def submit(self, call: RolloutCall) -> PendingGroup | None:
         """Submit the next prompt; None when the prompts have run out. An error names the prompt's index."""
-        index, prompt = next(self._prompts, (-1, None))
-        if index < 0:
+        prompt = next(self._unread(), END)
+        if prompt is END:
             return None
-        engine = self._tracker.engine
-        engine.relay.read([prompt], self._params, is_all=False)
+        engine, index = self._tracker.engine, self._num_read
+        self._num_read += 1
+        if call.shares.readers:
+            engine.relay.read(prompt, self.params)
         try:
-            request = group_request_of(engine, prompt, self._params)
+            request = group_request_of(engine, prompt, self.params)
+            self._tracker.ranks.check(call.shares, request.info)
         except ValueError as error:
             error.args = (f"prompt {index}: {error}",)
             raise
@@ -61,6 +103,11 @@ class Oversampler:
             raise ConfigError(f"max_in_flight is {max_in_flight!r}, it must be 1 or more, or None for no limit")
         self._feed, self._wanted, self._oversample = feed, num_groups, oversample
         self._limit = math.inf if max_in_flight is None else max_in_flight
+
+    @property
+    def num_at_first(self) -> int:
+        """Prompts that a call begins with, if no groups are left from an earlier one."""
+        return int(min(self._limit, math.ceil(self._wanted * self._oversample)))
 
     def fill(self, call: RolloutCall, num_accepted: int) -> None:
         """Submit until as many groups are in flight as should be, or the prompts run out."""

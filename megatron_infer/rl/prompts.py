@@ -53,6 +53,11 @@ def as_batch(prompts: Any) -> list[Any]:
     return [prompts] if is_single_prompt(prompts) or is_chat(prompts) else list(prompts)
 
 
+def given_batch(prompts: Any) -> list[Any] | None:
+    """As `as_batch`; None: none are given."""
+    return None if prompts is None else as_batch(prompts)
+
+
 def group_requests_of(
     engine: DynamicInferenceEngine, prompts: Any, params: SamplingParams | Sequence[SamplingParams]
 ) -> list[GroupRequest]:

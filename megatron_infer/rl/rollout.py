@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.given_prompts import GivenPrompts
+from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.rl.group_tracker import Budget, GroupTracker, PendingGroup, RolloutCall
-from megatron_infer.rl.multi_rank import RolloutRanks
+from megatron_infer.rl.multi_rank import RolloutRanks, Shares, source_of
 from megatron_infer.rl.oversampling import Oversampler, PromptFeed, RolloutShortage
-from megatron_infer.rl.prompts import as_batch, group_requests_of
+from megatron_infer.rl.prompts import GroupRequest, given_batch, group_requests_of
 from megatron_infer.rl.rollout_thread import RolloutThread
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
-from megatron_infer.rl.stats import RolloutStats
+from megatron_infer.rl.stats import RolloutStats, stats_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +45,28 @@ class Rollout:
     A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: none of its groups reaches a later
     call. A call that stopped at a budget (`pause_at`) leaves its groups in the engine, where they outlive suspends and
     weight updates; the next call continues them and delivers them beside its own.
-    With several ranks every rank makes the same calls with the same prompts and params (else PromptsDiffer is raised),
-    or with no prompts ([]) on ranks other than the leader, and has the groups; or the leader alone calls, while the
-    others are in `engine.follow()`. With `dp_attention` every rank calls with prompts of its own and has their groups;
-    a call ends on all ranks together.
+    With several ranks every rank makes the same calls, each with its own prompts, params, filters, callbacks and
+    budgets, and has its own groups. Ranks with equal prompts and params share groups, for which those of the first of
+    them count; see `given_prompts.sources_of`. A call returns once the calls of all ranks have ended. Or the leader
+    alone calls, while the others are in `engine.follow()`.
     """
 
     def __init__(
         self, engine: DynamicInferenceEngine, *, on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None
     ) -> None:
-        """on_delivered: called on the leader with groups as they are given to a caller, by any call, queue or
-        conversation."""
+        """on_delivered: called with groups as they are given to a caller, by any call, queue or conversation; on the
+        rank that began them."""
         self.engine = engine
-        self.tracker = GroupTracker(engine)
         self.ranks = RolloutRanks(engine, on_delivered=on_delivered)
+        self.tracker = GroupTracker(engine, self.ranks)
         self.thread = RolloutThread(self.tracker)
         self._budget: Budget | None = None
+        self._feed: PromptFeed | None = None
+        """Of the latest collect()."""
         self._surplus: list[RolloutGroup] = []
         """Groups that a collect() accepted for the next one."""
         self.stats: RolloutStats | None = None
-        """Figures of the latest call that has ended. On the leader."""
+        """Figures of the latest call that has ended, of the groups that this rank has."""
 
     # ------------------------------------------------------------------ drawing
     def generate(
@@ -78,7 +80,7 @@ class Rollout:
     ) -> list[RolloutGroup]:
         """Draw all -> groups in the order of their prompts, after those that earlier calls had left unfinished.
 
-        on_group is called as each finishes, on_progress after each step (on the leader).
+        on_group is called as each finishes, on_progress after each step, on ranks that share prompts by their source.
         """
         check_on_error(on_error)
         groups = []
@@ -103,20 +105,18 @@ class Rollout:
 
     def _groups(self, prompts: Any, params: Params, on_progress: Progress | None) -> Generator[RolloutGroup]:
         """Groups as they finish, those that failed too."""
-        if not self.ranks.is_leader:
-            yield from self.ranks.follow(_given(prompts, params))
-            return
-        error, call = "", RolloutCall()
+        failure, call = None, RolloutCall()
+        self.ranks.start(call.shares)
         try:
             self._begin(call, prompts, params)
             while (group := self._next(call, on_progress)) is not None:
-                self._deliver(call, [group])
+                self.deliver(call, [group])
                 yield group
-        except BaseException as failure:
-            error = _described(failure)
+        except BaseException as error:
+            failure = error
             raise
         finally:
-            self._end(call, error)
+            self._end(call, failure)
 
     async def stream(
         self, prompts: Any, params: Params, *, on_progress: Progress | None = None, on_error: OnError = "raise"
@@ -135,27 +135,28 @@ class Rollout:
                     yield group
         checked_groups(found, on_error)
 
-    async def _stream(self, prompts: Any, params: Params, on_progress: Progress | None) -> AsyncGenerator[RolloutGroup]:
+    async def _stream(
+        self, prompts: Any, params: Params, on_progress: Progress | None, *, carry: bool = True
+    ) -> AsyncGenerator[RolloutGroup]:
         run = self.thread.run
-        if not self.ranks.is_leader:
-            groups = self.ranks.follow(_given(prompts, params))
-            try:
-                while (received := await run(lambda: next(groups, None))) is not None:
-                    yield received
-            finally:
-                await run(groups.close)
-            return
-        error, call = "", RolloutCall()
+        failure, call = None, RolloutCall()
+        await run(lambda: self.ranks.start(call.shares))
         try:
-            await run(lambda: self._begin(call, prompts, params))
+            await run(lambda: self._begin(call, prompts, params, carry=carry))
             while (group := await self._anext(call, on_progress)) is not None:
-                await run(lambda group=group: self._deliver(call, [group]))  # type: ignore[misc]
+                await run(lambda group=group: self.deliver(call, [group]))  # type: ignore[misc]
                 yield group
-        except BaseException as failure:
-            error = _described(failure)
+        except BaseException as error:
+            failure = error
             raise
         finally:
-            await run(lambda: self._end(call, error))
+            await run(lambda: self._end(call, failure))
+
+    async def stream_alone(self, request: GroupRequest) -> AsyncIterator[RolloutGroup]:
+        """The group of one checked prompt, failed or not; groups that earlier calls left unfinished stay so."""
+        async with aclosing(self._stream([request.prompt], request.params, None, carry=False)) as groups:
+            async for group in groups:
+                yield group
 
     def collect(
         self,
@@ -174,23 +175,27 @@ class Rollout:
         """Draw until `accept` has taken `num_groups`, then abort the groups in flight -> the accepted, in that order.
 
         prompts: an iterator is read as far as needed, here and by the next call; oversample times as many groups as
-        are still wanted are in flight, at most max_in_flight. accept: called on the leader for each finished group
-        (None takes all). A group that failed ends the call with RolloutError, which has it and the accepted ones;
-        on_error "replace": it counts as refused, and another prompt is drawn. Groups accepted beyond num_groups, which
-        finished in the same step, are returned too, or with `carry` come first in the next collect(). keep_in_flight:
-        leave the groups in flight in the engine for the next call, as at a budget (`pause_at`), which ends this one
-        with fewer groups.
+        are still wanted are in flight, at most max_in_flight. accept: called for each finished group (None takes all),
+        by the source of ranks that share prompts. A group that failed ends the call with RolloutError, which has it and
+        the accepted ones; on_error "replace": it counts as refused, and another prompt is drawn. Groups accepted beyond
+        num_groups, which finished in the same step, are returned too, or with `carry` come first in the next collect().
+        keep_in_flight: leave the groups in flight in the engine for the next call, as at a budget (`pause_at`), which
+        ends this one with fewer groups.
         Raises RolloutShortage, with what was accepted, when the prompts run out. After another error the next collect()
         begins with the groups that an earlier one carried.
         """
         check_on_error(on_error, ("raise", "replace"))
-        if not self.ranks.is_leader:
-            return checked_groups(list(self.ranks.follow(GivenPrompts(prompts, params))))
-        error, call, accepted, surplus = "", RolloutCall(), list(self._surplus), self._surplus
+        failure: BaseException | None = None
+        call, accepted, surplus = RolloutCall(), list(self._surplus), self._surplus
         failed: list[RolloutGroup] = []
+        self.ranks.start(call.shares)
         try:
-            feed = PromptFeed(self.tracker, prompts, params)
+            feed = self._feed = PromptFeed(self.tracker, prompts, params, before=self._feed)
             oversampler = Oversampler(feed, num_groups, oversample=oversample, max_in_flight=max_in_flight)
+            call.shares = self.shares_of(feed, oversampler.num_at_first)
+            if not self.ranks.is_own(call.shares):
+                call.delivered = self.read_shared(call.shares, feed)
+                return checked_groups(call.delivered)
             self._surplus = []
             self.tracker.begin(call, [])
             while len(accepted) < num_groups and not failed:
@@ -208,9 +213,9 @@ class Rollout:
                 if carry:
                     accepted, self._surplus = accepted[:num_groups], accepted[num_groups:]
             accepted += failed
-            self._deliver(call, accepted)
-        except BaseException as failure:
-            error = _described(failure)
+            self.deliver(call, accepted)
+        except BaseException as error:
+            failure = error
             self._surplus = [] if isinstance(failure, RolloutShortage) else surplus
             kept = {group.group_id for group in self._surplus}
             self.tracker.release(group.group_id for group in [*accepted, *failed] if group.group_id not in kept)
@@ -218,8 +223,20 @@ class Rollout:
         finally:
             if not call.paused:
                 call.carried_over = ()  # groups of earlier calls are aborted, too
-            self._end(call, error)
+            self._end(call, failure)
         return checked_groups(accepted)
+
+    def shares_of(self, feed: PromptFeed, count: int) -> Shares:
+        """Compare the first `count` prompts of a call with those of the other ranks."""
+        return self.ranks.exchange(lambda: feed.look_ahead(count), feed.params)[0]
+
+    def read_shared(self, shares: Shares, feed: PromptFeed) -> list[RolloutGroup]:
+        """The groups that the source of this rank's prompts has, in a call that reads its prompts from `feed`."""
+        groups, call = [], RolloutCall(shares)
+        with feed.comparing(shares.source):
+            while (group := self._next(call, None)) is not None:
+                groups.append(group)
+        return groups
 
     def _filter(
         self,
@@ -248,29 +265,29 @@ class Rollout:
     def pause_at(self, budget: Budget | None) -> None:
         """The present call, or the next one, stops at `budget` and leaves its unfinished groups in the engine.
 
-        May be called from a callback. None cancels it. It holds for one call. On the leader.
+        May be called from a callback. None cancels it. It holds for one call, and for the groups of this rank.
         """
         self._budget = budget
 
     @property
     def unfinished(self) -> list[PendingGroup]:
-        """Groups that paused calls have left in the engine. On the leader."""
+        """Groups of this rank that paused calls have left in the engine."""
         return list(self.tracker.unfinished.values())
 
     @property
     def in_flight(self) -> list[PendingGroup]:
-        """Groups in flight, of any call, and those unfinished. On the leader."""
+        """Groups of this rank in flight, of any call, and those unfinished."""
         return self.tracker.in_flight
 
     def abort(self, group_id: str) -> RolloutGroup:
-        """Abort a group in flight, all its samples -> what it has. On the leader.
+        """Abort a group of this rank in flight, all its samples -> what it has.
 
         A call that waits for it delivers it as it is, with finish_reason "abort"; may be called from a callback.
         """
         return self.tracker.abort(group_id)
 
     def abort_all(self) -> list[RolloutGroup]:
-        """Abort all groups that paused calls left unfinished -> what they have. On the leader."""
+        """Abort all groups of this rank that paused calls left unfinished -> what they have."""
         return [self.abort(group_id) for group_id in list(self.tracker.unfinished)]
 
     # ------------------------------------------------------------------ several engines, see `ContextRollout`
@@ -290,33 +307,52 @@ class Rollout:
         """Raise ConfigError where several engines divide prompts."""
 
     # ------------------------------------------------------------------ one call
-    def _begin(self, call: RolloutCall, prompts: Any, params: Params) -> None:
-        batch = as_batch(prompts)
-        self.engine.relay.read(batch, params, is_all=True)
-        self.tracker.begin(call, group_requests_of(self.engine, batch, params))
+    def _begin(self, call: RolloutCall, prompts: Any, params: Params, *, carry: bool = True) -> None:
+        call.shares, batch = self.ranks.exchange(lambda: given_batch(prompts), params)
+        requests = []
+        if self.ranks.is_own(call.shares) and (batch or self.ranks.size == 1):
+            requests = group_requests_of(self.engine, batch or [], params)
+            for request in requests:
+                self.ranks.check(call.shares, request.info)
+        self.tracker.begin(call, requests, carry=carry)
+        call.gives_all = True
 
     def _next(self, call: RolloutCall, on_progress: Progress | None) -> RolloutGroup | None:
         """The next finished group; None when there is none left or the budget is reached."""
         while self._must_step(call):
             self.tracker.step()
             self._report_progress(call, on_progress)
-        return call.ready.popleft() if call.ready else None
+        return self._ready(call)
 
     async def _anext(self, call: RolloutCall, on_progress: Progress | None) -> RolloutGroup | None:
         while self._must_step(call):
             await self.thread.step()
             self._report_progress(call, on_progress)
-        return call.ready.popleft() if call.ready else None
+        return self._ready(call)
+
+    def _ready(self, call: RolloutCall) -> RolloutGroup | None:
+        """Raises RequestError for an error of the rank that this one shares prompts with."""
+        for groups in (call.ready, call.shares.received):
+            if groups:
+                return groups.popleft()
+        if call.shares.error:
+            raise RequestError(f"rank {call.shares.source}: {call.shares.error}")
+        return None
 
     def _must_step(self, call: RolloutCall) -> bool:
         """Whether a call has to wait for a group; at its budget it pauses instead."""
-        if call.ready or not call.pending:
+        if call.ready or call.shares.received:
             return False
-        call.paused = self.tracker.is_over(call, self._budget)
-        return not call.paused
+        if call.pending and not call.paused:
+            call.paused = self.tracker.is_over(call, self._budget)
+        if call.pending and not call.paused:
+            return True
+        if call.gives_all:
+            self.ranks.announce(call.shares, None, self.tracker, self.tracker.figures(call))
+        return self.ranks.waits(call.shares, for_all=call.gives_all)
 
     def _report_progress(self, call: RolloutCall, on_progress: Progress | None) -> None:
-        if on_progress is not None:
+        if on_progress is not None and self.ranks.is_own(call.shares):
             on_progress(
                 RolloutProgress(
                     num_groups=call.num_groups,
@@ -326,32 +362,30 @@ class Rollout:
                 )
             )
 
-    def _deliver(self, call: RolloutCall, groups: list[RolloutGroup]) -> None:
-        """Deliver groups on every rank."""
-        call.delivered += groups
-        self.ranks.deliver(groups, aborted=self.tracker.aborted)
-        self.tracker.release(group.group_id for group in groups)
+    def deliver(self, call: RolloutCall, groups: list[RolloutGroup], *, whole: Collection[str] = ()) -> None:
+        """The caller has these groups: those of this rank are delivered to the ranks that share them, too.
 
-    def _end(self, call: RolloutCall, error: str) -> None:
+        whole: ids of groups that are no requests of the engine.
+        """
+        call.delivered += groups
+        own = [group for group in groups if source_of(group.group_id) == self.ranks.rank]
+        if own and self.ranks.deliver(own, whole={*whole, *self.tracker.aborted}, shares=call.shares):
+            self.tracker.step()
+        self.tracker.release(group.group_id for group in own)
+
+    async def next_shared(self, call: RolloutCall) -> RolloutGroup | None:
+        """The next group of a call whose prompts have their source on another rank; None when there is none left."""
+        return await self._anext(call, None)
+
+    def _end(self, call: RolloutCall, failure: BaseException | None) -> None:
+        figures: dict[str, Any] = {}
         try:
             self._budget = None
             self.tracker.end(call)
-            self.stats = self.tracker.stats(call)
+            figures = self.tracker.figures(call)
         finally:
-            self.end_call(error)
-
-    def end_call(self, error: str) -> None:
-        """On the leader: end the other ranks' call, with an error if there was one; they keep undelivered groups."""
-        self.ranks.deliver([], end=True, keep=sorted(self.tracker.undelivered), error=error)
-
-
-def _given(prompts: Any, params: Params) -> GivenPrompts:
-    return GivenPrompts(None if prompts is None else as_batch(prompts), params)
-
-
-def _described(failure: BaseException) -> str:
-    """An error for the other ranks; "" for an iterator that was closed early."""
-    return "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+            self.ranks.end(call.shares, failure, self.tracker, figures)
+        self.stats = stats_of(call.delivered, version=self.engine.weight_version, **(call.shares.figures or figures))
 
 
 def _submission_number(group: RolloutGroup) -> int:

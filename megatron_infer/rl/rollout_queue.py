@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
 from megatron_infer.outputs.request_output import check_on_error
 from megatron_infer.rl.group_tracker import RolloutCall
+from megatron_infer.rl.multi_rank import Shares
 from megatron_infer.rl.oversampling import PromptFeed, RolloutShortage
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
@@ -28,8 +30,9 @@ class RolloutQueue:
     lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
     is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A group that
     failed is dropped with a RolloutError that has it, or with on_error "replace" silently; finished groups stay in the
-    queue, and the next call goes on. With several ranks every rank calls next_batch() and close(). Its
-    prompts are those of the leader, read as far as the leader reads (else PromptsDiffer is raised), or none ([]).
+    queue, and the next call goes on. With several ranks every rank has a queue of its own prompts, and calls
+    next_batch() and close(). Ranks whose prompts begin alike, as many as a queue begins with, share one queue and its
+    batches: iterators that differ further on raise PromptsDiffer.
     """
 
     def __init__(
@@ -46,17 +49,22 @@ class RolloutQueue:
         data_parallel: int = 1,
         on_error: Literal["raise", "replace"] = "raise",
     ) -> None:
-        """data_parallel: engines that share the batch; used by lag "auto" only."""
+        """data_parallel: engines that share the batch; used by lag "auto" only. Queues of several ranks' own prompts
+        have equal parts of their engine."""
         check_on_error(on_error, ("raise", "replace"))
         self._wanted, groups_per_step = groups_per_step, roll.part_of_batch(groups_per_step)
         self._prompts = roll.own_prompts(prompts, params)
+        self._lag_of: Callable[[int], int] | None = None
+        """With lag "auto": number of queues that share the engine -> the lag of each."""
         if lag == "auto":
-            lag = automatic_lag(
+            self._lag_of = partial(
+                _lag_of,
                 max_requests=roll.engine.sizes.max_requests,
                 samples_per_group=params.n,
                 groups_per_step=groups_per_step,
                 data_parallel=data_parallel,
             )
+            lag = self._lag_of(1)
         if max_staleness is not None and max_staleness < 0:
             raise ConfigError(f"max_staleness is {max_staleness}, it must be 0 or more, or None for no limit")
         self.lag = RolloutLag(lag, groups_per_step=groups_per_step, submission=submission, consumption=consumption)
@@ -64,10 +72,11 @@ class RolloutQueue:
         self.num_dropped = 0
         """Groups dropped so far because they were too stale or failed."""
         self.stats: RolloutStats | None = None
-        """Figures of the latest batch. On the leader."""
+        """Figures of the latest batch."""
         self._roll, self._feed = roll, PromptFeed(roll.tracker, self._prompts, params)
         self._raises = on_error == "raise"
         self._call: RolloutCall | None = None
+        self._shares = Shares()
         self._finished: dict[str, RolloutGroup] = {}
 
     def next_batch(self) -> list[RolloutGroup]:
@@ -80,18 +89,38 @@ class RolloutQueue:
 
     def _next_batch(self) -> list[RolloutGroup]:
         """This engine's part of a batch."""
-        if not self._roll.ranks.is_leader:
-            return checked_groups(list(self._roll.ranks.follow(self._feed.given)))
-        error, started = "", time.perf_counter()
+        ranks, tracker = self._roll.ranks, self._roll.tracker
+        failure: BaseException | None = None
+        figures: dict[str, Any] = {}
+        is_first, self._shares = self._call is None, self._shares.again()
+        ranks.start(self._shares)
         try:
-            batch = self._draw_batch(started)
-        except BaseException as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            if is_first:
+                self._call = RolloutCall()
+                tracker.begin(self._call, [], carry=False)
+                self._call.shares = self._share()
+            assert self._call is not None
+            if ranks.is_own(self._shares):
+                batch, figures = self._draw_batch(self._call)
+            else:
+                batch = self._roll.read_shared(self._shares, self._feed)
+                figures = self._shares.figures
+        except BaseException as error:
+            failure = error
             raise
         finally:
-            self._roll.tracker.return_other_outputs()
-            self._roll.end_call(error)
+            ranks.end(self._shares, failure, tracker, figures)
+        if figures:
+            self.stats = stats_of(batch, version=self._roll.engine.weight_version, **figures)
         return checked_groups(batch)
+
+    def _share(self) -> Shares:
+        """Compare this rank's prompts with those of the other ranks."""
+        self._shares = Shares(self._roll.ranks.rank)
+        self._shares = self._roll.shares_of(self._feed, self.lag.room())
+        if self._lag_of is not None:
+            self.lag.lag = self._lag_of(self._shares.num_sources)
+        return self._shares
 
     def __iter__(self) -> Iterator[list[RolloutGroup]]:
         """Batches until the prompts have run out; with several ranks call next_batch()."""
@@ -103,29 +132,25 @@ class RolloutQueue:
 
     def close(self) -> None:
         """Abort the groups in flight and drop those that were not consumed."""
-        if not self._roll.ranks.is_leader:
-            list(self._roll.ranks.follow())
-            return
+        ranks, tracker = self._roll.ranks, self._roll.tracker
+        self._shares = self._shares.again()
+        ranks.start(self._shares)
         try:
             if self._call is not None:
-                self._roll.tracker.end(self._call)
-                self._roll.tracker.release(self._finished)
+                tracker.end(self._call)
+                tracker.release(self._finished)
             self._call, self._finished = None, {}
         finally:
-            self._roll.end_call("")
+            ranks.end(self._shares, None, tracker)
 
     # ------------------------------------------------------------------ one batch
-    def _draw_batch(self, started: float) -> list[RolloutGroup]:
-        """The groups of a step, or those that failed."""
-        tracker = self._roll.tracker
-        if self._call is None:
-            self._call = RolloutCall()
-            tracker.begin(self._call, [], carry=False)
-        call, tokens = self._call, tracker.num_tokens(self._call)
+    def _draw_batch(self, call: RolloutCall) -> tuple[list[RolloutGroup], dict[str, Any]]:
+        """The groups of a step with the figures for `stats_of`, or those that failed without."""
+        tracker, tokens, started = self._roll.tracker, self._roll.tracker.num_tokens(call), time.perf_counter()
         dropped = self.num_dropped
         while True:
             if failed := self._take_finished(call):
-                return self._deliver(failed)
+                return self._deliver(failed), {}
             self._drop_stale(call)
             self._submit(call)
             chosen = self.lag.take()
@@ -135,18 +160,18 @@ class RolloutQueue:
                 raise RolloutShortage(self.lag.groups_per_step, list(self._finished.values()), self.num_dropped)
             tracker.step()
         batch = [self._finished.pop(group_id) for group_id in chosen]
-        self.stats = stats_of(
-            batch,
-            version=self._roll.engine.weight_version,
-            seconds=time.perf_counter() - started,
-            num_tokens=tracker.num_tokens(call) - tokens,
-            num_aborted=self.num_dropped - dropped,
-        )
-        return self._deliver(batch)
+        figures = {
+            "seconds": time.perf_counter() - started,
+            "num_tokens": tracker.num_tokens(call) - tokens,
+            "num_aborted": self.num_dropped - dropped,
+        }
+        return self._deliver(batch), figures
 
     def _deliver(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        self._roll.ranks.deliver(groups, aborted=self._roll.tracker.aborted)
-        self._roll.tracker.release(group.group_id for group in groups)
+        tracker = self._roll.tracker
+        if self._roll.ranks.deliver(groups, whole=tracker.aborted, shares=self._shares):
+            tracker.step()
+        tracker.release(group.group_id for group in groups)
         return groups
 
     def _take_finished(self, call: RolloutCall) -> list[RolloutGroup]:
@@ -188,3 +213,7 @@ class RolloutQueue:
             if pending is None:
                 return
             self.lag.begin(pending.id)
+
+
+def _lag_of(num_queues: int, *, max_requests: int, **how: int) -> int:
+    return automatic_lag(max_requests=max(1, max_requests // num_queues), **how)

@@ -28,6 +28,9 @@ from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.selected_logits import logits_at
 from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explained, routes_around_padding
 
+STAND_IN = (0, 0)
+"""The tokens that a rank computes in a micro-batch without sequences, for the other ranks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPositions:
@@ -46,7 +49,7 @@ class MicroBatch:
     """Sequences that one forward runs together."""
 
     indices: list[int]
-    """Which sequences, one for each row."""
+    """Which sequences, one for each of the first rows; -1 for none."""
     ids_BS: Tensor
     padding_BS: Tensor | None
     """True where a row is padding; None: nowhere."""
@@ -166,31 +169,39 @@ class Scorer:
         starts: Sequence[int],
         limit: int,
         *,
+        beside: Sequence[Sequence[int]] = (),
         is_count: Callable[[int], bool] | None = None,
     ) -> Iterator[MicroBatch]:
         """The sequences in padded batches of at most `limit` tokens, or of one sequence; longest first.
 
-        With the model set up for the forward: sequence parallelism pads. is_count: how many batches there may be; some
-        are divided until there are. Raises ConfigError where that needs more sequences.
+        With the model set up for the forward: sequence parallelism pads. beside: the lengths of the sequences of each
+        expert-parallel rank, where they differ. Then all ranks have as many batches, of which the last of a rank may
+        be a stand-in that scores no sequence, and batches of equal shapes where tokens are gathered. is_count: how many
+        batches there may be; some are divided until there are. Raises ConfigError where that needs more sequences.
         """
         device = self._device()
-        groups = list(micro_batches([len(sequence) for sequence in sequences], limit))
-        while is_count is not None and not is_count(len(groups)):
-            largest = max(range(len(groups)), key=lambda i: len(groups[i]))
-            if len(groups[largest]) == 1:
+        each = beside or [[len(sequence) for sequence in sequences]]
+        every = [list(micro_batches(one, limit)) for one in each]
+        count, fewest = max(map(len, every)), min(map(len, each))
+        while is_count is not None and not is_count(count):
+            if count >= fewest:
                 raise ConfigError(
-                    f"{len(sequences)} sequences: megatron-core's schedule over virtual pipeline stages runs a "
+                    f"{fewest} sequences: megatron-core's schedule over virtual pipeline stages runs a "
                     f"multiple of {self._model.config.microbatch_group_size_per_vp_stage} micro-batches "
                     "(config.microbatch_group_size_per_vp_stage); give more sequences"
                 )
-            whole = groups[largest]
-            groups[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
-        for indices in groups:
-            ids_BS, padding_BS = self._padded([sequences[index] for index in indices], device)
-            spans = [(starts[index], len(sequences[index])) for index in indices]
+            count += 1
+        shapes = None
+        if beside and self._model.config.moe_token_dispatcher_type == "allgather":
+            shapes = [_shape_of(turn, beside) for turn in zip(*(divided(one, count) for one in every), strict=True)]
+        own = list(micro_batches([len(sequence) for sequence in sequences], limit))
+        for turn, indices in enumerate(divided(own, count)):
+            rows = [sequences[index] for index in indices] or [STAND_IN]
+            ids_BS, padding_BS = self._padded(rows, device, None if shapes is None else shapes[turn])
+            spans = [(starts[index], len(sequences[index])) for index in indices] or [(1, len(STAND_IN))]
             targets_P = torch.tensor([at for span in spans for at in range(*span)], device=device)
             yield MicroBatch(
-                indices=indices,
+                indices=indices or [-1],
                 ids_BS=ids_BS,
                 padding_BS=padding_BS,
                 rows_P=torch.tensor([row for row, span in enumerate(spans) for _ in range(*span)], device=device),
@@ -233,17 +244,23 @@ class Scorer:
                 if (found_P := self._through_stages(run, batch)) is None:
                     break
                 scores |= zip(batch.indices, found_P.split(batch.lengths), strict=True)
-        return [scores[index] for index in sorted(scores)]
+        return [scores[index] for index in sorted(scores) if index >= 0]
 
-    def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Padded with zeros at the end, which no position before it attends to; and where, None: nowhere."""
-        length = max(map(len, sequences))
+    def _padded(
+        self, sequences: Sequence[Sequence[int]], device: torch.device, shape: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Padded with zeros at the end, which no position before it attends to; and where, None: nowhere.
+
+        shape: (rows, length) at least; None: those of the sequences.
+        """
+        num_rows, length = (len(sequences), max(map(len, sequences))) if shape is None else shape
         num_parts = 1 if self.cp is None else 2 * self.cp.size()
         if self._model.config.sequence_parallel:
             num_parts *= self._groups.tp_size
         length += -length % num_parts  # positions are split over the ranks in equal parts
-        ids_BS = torch.zeros(len(sequences), length, dtype=torch.int64)
-        padding_BS = torch.zeros(len(sequences), length, dtype=torch.bool)
+        ids_BS = torch.zeros(num_rows, length, dtype=torch.int64)
+        padding_BS = torch.zeros(num_rows, length, dtype=torch.bool)
+        padding_BS[len(sequences) :] = True
         for row, sequence in enumerate(sequences):
             ids_BS[row, : len(sequence)] = torch.tensor(sequence)
             padding_BS[row, len(sequence) :] = True
@@ -338,6 +355,26 @@ def micro_batches(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
         indices.append(index)
     if indices:
         yield indices
+
+
+def divided(batches: Sequence[list[int]], count: int) -> list[list[int]]:
+    """`count` batches: the fullest are divided, and empty ones added once each has one sequence."""
+    found = [list(batch) for batch in batches]
+    while len(found) < count:
+        place = max(range(len(found)), key=lambda index: len(found[index]), default=0)
+        size = len(found[place]) if found else 0
+        if size < 2:
+            return [*found, *([] for _ in range(count - len(found)))]
+        found[place : place + 1] = [found[place][: (size + 1) // 2], found[place][(size + 1) // 2 :]]
+    return found
+
+
+def _shape_of(batches: Sequence[Sequence[int]], beside: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Rows and length of the batches that several ranks run together."""
+    lengths = [
+        [one[index] for index in indices] or [len(STAND_IN)] for indices, one in zip(batches, beside, strict=True)
+    ]
+    return max(map(len, lengths)), max(map(max, lengths))
 
 
 class VocabParallelLogprob(torch.autograd.Function):

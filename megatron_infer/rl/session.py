@@ -143,6 +143,8 @@ class RolloutSession:
                 try:
                     yield self._rollout
                 except BaseException as error:
+                    lockstep = self.engine.rank_group.lockstep
+                    lockstep.trouble = f"left generating() by {type(error).__name__}: {error}"
                     with failures_noted_on(error, "telling the other ranks"):
                         self._measure(skip=True)
                     raise

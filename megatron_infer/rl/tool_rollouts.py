@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,12 +15,15 @@ from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.rl.conversation import Conversation, ConversationTooLong, Turn
 from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
-from megatron_infer.rl.prompts import GroupRequest, as_batch
+from megatron_infer.rl.multi_rank import Shares
+from megatron_infer.rl.prompts import GroupRequest, given_batch
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.runner.sampling.rng import derive_seed
 
 _T = TypeVar("_T")
+IDLE_S = 0.002
+"""Between two looks at whether other ranks want steps, while this one wants none."""
 ToolReply = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
 Tool = Callable[[Conversation, Turn], ToolReply | Awaitable[ToolReply]]
 """Called after every answer of the model -> what is appended before the next one: text (without a template), token ids,
@@ -61,38 +64,76 @@ async def converse(
     The first answers of a group are one request, so its prompt is computed once; later turns find their history in the
     prefix cache. An error of the tool ends all conversations and is raised. An answer that fails ends its conversation:
     as `Rollout`, RolloutError is raised once the others are done; on_error "return" gives its group with `error`.
-    With several ranks the leader alone calls, while the others are in `engine.follow()`.
+    With several ranks each rank converses about its own prompts, with its own tools. Ranks with equal prompts share
+    conversations, whose tools their source calls. While tools are awaited, this rank steps along with the others.
     """
     check_on_error(on_error)
     roll.require_one_engine("converse()")
-    roll.engine.relay.require_leader("converse()")
     roll.engine.relay.require_shared("converse()")
-    limits = limits if limits is not None else TurnLimits()
-    gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
-    batch = as_batch(prompts)
-    groups = [
-        [
-            Conversation(roll.engine, prompt, _with_sample_seed(params, index), max_total_tokens=limits.total_tokens)
-            for index in range(params.n)
-        ]
-        for prompt in batch
-    ]
-    tasks = [
-        asyncio.create_task(_run_group(roll, index, conversations, tool, limits, gate))
-        for index, conversations in enumerate(groups)
-    ]
     found = []
+    limits = limits if limits is not None else TurnLimits()
+    async with aclosing(_conversations(roll, prompts, params, tool, limits, max_concurrent)) as groups:
+        async for group in groups:
+            found.append(group)
+            if group.error is None or on_error == "return":
+                yield group
+    checked_groups(found, on_error)
+
+
+async def _conversations(
+    roll: Rollout, prompts: Any, params: SamplingParams, tool: Tool, limits: TurnLimits, max_concurrent: int | None
+) -> AsyncGenerator[RolloutGroup]:
+    """Groups as they finish, those that failed too."""
+    ranks, run, call = roll.ranks, roll.thread.run, RolloutCall()
+    gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+    tasks: list[asyncio.Task[Any]] = []
+    failure: BaseException | None = None
+    await run(lambda: ranks.start(call.shares))
     try:
-        for finished in asyncio.as_completed(tasks):
-            found.append(await finished)
-            roll.ranks.delivered(found[-1:])
-            if found[-1].error is None or on_error == "return":
-                yield found[-1]
+        call.shares, batch = await run(lambda: ranks.exchange(lambda: given_batch(prompts), params))
+        if not ranks.is_own(call.shares):
+            while (shared := await roll.next_shared(call)) is not None:
+                yield shared
+            return
+        begun = [_conversations_of(roll, prompt, params, limits, call.shares) for prompt in batch or ()]
+        for index, conversations in enumerate(begun):
+            tasks.append(asyncio.create_task(_run_group(roll, index, conversations, tool, limits, gate)))
+        along = asyncio.create_task(_step_along(roll))
+        tasks.append(along)
+        for finished in asyncio.as_completed(tasks[:-1]):
+            group = await finished
+            await run(lambda group=group: roll.deliver(call, [group], whole=[group.group_id]))  # type: ignore[misc]
+            yield group
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    checked_groups(found, on_error)
+        await run(lambda: ranks.end(call.shares, failure, roll.tracker))
+
+
+def _conversations_of(
+    roll: Rollout, prompt: Any, params: SamplingParams, limits: TurnLimits, shares: Shares
+) -> list[Conversation]:
+    """The n conversations of a group."""
+    found = [
+        Conversation(roll.engine, prompt, _with_sample_seed(params, index), max_total_tokens=limits.total_tokens)
+        for index in range(params.n)
+    ]
+    roll.ranks.check(shares, found[0].info)
+    return found
+
+
+async def _step_along(roll: Rollout) -> None:
+    """Steps for the other ranks' requests, while this rank's conversations wait for their tools."""
+    relay, loop = roll.engine.relay, roll.engine.loop
+    while roll.ranks.size > 1:
+        if not relay.is_leader or relay.others_want_steps:
+            await roll.thread.step()
+        if loop.is_idle or relay.is_leader:
+            await asyncio.sleep(IDLE_S)
 
 
 def _with_sample_seed(params: SamplingParams, index: int) -> SamplingParams:
@@ -123,10 +164,11 @@ def run_conversations(
 
 
 async def say(roll: Rollout, conversation: Conversation, params: SamplingParams | None = None) -> Turn:
-    """One answer of the model, appended to the conversation. On the leader."""
+    """One answer of the model, appended to the conversation. Ranks with equal conversations share it."""
     roll.require_one_engine("say()")
-    roll.engine.relay.require_leader("say()")
-    return conversation.add_answer(await _draw(roll, conversation.next_request(params), None))
+    request = conversation.next_request(params)
+    [group] = [group async for group in roll.stream_alone(request)]
+    return conversation.add_answer(group)
 
 
 async def _run_group(

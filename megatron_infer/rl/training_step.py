@@ -7,23 +7,23 @@ step                 reduce gradients ─▶ optimizer.step() ─▶ zero gradie
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.distributed.lockstep import digest_of
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.metrics.definitions import TRAINER
-from megatron_infer.errors import ConfigError, WrongState
+from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached
 from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.router_replay import check_not_replaying, knows_rows
@@ -46,7 +46,7 @@ from megatron_infer.models.trainer_step import (
     without_gradient_sync,
     zero_gradients,
 )
-from megatron_infer.rl.scoring import MicroBatch, Scorer, ScoringForward
+from megatron_infer.rl.scoring import MicroBatch, Scorer, ScoringForward, micro_batches
 from megatron_infer.rl.train_mode import TrainModeSwitch
 
 Loss = Callable[[list[Tensor], list[int]], Tensor]
@@ -125,7 +125,7 @@ class TrainerStep:
         is_generating: bool,
     ) -> list[Tensor]:
         """See `RolloutSession.score`. is_generating: the model is not in the trainer's state when backward runs."""
-        given, starts = self._arguments("score()", sequences, options, grad)
+        given, starts, beside = self._arguments("score()", sequences, options, grad)
         dropout = options.dropout
 
         def check() -> None:
@@ -142,7 +142,7 @@ class TrainerStep:
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
         with self._checked_modules("score()", check), how, policy:
-            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens, beside=beside))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             late = "the backward pass after score(grad=True) is the caller's; take score_and_backward()" if grad else ""
@@ -159,20 +159,32 @@ class TrainerStep:
 
     def _arguments(
         self, call: str, sequences: Sequence[Sequence[int]], options: ScoreOptions, *others: bool
-    ) -> tuple[list[list[int]], list[int]]:
-        """Sequences and starts, which are valid and equal on all ranks."""
-        given_ids = [list(sequence) for sequence in sequences]
-        start, limit = options.start, options.micro_batch_tokens
-        starts = [int(start)] * len(given_ids) if isinstance(start, Integral) else [int(one) for one in start]
+    ) -> tuple[list[list[int]], list[int], list[list[int]]]:
+        """Sequences and starts, valid and equal on ranks with the same data -> (sequences, starts, `beside` of
+        `Scorer.micro_batches`)."""
+        given_ids, starts, error = [], [], None
+        try:
+            given_ids = [list(sequence) for sequence in sequences]
+            start, limit = options.start, options.micro_batch_tokens
+            starts = [int(start)] * len(given_ids) if isinstance(start, Integral) else [int(one) for one in start]
+            self._scorer.check(given_ids, options.temperature, limit, starts)
+        except Exception as failure:  # the other ranks wait for this one
+            error = failure
+        beside: list[list[int]] = []
         if self._rank_group.size > 1:
             self._rank_group.lockstep.phase = call.removesuffix("()")
-            given = json.dumps(
-                [given_ids, starts, options.temperature, limit, options.dropout, options.adapter, others]
-            )
-            digest = hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
-            self._rank_group.lockstep.meet(call, arguments=digest)
-        self._scorer.check(given_ids, options.temperature, limit, starts)
-        return given_ids, starts
+            how = [options.temperature, options.micro_batch_tokens, options.dropout, options.adapter, *others]
+            failed = "" if error is None else f"{type(error).__name__}: {error}"
+            own = [self._groups.data_rank, digest_of([given_ids, starts]), list(map(len, given_ids)), failed]
+            texts = self._rank_group.lockstep.meet(call, arguments=how, text=json.dumps(own)).texts
+            try:
+                beside = _beside(call, [SequencesOfRank(*json.loads(text)) for text in texts])
+            except OtherRankFailed:
+                if error is None:
+                    raise
+        if error is not None:
+            raise error
+        return given_ids, starts, beside
 
     def _check_late_backward(self, *, dropout: bool, is_generating: bool) -> None:
         """Raise for what a backward pass after the return of `score` would compute wrongly or cannot run."""
@@ -314,11 +326,12 @@ class TrainerStep:
     ) -> BackwardReport:
         """See `RolloutSession.score_and_backward`."""
         call = "score_and_backward()"
-        given, starts = self._arguments(call, sequences, options, auxiliary_losses)
+        given, starts, beside = self._arguments(call, sequences, options, auxiliary_losses)
+        most = max((len(list(micro_batches(one, options.micro_batch_tokens))) for one in beside), default=0)
         dropout = options.dropout
 
         def check() -> None:
-            self._check_backward(given, loss)
+            self._check_backward(given, loss, most)
             self._check_shards()
             self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
 
@@ -328,9 +341,8 @@ class TrainerStep:
             self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
             auxiliary_scale_kept(),
         ):
-            batches = list(
-                self._scorer.micro_batches(given, starts, options.micro_batch_tokens, is_count=self._is_count)
-            )
+            how: dict[str, Any] = {"beside": beside, "is_count": self._is_count}
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens, **how))
             missing = self._missing_batches(len(batches))
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
@@ -359,7 +371,8 @@ class TrainerStep:
                 num_micro_batches=len(batches),
             )
 
-    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any) -> None:
+    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any, num_micro_batches: int) -> None:
+        """num_micro_batches: of each expert-parallel rank, where they have sequences of their own."""
         if not callable(loss):
             raise ConfigError(
                 f"score_and_backward(sequences, loss): loss is a {type(loss).__name__}; it has to be a function of "
@@ -381,6 +394,12 @@ class TrainerStep:
             raise ConfigError(
                 "score_and_backward() within a replay, over virtual pipeline stages: a chunk runs other micro-batches "
                 "before the next chunk runs the first, and the replay knows the rows of the last one only"
+            )
+        if len(sequences) < num_micro_batches:
+            raise ConfigError(
+                f"score_and_backward() with {len(sequences)} sequences, where another expert-parallel rank has "
+                f"{num_micro_batches} micro-batches, in which all take part; give each rank as many sequences, or "
+                "raise micro_batch_tokens"
             )
         if (reason := uncovered_option(config)) is not None:
             raise ConfigError(f"score_and_backward() with {reason}; set it to False")
@@ -572,6 +591,33 @@ class StageCalls:
             except BaseException as error:
                 self.failure = error
         return out.sum() * 0.0, {}
+
+
+class SequencesOfRank(NamedTuple):
+    """What a rank reports of the sequences that it scores."""
+
+    data_rank: int
+    """Of the ranks to which a trainer gives other sequences: expert-parallel ones."""
+    digest: str
+    lengths: list[int]
+    error: str
+    """Why they cannot be scored; "": they can."""
+
+
+def _beside(call: str, ranks: Sequence[SequencesOfRank]) -> list[list[int]]:
+    """The lengths of each data rank's sequences; empty where all ranks have the same sequences."""
+    first = {one.data_rank: rank for rank, one in reversed([*enumerate(ranks)])}
+    others = [rank for rank, one in enumerate(ranks) if one.digest != ranks[first[one.data_rank]].digest]
+    if others:
+        raise LockstepError(
+            f"{call} with other arguments on rank {others[0]} than on rank {first[ranks[others[0]].data_rank]}; give "
+            "all tensor-, pipeline- and context-parallel ranks the same"
+        )
+    if failed := [(rank, one.error) for rank, one in enumerate(ranks) if one.error]:
+        raise OtherRankFailed("; ".join(f"rank {rank}: {text}" for rank, text in failed), ranks=[r for r, _ in failed])
+    if len({one.digest for one in ranks}) == 1:
+        return []
+    return [ranks[rank].lengths for _, rank in sorted(first.items())]
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -23,6 +23,7 @@ RUNS = {
     "models.py --part memory --case smollm2": "smollm2",
     "models.py --part rounding --tokens 4 --samples 1": "own answers",
     "ranks.py --part reshard --rounds 1": "EP2 -> EP1",
+    "ranks.py --part prompts --ranks 2 --requests 2 --tokens 4 --rounds 1": "each its own",
     "ranks.py --part stages --requests 4 --tokens 4 --device-ms 1": "2 in flight",
     "coordinator.py --quick": "longest_prefix",
     "speech.py --rounds 1 --streams 2 --seconds 1 --threads 1": "second request of a voice",

@@ -13,7 +13,7 @@ from session_case import make_session
 from trainers import MegatronTrainer, TorchTrainer
 from training_case import assert_equal, error_of, gradients, loss_over, megatron_backward, sequences_of
 
-from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, WrongState
+from megatron_infer.errors import ConfigError, InvalidPrompt, LockstepError, OtherRankFailed, WrongState
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -35,6 +35,7 @@ CASES: dict[str, Any] = {
     "distributed optimizer, experts": (EXPERTS, lambda m: MegatronTrainer(m, distributed=True, smooth=True)),
     "torch DDP": ({}, lambda m: TorchTrainer(m, ddp=True, smooth=True)),
     "TP2, sequence parallel": (TP, lambda m: MegatronTrainer(m, distributed=True, smooth=True)),
+    "EP2, experts": (EP | EXPERTS, lambda m: MegatronTrainer(m, distributed=True, smooth=True)),
     "TP2, experts": (TP | EXPERTS, lambda m: MegatronTrainer(m, distributed=False, smooth=True)),
     "PP2": (PP, lambda m: MegatronTrainer(m, distributed=True, smooth=True)),
     "PP2 reducing in overlap, experts": (
@@ -77,7 +78,8 @@ def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
             ours, plain = (make(model_of(settings, rank)) for _ in range(2))
         session = make_session(ours.model, settings={"collective_timeout_s": 60})
         for step in range(2):
-            sequences = sequences_of(EVEN, seed=step if is_split(settings) else 10 * rank + step)
+            is_same = is_split(settings) and not settings.keys() & EP.keys()
+            sequences = sequences_of(EVEN, seed=step if is_same else 10 * rank + step)
             plain.model.train()
             is_megatron = isinstance(plain, MegatronTrainer)
             want = megatron_backward(
@@ -130,6 +132,62 @@ def check_gradients(name: str, session: Any, plain: Any, ours: Any) -> None:
 @pytest.mark.parametrize("names", PARTS.values(), ids=PARTS)
 def test_two_ranks_train_as_megatrons_own_step_does(tmp_path: Path, names: list[str]) -> None:
     run_on_ranks(on_ranks, 2, tmp_path, names)
+
+
+def on_own_sequences(rank: int, size: int, folder: Path) -> None:
+    """Sequences of other lengths and numbers on each rank, where tokens are gathered and where they are sent."""
+    from megatron.core.distributed import finalize_model_grads
+
+    torch.compiler.set_stance("force_eager")
+    new_groups(**EP)
+    send = torch.distributed.all_to_all_single
+
+    def send_listed(out: Any, given: Any, *sizes: Any, **how: Any) -> Any:
+        """On a CPU megatron-core leaves the sizes in tensors."""
+        how = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+        return send(out, given, *sizes, **how)
+
+    torch.distributed.all_to_all_single = send_listed
+    own = sequences_of([12, 12, 8], seed=1) if rank == 0 else sequences_of([5, 5, 4], seed=2)
+    both = sequences_of([12, 12, 8], seed=1) + sequences_of([5, 5, 4], seed=2)
+    for dispatcher in ("allgather", "alltoall"):
+        settings = EP | EXPERTS | {"moe_token_dispatcher_type": dispatcher}
+        with cpu_shim(3):
+            models = [model_of(settings, rank) for _ in range(2)]
+        with cpu_shim(1):
+            ours, plain = (MegatronTrainer(model, distributed=True, smooth=True) for model in models)
+        session = make_session(ours.model, settings={"collective_timeout_s": 60})
+        with cpu_shim(4), session.training():
+            want = session.score(both)[3 * rank : 3 * rank + 3]
+            for limit in (12, 24, 100):
+                for got, score in zip(session.score(own, micro_batch_tokens=limit), want, strict=True):
+                    torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+            few = own[: 3 - 3 * rank]  # none on rank 1
+            assert len(session.score(few, micro_batch_tokens=12)) == len(few)
+            with pytest.raises(ConfigError if rank else OtherRankFailed, match="another expert-parallel rank has 3"):
+                session.score_and_backward(own[: 3 - rank], loss_over(own), micro_batch_tokens=12)
+            broken = [*own, [4, 999]] if rank else own
+            with pytest.raises(InvalidPrompt if rank else OtherRankFailed, match="sequence 3 has token ids 4 to 999"):
+                session.score(broken)
+            report = session.score_and_backward(
+                own, loss_over(own), micro_batch_tokens=12, auxiliary_losses=dispatcher == "alltoall"
+            )
+            assert report.num_micro_batches == 3
+            for got, score in zip(report.scores, want, strict=True):
+                torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+            assert session.step(ours.optimizer).update_successful
+        if dispatcher == "alltoall":  # Megatron's own step needs equal shapes to gather tokens
+            plain.model.train()
+            megatron_backward(plain.model, own, ONE_GROUPS, finalize=finalize_model_grads)
+            with cpu_shim(4):
+                plain.optimizer.step()
+            assert_equal(*(dict(one.model.named_parameters()) for one in (ours, plain)), tolerance=2e-6)
+        session.engine.rank_group.lockstep.close()
+
+
+@pytest.mark.timeout(200)
+def test_expert_parallel_ranks_train_on_sequences_of_their_own(tmp_path: Path) -> None:
+    run_on_ranks(on_own_sequences, 2, tmp_path)
 
 
 def on_faults(rank: int, size: int, folder: Path) -> None:

@@ -6,6 +6,7 @@ experts on two ranks whose requests are shared or each rank's own.
         [--device-ms 4 --per-token-us 4000]
     python tools/bench/ranks.py --part experts [--tokens 24] [--prompt 512] [--rounds 5] [--dtype float32]
     python tools/bench/ranks.py --part context [--requests 64] [--tokens 64] [--rounds 5]
+    python tools/bench/ranks.py --part prompts [--ranks 4] [--requests 16] [--tokens 64] [--rounds 5]
 
 reshard: a trainer's weights into an engine's model of another layout, against what gloo alone takes for the bytes.
 "must" is what targets want and their own ranks do not have, over both ranks; "gloo" sends as many bytes in the same
@@ -23,6 +24,10 @@ compute the attention of all requests. "own": `dp_attention`. Decoding alone is 
 
 context: a rollout of the same prompts by one rank while the other one waits, and by two context-parallel ranks, in
 turns. Seconds of the clock, and CPU seconds of the busier rank, which other processes of the machine change less.
+
+prompts: expert-parallel ranks that each give `requests` prompts of 512 tokens, 4 samples of `tokens` each, to one
+engine, against rank 0 giving all of them, which a trainer would gather first. Of a rollout: "compare" is the round that
+compares the ranks' prompts, with its digests, on the rank that came last, which waits for no other.
 """
 
 from __future__ import annotations
@@ -357,13 +362,70 @@ def context(rank: int, args: argparse.Namespace) -> None:
             print(f"{count} rank(s): {median:7.3f} s {kind} ({first[kind] / median:4.2f}x)")
 
 
+# ---------------------------------------------------------------------- prompts
+
+
+def prompts_of_ranks(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    from megatron.core import parallel_state
+
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.engine.engine import DynamicInferenceEngine
+    from megatron_infer.rl.rollout import Rollout
+    from megatron_infer.testing.tiny import tiny_gpt
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
+    model = tiny_gpt(**EXPERTS, expert_model_parallel_size=args.ranks, max_sequence_length=1024)
+    roll = Rollout(DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.25, max_requests=64)))
+    how = SamplingParams(n=4, max_tokens=args.tokens, ignore_eos=True)
+    compare, spent = roll.engine.relay.exchange, [0.0]
+
+    def timed(*given: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return compare(*given)
+        finally:
+            spent[0] = time.perf_counter() - started
+
+    roll.engine.relay.exchange = timed
+    found: dict[str, list[list[float]]] = {"each its own": [], "gathered": []}
+    for turn in range(args.rounds + 1):
+        generator = torch.Generator().manual_seed(100 * turn + rank)
+        own = torch.randint(0, 128, (args.requests, 512), generator=generator).tolist()
+        for name, figures in found.items():
+            dist.barrier()
+            started, gathering = time.perf_counter(), 0.0
+            given = own
+            if name == "gathered":
+                parts: list[Any] = [None] * args.ranks
+                dist.all_gather_object(parts, own)
+                given = [prompt for part in parts for prompt in part] if rank == 0 else []
+                gathering = time.perf_counter() - started
+            roll.generate(given, how)
+            mine: list[Any] = [None] * args.ranks
+            dist.all_gather_object(mine, (time.perf_counter() - started, spent[0], gathering))
+            if turn:
+                figures.append([max(one[0] for one in mine), *(min(one[at] for one in mine) for at in (1, 2))])
+    if rank:
+        return
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.ranks} expert-parallel ranks")
+    print(f"{args.requests} prompts of 512 tokens a rank, 4 samples of {args.tokens} tokens; {args.rounds} rounds")
+    for name, figures in found.items():
+        total, comparing, gathering = (statistics.median(column) for column in zip(*figures, strict=True))
+        print(
+            f"{name:<14} rollout {total:7.2f} s   compare {comparing * 1e3:7.2f} ms ({comparing / total:.3%})   "
+            f"gather {gathering * 1e3:7.2f} ms ({gathering / total:.3%})"
+        )
+
+
 # ---------------------------------------------------------------------- command line
 
 
 def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
-    parts = {"reshard": reshard, "stages": stages, "experts": experts, "context": context}
+    parts = {"reshard": reshard, "stages": stages, "experts": experts, "context": context, "prompts": prompts_of_ranks}
     parts[args.part](rank, args)
     dist.barrier()
     dist.destroy_process_group()
@@ -371,19 +433,20 @@ def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["reshard", "stages", "experts", "context"], required=True)
+    parser.add_argument("--part", choices=["reshard", "stages", "experts", "context", "prompts"], required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=16.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--device-ms", type=float, default=0.0, help="pretend that a whole step takes so long at least")
     parser.add_argument("--per-token-us", type=float, default=100.0, help="and so long for each of its tokens")
     args = parser.parse_args()
-    num_ranks = args.stages if args.part == "stages" else RANKS
+    num_ranks = {"stages": args.stages, "prompts": args.ranks}.get(args.part, RANKS)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, args=(folder, num_ranks, args), nprocs=num_ranks)
 
