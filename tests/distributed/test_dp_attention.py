@@ -236,6 +236,8 @@ def refusals_on_rank(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"dp_attention=True: .*MTP"):
         make_engine(model, dp_attention=True, drafts_for_itself=True)
     engine = make_engine(model, dp_attention=True)
+    groups = engine.rank_group.groups
+    assert (groups.dp_rank, groups.dp_size) == (rank, size), "seeds, and shares of prompts"
     calls: dict[str, Callable[[], object]] = {
         "save_requests": lambda: engine.save_requests(folder / "saved"),
         "load_requests": lambda: engine.load_requests(folder / "saved"),

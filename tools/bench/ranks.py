@@ -238,9 +238,15 @@ def stages(rank: int, args: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------- experts
 
-REQUESTS = (1, 2, 4, 8, 16, 32)
+REQUESTS = (1, 4, 16, 32)
 """Of each rank."""
-MOE = EXPERTS | {"num_attention_heads": 8, "num_query_groups": 8, "moe_ffn_hidden_size": 512, "vocab_size": 32768}
+MOE = EXPERTS | {
+    "num_layers": 4,
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+    "moe_ffn_hidden_size": 512,
+    "vocab_size": 16384,
+}
 
 
 def decode_costs(engine: Any, prompts: list[dict[str, Any]], args: argparse.Namespace) -> list[float]:
@@ -252,13 +258,13 @@ def decode_costs(engine: Any, prompts: list[dict[str, Any]], args: argparse.Name
     if engine.relay.is_leader:
         for prompt in prompts:
             engine.add_request(prompt, params)
-    begun: set[str] = set()
-    start: list[float] = []
-    while engine.has_unfinished():
-        if not start and len(begun) == len(prompts):
-            start = [time.perf_counter(), time.process_time()]
-        begun |= {output.request_id for output in engine.step()}
-    return [time.perf_counter() - start[0], time.process_time() - start[1]]
+    assert len(engine.step()) == len(prompts), "all prompts fit into one step"
+    start, core = time.perf_counter(), time.process_time()
+    for _ in range(args.tokens):
+        assert len(engine.step()) == len(prompts), "all requests decode together"
+    costs = [time.perf_counter() - start, time.process_time() - core]
+    assert not engine.has_unfinished()
+    return costs
 
 
 def experts(rank: int, args: argparse.Namespace) -> None:
@@ -279,8 +285,12 @@ def experts(rank: int, args: argparse.Namespace) -> None:
     for count in REQUESTS:
         ids = torch.randint(0, 128, (RANKS * count, args.prompt), generator=generator).tolist()
         every = [{"prompt_token_ids": one} for one in ids]
+        kv_bytes = RANKS * count * (args.prompt + args.tokens + 64) * MOE["num_layers"] * 2 * MOE["hidden_size"] * 4
         how = {
-            "buffer_size_gb": 0.5,
+            "buffer_size_gb": kv_bytes / 2**30 + 0.1,
+            "block_size_tokens": 64,
+            "enable_prefix_caching": True,
+            "prefix_caching_eviction_policy": "lru",  # later rounds find their prompts
             "max_requests": RANKS * count,
             "max_tokens": RANKS * count * args.prompt,
             "overlap": False,
