@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 import training_case
+from engine_ranks import weights_of
+from engines import make_engine, tokens_of
 from gloo_ranks import new_groups, run_on_ranks
 from plain_forward import full_logits, worst_error
 from session_case import PARAMS, batch, make_session, prompts
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from training_case import loss_over, sequences_of
@@ -20,6 +23,7 @@ from training_case import loss_over, sequences_of
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError, OtherRankFailed, WrongState
 from megatron_infer.models.lora.attach import attach_lora
 from megatron_infer.rl.updates import apply, verify_update
+from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*reshard_after_forward")
@@ -290,7 +294,7 @@ def on_edges(rank: int, size: int, folder: Path) -> None:
     check_refusals(rank, session, case, mesh)
     check_failed_gathers(rank, session, ours, before)
     check_versions(session, ours, case)
-    check_sources(session, ours)
+    check_sources(session, ours, folder)
     session.engine.rank_group.lockstep.close()
 
 
@@ -306,7 +310,7 @@ def check_refusals(rank: int, session: Any, case: Case, mesh: Any) -> None:
     with session.generating():
         with pytest.raises(ConfigError, match="checksum=True"):
             session.update_weights(checksum=True)
-        with pytest.raises(ModelError, match="FSDP2 shards"):
+        with pytest.raises(ModelError, match="FSDP shards"):
             verify_update(session.engine)
         with pytest.raises(ConfigError, match=r"score\(grad=True\) within generating"):
             session.score([[1, 2, 3]], grad=True)
@@ -317,7 +321,7 @@ def check_refusals(rank: int, session: Any, case: Case, mesh: Any) -> None:
         session.engine.generate(prompts(), PARAMS)
     with pytest.raises(ConfigError, match=r"after FSDP2's fully_shard.*attach it before"):
         attach_lora(session.model, rank=4)
-    with pytest.raises(ModelError, match=r"FSDP2 shards.*source of weights"):
+    with pytest.raises(ModelError, match=r"FSDP shards.*source of weights"):
         apply(session.model, {})
     exact = make_session(Trainer(case, mesh).model, settings={"batch_invariant": True})
     with pytest.raises(ConfigError, match="batch_invariant=True while FSDP holds"):
@@ -399,15 +403,58 @@ def check_versions(session: Any, ours: Trainer, case: Case) -> None:
     assert any(not torch.equal(value, now[name]) for name, value in ours.weights().items())
 
 
-def check_sources(session: Any, ours: Trainer) -> None:
-    """A state dict of DTensors, and the model itself, are sources for a model of another engine."""
-    from engines import make_engine, tokens_of
-
+def check_sources(session: Any, ours: Trainer, folder: Path) -> None:
+    """A state dict of DTensors, the model itself, and what it has saved are sources for a model of another engine."""
     want = generated(session)
-    for source in (dict(ours.model.state_dict()), ours.model):
+    checkpoint.save(ours.model.state_dict(), checkpoint_id=folder / "model")
+    both = {"model": ours.model.state_dict(), "optimizer": {"step": torch.ones(3)}}
+    checkpoint.save(both, checkpoint_id=folder / "both")
+    saved = (folder / "model", folder / "both")
+    for source in (dict(ours.model.state_dict()), ours.model, *saved):
         engine = make_engine(tiny_gpt(**MODEL, seed=5), max_tokens=256)
         apply(engine, source)
         assert tokens_of(engine.generate(prompts(), PARAMS)) == want
+
+
+def on_two_dimensions(rank: int, size: int, folder: Path) -> None:
+    """Two replicas, each of two tensor-parallel ranks."""
+    whole, want = torch.load(folder / "whole.pt")
+    new_groups(tensor_model_parallel_size=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    replica = rank // 2
+
+    def part() -> Any:
+        model = tiny_gpt(**MODEL, tensor_model_parallel_size=2)
+        apply(model, whole)
+        return model
+
+    case = Case(model=part)
+    ours, twin = Trainer(case, mesh), Trainer(case, mesh)
+    session = make_session(ours.model, settings={"collective_timeout_s": 60})
+    for step in range(2):
+        with session.generating() as roll:
+            groups = roll.generate(own_prompts(replica), PARAMS)
+        assert step or [group.samples[0].token_ids for group in groups] == want[replica]
+        sequences = [group.prompt_ids + group.samples[0].token_ids for group in groups]
+        with session.training(), cpu_shim(1):
+            scores = session.score(sequences, micro_batch_tokens=40)
+            for group, score in zip(groups, scores, strict=True):
+                drawn = torch.tensor(group.samples[0].raw_logprobs)
+                torch.testing.assert_close(drawn, score[len(group.prompt_ids) - 1 :], atol=1e-4, rtol=0)
+            assert ours.step(step) == twin.step(step)
+        session.update_weights()
+    assert_same(ours.weights(), twin.weights())
+    session.engine.rank_group.lockstep.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_replicas_of_tensor_parallel_ranks_in_fsdp2(tmp_path: Path) -> None:
+    model = tiny_gpt(**MODEL)
+    engine = make_engine(model, max_tokens=256)
+    want = [tokens_of(engine.generate(own_prompts(replica), PARAMS)) for replica in range(2)]
+    torch.save((weights_of(model), want), tmp_path / "whole.pt")
+    run_on_ranks(on_two_dimensions, 4, tmp_path)
 
 
 @pytest.mark.timeout(200)

@@ -20,14 +20,16 @@ import pathlib
 import pickle
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.loading.hf_names import Span
 from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
 
@@ -115,6 +117,44 @@ def tensors_only(directory: Path) -> Iterator[Path]:
         for file in files:
             (folder / file).symlink_to((directory / file).resolve())
         yield folder
+
+
+class DistcpReader:
+    """The model's tensors in a directory of torch.distributed.checkpoint, as a model in FSDP2 saves its state dict.
+
+    Each is read whole, by this process alone. What stands beside the model, such as an optimizer, is left out: where
+    names begin with "model.", the others.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelError for metadata that hold more than metadata, and without tensors of a model."""
+        self._directory, self._metadata = directory, _tensor_metadata(directory)
+        keys = list(self._metadata.state_dict_metadata)
+        is_bare = any(key.startswith(("lm_head.", "model.layers.")) for key in keys)  # Hugging Face's names
+        prefix = "model." if not is_bare and any(key.startswith("model.") for key in keys) else ""
+        self._keys = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+        if not self._keys:
+            raise ModelError(f"{directory}: its metadata have no tensors of a model")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(self._metadata.state_dict_metadata[key].size) for name, key in self._keys.items()}
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """Raises ModelError for a file that is cut short."""
+        from torch.distributed import checkpoint
+
+        key = self._keys[name]
+        entry = self._metadata.state_dict_metadata[key]
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        reader = checkpoint.FileSystemReader(self._directory)
+        reader.read_metadata = lambda *_, **__: self._metadata  # which was read without running code
+        try:
+            checkpoint.load(state, storage_reader=reader, no_dist=True)
+        except checkpoint.CheckpointException as error:
+            reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
+            raise ModelError(f"{self._directory}: {name} cannot be read: {reason}") from error
+        tensor = state[key] if columns is None else state[key][:, columns[0] : columns[1]]
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
 def _tensor_metadata(directory: Path) -> Any:

@@ -122,6 +122,11 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / "metadata.json").is_file() or (directory / "latest_checkpointed_iteration.txt").is_file()
 
 
+def is_distcp(directory: Path) -> bool:
+    """True for a directory that torch.distributed.checkpoint has written without megatron-core."""
+    return (directory / ".metadata").is_file() and not (directory / "metadata.json").exists()
+
+
 def _file_of_alias(name: str) -> Path:
     package, file, command = ALIASES[name]
     spec = importlib.util.find_spec(package)

@@ -211,7 +211,7 @@ def listed(names: list[str], *, most: int = 8) -> str:
 def _tensors_of(model: Any) -> Iterator[LocalTensor]:
     if is_managed(model):
         raise ModelError(
-            "FSDP2 shards the weights of this model, whose state dict would put the shards back; the state dict is "
+            "FSDP shards the weights of this model, whose state dict would put the shards back; the state dict is "
             "a source of weights, and RolloutSession(model) generates with this model"
         )
     wanted = {id(tensor) for tensor in guarded_tensors(model)}

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
 from megatron_infer.models.loading.checkpoint import CheckpointSource, description_by_names
+from megatron_infer.models.loading.checkpoint_files import DistcpReader
 from megatron_infer.models.loading.families import family_of, is_hf_name, name_in_files
-from megatron_infer.models.loading.find import is_checkpoint
+from megatron_infer.models.loading.find import is_checkpoint, is_distcp
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, fitted, made
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.sources import open_source
@@ -94,6 +95,8 @@ def as_source(source: Any, *, plan: ModelDescription | None = None, names: str |
 def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> WeightSource:
     if path.is_dir() and is_checkpoint(path):
         return TorchDistSource(CheckpointSource(path))
+    if path.is_dir() and is_distcp(path):
+        return MappingSource(LazyTensors(DistcpReader(path)), plan=plan, names=names)
     if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
     if path.is_file() and path.suffix == ".safetensors":
@@ -117,7 +120,7 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors in files, read on access."""
 
-    def __init__(self, reader: SafetensorsReader) -> None:
+    def __init__(self, reader: SafetensorsReader | DistcpReader) -> None:
         self.reader = reader
 
     def __getitem__(self, name: str) -> Tensor:
