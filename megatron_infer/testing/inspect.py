@@ -61,4 +61,4 @@ def run_one_by_one(engine: DynamicInferenceEngine, replaced: dict[int, Any] | No
         adopted.layers[number] = layer
     norm = adopted._reading.norm
     layers: list[Any] = list(adopted.layers)
-    adopted._operations = LayerOps(*layers, *([] if norm is None else [norm]))
+    adopted._operations = [LayerOps(*layers, *([] if norm is None else [norm]))]
