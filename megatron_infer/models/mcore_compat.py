@@ -22,6 +22,7 @@ import torch
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.late_compile import compiling_late
+from megatron_infer.models.module_guard import megatron_fsdp_classes
 from megatron_infer.utils.gc_pause import is_program, no_collection
 
 
@@ -198,7 +199,10 @@ def known_wrappers() -> tuple[type, ...]:
     """Wrappers that change neither the shapes of a model's parameters nor its forward."""
     from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
-    own = (DistributedDataParallel, Float16Module, TorchFullyShardedDataParallel)
+    own = [DistributedDataParallel, Float16Module, TorchFullyShardedDataParallel, *megatron_fsdp_classes()]
+    adapter = sys.modules.get("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    if adapter is not None:
+        own.append(adapter.FullyShardedDataParallel)
     return (*own, torch.nn.parallel.DistributedDataParallel)
 
 

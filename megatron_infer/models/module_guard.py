@@ -28,6 +28,8 @@ READ = (f"{PACKAGE}.", "megatron.core.", "torch.")
 """Packages whose classes are compared with their code."""
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 """Package of `fully_shard`."""
+MEGATRON_FSDP = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
+"""Packages of Megatron-FSDP: in megatron-core, and its own."""
 GRAPH_MANAGER = "cudagraph_manager"
 """Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
 _STATE = attrgetter("__dict__")
@@ -274,14 +276,33 @@ def plain_class(module: torch.nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp))
 
 
+def megatron_fsdp_classes() -> tuple[type, ...]:
+    """The classes of Megatron-FSDP around a model, where its modules are imported."""
+    found = (getattr(sys.modules.get(f"{package}.megatron_fsdp"), "MegatronFSDP", None) for package in MEGATRON_FSDP)
+    return tuple(one for one in found if one is not None)
+
+
+def _is_fsdp(hook: Any) -> bool:
+    """Whether a forward hook is of FSDP2 or of Megatron-FSDP, which hides its hooks from torch.compile."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    if owner is not None:
+        return type(owner).__module__.startswith(FSDP2)
+    if "_dynamo" in (_file_of(hook) or ""):
+        hook = getattr(hook, "__wrapped__", hook)
+    file = _file_of(hook) or ""
+    return any(package.replace(".", os.sep) + os.sep in file for package in (FSDP2, *MEGATRON_FSDP))
+
+
 def _is_ours(function: Any) -> bool:
     """Whether the called object is one of this package: a wrapper may have the name and module of what it wraps.
 
-    FSDP2's hooks count as ours: they gather weights, and `models.sharded_weights` does that for a whole phase.
+    FSDP's hooks count as ours: they gather weights, and `models.sharded_weights` does that for a whole phase.
     """
-    owner = getattr(function, "__self__", function)
-    if type(owner).__module__.startswith(FSDP2) or FSDP2.replace(".", os.sep) in (_file_of(function) or ""):
+    if _is_fsdp(function):
         return True
+    owner = getattr(function, "__self__", function)
     return type(owner).__module__.partition(".")[0] == PACKAGE and not isinstance(owner, torch.nn.Module)
 
 

@@ -8,9 +8,9 @@ FSDP's own buffers hold the gathered weights, so that the parameters are the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from megatron_infer.errors import AdoptionError, InferenceError, ModelError, Oth
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.memory.device import Device
 from megatron_infer.models.model_chunks import ModelChunks
-from megatron_infer.models.module_guard import fsdp2_module, modules_of, plain_class
+from megatron_infer.models.module_guard import fsdp2_module, megatron_fsdp_classes, modules_of, plain_class
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -29,8 +29,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def is_managed(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 shards weights of the model, also while they are gathered."""
-    return any(getattr(module, "_is_fsdp_managed_module", False) for module in modules_of(model))
+    """Whether FSDP shards weights of the model, also while they are gathered."""
+    in_megatron = any(hasattr(parameter, "__fsdp_param__") for parameter in model.parameters())
+    return in_megatron or any(getattr(module, "_is_fsdp_managed_module", False) for module in modules_of(model))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -46,9 +47,8 @@ def gathered(tensor: Tensor) -> Tensor:
 class ShardedWeights:
     """The weights of one model. Every rank of the shards makes the same calls."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        """root: the model in its wrappers."""
-        self._shards = Fsdp2Shards(root)
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         self._announced: list[int] | None = None
         """Checksums of this rank's shards when a version was announced; None: none was since they were gathered."""
         self.is_gathered = False
@@ -56,11 +56,14 @@ class ShardedWeights:
     @classmethod
     def of(cls, chain: Sequence[Any]) -> ShardedWeights | None:
         """chain: `models.trainer_state.wrapper_chain`. None: the weights are whole. Raises AdoptionError."""
+        megatron = [part for part in chain if isinstance(part, megatron_fsdp_classes())]
         fsdp = fsdp2_module()
-        is_sharded = fsdp is not None and any(isinstance(module, fsdp) for module in chain[0].modules())
+        is_sharded = megatron or (fsdp is not None and any(isinstance(module, fsdp) for module in chain[0].modules()))
         if is_sharded and isinstance(chain[-1], ModelChunks):
-            raise AdoptionError("", "FSDP2 around virtual pipeline stages is not supported; take megatron-core's DDP")
-        return cls(chain[0]) if is_sharded else None
+            raise AdoptionError("", "FSDP around virtual pipeline stages is not supported; take megatron-core's DDP")
+        if megatron:
+            return cls(MegatronFsdpShards(megatron[0]))
+        return cls(Fsdp2Shards(chain[0])) if is_sharded else None
 
     @property
     def device(self) -> torch.device:
@@ -117,12 +120,11 @@ class ShardedWeights:
         if self.is_gathered:
             yield
             return
-        units = self._shards.units_in_shards()
+        put_back = self._shards.put_back()
         try:
             yield
         finally:
-            for unit in units:
-                unit.reshard()
+            put_back()
 
     def put_back(self) -> None:
         """Units that a forward without a backward has left gathered are in shards, so that the next one gathers."""
@@ -164,6 +166,51 @@ class ShardedWeights:
         return found
 
 
+class Shards(Protocol):
+    """One kind of FSDP around a model."""
+
+    groups: list[Any]
+    """Process groups over which weights are sharded or replicated, each once, in the same order on all ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward computes."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gathered weights that have no memory yet."""
+        ...
+
+    def local_tensors(self) -> list[Tensor]:
+        """This rank's shards."""
+        ...
+
+    def check(self) -> None:
+        """Raise AdoptionError for settings with which a step would not compute what the trainer's forward does."""
+        ...
+
+    def gather(self) -> None:
+        """Parameters are plain tensors until `release`, also after a forward of the trainer's."""
+        ...
+
+    def release(self) -> None:
+        """Undo `gather`, also one that raised."""
+        ...
+
+    def reshard(self) -> None:
+        """Free what a forward of the trainer's has left gathered."""
+        ...
+
+    def put_back(self) -> Callable[[], None]:
+        """-> a function that frees what is gathered between the two calls."""
+        ...
+
+    def reset(self) -> None:
+        """See `ShardedWeights.reset`."""
+        ...
+
+
 class Fsdp2Shards:
     """The units of torch's FSDP2 (`fully_shard`) in a model, gathered and released by FSDP2 itself.
 
@@ -195,15 +242,12 @@ class Fsdp2Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Of the gathered weights that have no memory yet."""
         return sum(_whole_bytes(one, group.mp_policy) for group in self._param_groups for one in group.fsdp_params)
 
     def local_tensors(self) -> list[Tensor]:
-        """This rank's shards."""
         return [local(one.sharded_param) for one in self._parameters()]
 
     def check(self) -> None:
-        """Raise AdoptionError for a policy with which a step would not compute what the trainer's forward does."""
         for unit in self._units[1:]:
             policy = unit._get_fsdp_state()._mp_policy
             if policy.output_dtype not in (None, policy.param_dtype, torch.float32):
@@ -242,14 +286,78 @@ class Fsdp2Shards:
         for unit in self._units:
             unit.reshard()
 
-    def units_in_shards(self) -> list[Any]:
-        return [
-            unit for unit in self._units if all(group.is_sharded for group in _param_groups(unit._get_fsdp_state()))
-        ]
+    def put_back(self) -> Callable[[], None]:
+        units = [one for one in self._units if all(group.is_sharded for group in _param_groups(one._get_fsdp_state()))]
+
+        def reshard() -> None:
+            for unit in units:
+                unit.reshard()
+
+        return reshard
 
     def reset(self) -> None:
         if hasattr(self._units[0], "reset_iter_state"):  # from torch 2.13 on
             self._units[0].reset_iter_state()
+
+
+class MegatronFsdpShards:
+    """A model in Megatron-FSDP, gathered into the buffers of its own pipeline of all-gathers.
+
+    While the weights are gathered the pipeline frees nothing: the trainer's forward then scores without a collective.
+    """
+
+    def __init__(self, fsdp: Any) -> None:
+        """fsdp: the `MegatronFSDP` around the model."""
+        self._fsdp, self._pipeline = fsdp, fsdp.all_gather_pipeline
+        index = fsdp.dist_index
+        found = [index.get_fsdp_group(), index.get_fsdp_group(is_expert_parallel=True), index.get_outer_fsdp_group()]
+        self.groups = list({group.group_name: group for group in found if group is not None}.values())
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = next(iter(self._fsdp.raw_param.values())).device
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self._fsdp.raw_param.values())
+
+    def local_tensors(self) -> list[Tensor]:
+        return [local(one) for _, one in self._fsdp.param_and_grad_buffer.optimizer_named_parameters]
+
+    def check(self) -> None:
+        if getattr(self._fsdp.ddp_config, "fsdp_double_buffer", False):
+            raise AdoptionError(
+                "ddp_config",
+                "fsdp_double_buffer=True: Megatron-FSDP has memory for two units then, and generation gathers all; "
+                "set it to False (and nccl_ub, which sets it)",
+            )
+
+    def gather(self) -> None:
+        self._fsdp.start_param_sync(force_sync=True)
+        self._fsdp._replace_param_with_raw_if_needed()
+        self._pipeline.release_bucket = _keep
+
+    def release(self) -> None:
+        vars(self._pipeline).pop("release_bucket", None)
+        self.reshard()
+
+    def reshard(self) -> None:
+        self._pipeline.reset()
+        self._fsdp._replace_param_with_distributed_if_needed()
+
+    def put_back(self) -> Callable[[], None]:
+        return self.reshard if self._fsdp.is_param_fsdp_distributed else lambda: None
+
+    def reset(self) -> None:
+        for module in modules_of(self._fsdp.module):
+            if (state := getattr(module, "_training_state", None)) is not None:
+                module._training_state = type(state).IDLE
+        self.reshard()
+
+
+def _keep(*_: Any, **__: Any) -> None:
+    """In the place of the pipeline's `release_bucket`."""
 
 
 def _param_groups(state: Any) -> list[Any]:

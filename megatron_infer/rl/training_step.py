@@ -137,8 +137,8 @@ class TrainerStep:
             if grad:
                 self._check_late_backward(dropout=dropout, is_generating=is_generating)
 
-        # torch's DDP reduces gradients only after a forward of its own
-        forward = self._chain[0] if grad else self._chain[-1]
+        # torch's DDP reduces gradients only after a forward of its own; Megatron-FSDP gathers only in its own
+        forward = self._chain[0] if grad or self._switch.holds_shards else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
         with self._checked_modules("score()", check), how, policy:
@@ -500,7 +500,9 @@ class TrainerStep:
                 raise WrongState("step() without gradients: call score_and_backward() first", state="no gradients")
         self._is_torn = num_ranks > 1
         with self._rank_group.together("the optimizer's step"), cuda_error_explained(self._device):
-            norm = _norm(self._chain[-1]) if num_ranks == 1 else None
+            # megatron-core's optimizers return theirs; ranks of Megatron-FSDP have gradients of different parameters
+            has_norm = num_ranks == 1 and isinstance(optimizer, torch.optim.Optimizer)
+            norm = _norm(self._chain[-1]) if has_norm else None
             result = optimizer.step()
         updated, self._is_torn = True, False
         if isinstance(result, tuple):  # megatron-core's optimizers
