@@ -10,7 +10,7 @@ from megatron_infer.config.options import choose, option, options_of
 from megatron_infer.errors import ConfigError
 
 DP_ATTENTION_REQUESTS = 8
-"""Requests of a rank from which on data-parallel attention is faster, as measured in docs/parallel.md."""
+"""Requests of a rank from which on data-parallel attention is faster, as measured in docs/parallel_ranks.md."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -74,7 +74,7 @@ def make_build(context: DynamicInferenceContext, rows: int) -> BatchBuild:
     layout = SimpleNamespace(dummy_block=context.num_blocks)
     store: Any = SimpleNamespace(layout=layout, kv_cache=cache, states=None, pending_restore=lambda: None)
     kernels: Any = SimpleNamespace(
-        ops=None, attention=NoAttention(), scan=None, layers=None, lora=None, gather=torch_gather
+        ops=None, attention=NoAttention(), scan=None, layers=None, lora=None, expanded=None, gather=torch_gather
     )
     rotary = RotaryTable(cos_PR=table, sin_PR=table)
     builder = BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.bfloat16)
