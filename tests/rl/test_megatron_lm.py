@@ -44,6 +44,7 @@ PRETRAIN = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-leng
 LAYOUTS = (
     "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
     "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 )
@@ -90,7 +91,7 @@ def test_a_script_that_the_lines_do_not_fit_is_refused(name, content, message, t
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM is not the path of a checkout of Megatron-LM")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=("tp", "pp", "ep", "overlapped"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("tp", "pp", "vpp", "ep", "overlapped"))
 def test_megatron_lm_pretrains_as_without_the_lines(layout):
     script = Path(CHECKOUT) / "pretrain_gpt.py"
     arguments = [*PRETRAIN.split(), *layout.split()]
