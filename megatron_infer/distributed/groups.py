@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_infer.config.inference import InferenceConfig
@@ -103,8 +104,8 @@ class ParallelGroups:
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
-        # For a trainer, expert-parallel ranks are data-parallel ranks too; here they belong to one replica.
-        replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
+        # For a trainer, ranks that divide experts are data-parallel ranks too; here they belong to one replica.
+        replicas = found["dp"] if _within(found["tp_ep"], found["tp"]) else found["expt_dp"]
         if own_requests:
             replicas = found["dp"] or found["ep"]
         parts = {name: found[name] for name in ("tp", "pp", "ep", "cp")}
@@ -260,18 +261,24 @@ def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert
 
 def _spanning(found: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
     """The group of all ranks of the replica."""
-    wide = [name for name in ("tp", "pp", "ep") if found[name] is not None]
-    if not wide:
-        return None
-    if len(wide) == 1:
-        return found[wide[0]]
-    name = "mp" if "ep" not in wide else "tp_ep_pp"
-    if found[name] is None:
+    wide = {name: group for name in ("tp", "pp", "ep", "tp_ep") if (group := found[name]) is not None}
+    for group in sorted(filter(None, (found[name] for name in _WIDE)), key=_size):
+        if all(_within(part, group) for part in wide.values()):
+            return group
+    if wide:
         raise ConfigError(
-            f"pg_collection has {' and '.join(wide)} of several ranks but no {name}, the group of all of them; "
-            f"set pg_collection.{name}"
+            f"pg_collection has {' and '.join(wide)} of several ranks but no group of all of them; set "
+            "pg_collection.mp, or pg_collection.tp_ep_pp where experts are divided (tensor-parallel ranks that no "
+            "group of expert-parallel ones holds, or that hold a part of one, are not supported)"
         )
-    return found[name]
+    return None
+
+
+def _within(part: ProcessGroup | None, whole: ProcessGroup | None) -> bool:
+    """Whether all ranks of the first group are in the second. None: a group of one rank."""
+    if part is None or part is whole:
+        return True
+    return whole is not None and set(dist.get_process_group_ranks(part)) <= set(dist.get_process_group_ranks(whole))
 
 
 def _wide(collection: Any, name: str) -> Any:

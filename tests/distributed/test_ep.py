@@ -27,6 +27,7 @@ LAYOUTS = {
     "ep2": {"expert_model_parallel_size": 2},
     "tp2_parts_of_experts": {"tensor_model_parallel_size": 2},
     "tp2_ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "dp2_parts_of_experts": {"expert_tensor_parallel_size": 2},
     "tp2_whole_experts": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
 HF = {
