@@ -248,6 +248,8 @@ class Fsdp2Shards:
         return [local(one.sharded_param) for one in self._parameters()]
 
     def check(self) -> None:
+        if any(plain_class(unit) is type(unit) for unit in self._units):
+            raise ModelError("another session generates with the weights of this model; end its generating() first")
         for unit in self._units[1:]:
             policy = unit._get_fsdp_state()._mp_policy
             if policy.output_dtype not in (None, policy.param_dtype, torch.float32):

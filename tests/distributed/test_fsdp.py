@@ -11,10 +11,10 @@ import pytest
 import torch
 import training_case
 from engine_ranks import weights_of
-from engines import make_engine, tokens_of
+from engines import finish, make_engine, tokens_of
 from gloo_ranks import new_groups, run_on_ranks
 from plain_forward import full_logits, worst_error
-from session_case import PARAMS, batch, make_session, prompts
+from session_case import BASE, PARAMS, batch, make_session, prompts
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -295,6 +295,8 @@ def on_edges(rank: int, size: int, folder: Path) -> None:
     check_failed_gathers(rank, session, ours, before)
     check_versions(session, ours, case)
     check_sources(session, ours, folder)
+    check_saved_requests(session, ours, folder / f"saved.requests{rank}")
+    check_adapter(mesh, folder)
     session.engine.rank_group.lockstep.close()
 
 
@@ -329,6 +331,45 @@ def check_refusals(rank: int, session: Any, case: Case, mesh: Any) -> None:
     rounding = {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.bfloat16)}
     with pytest.raises(AdoptionError, match=r"TransformerLayer: FSDP2's output_dtype=torch.bfloat16 rounds"):
         make_session(Trainer(Case(policy=rounding), mesh).model)
+
+
+def check_saved_requests(session: Any, ours: Trainer, path: Path) -> None:
+    """Keys and values of an engine of shards are those of a model with whole weights."""
+    want = generated(session)
+    with session.generating():
+        for number, prompt in enumerate(prompts()):
+            session.engine.add_request(prompt, PARAMS, request_id=str(number))
+        for _ in range(4):
+            session.engine.step()
+        session.engine.save_requests(path, kv=True)
+        ended = finish(session.engine)
+    whole = make_engine(whole_model(Case(), ours.weights()), **BASE)
+    assert not whole.load_requests(path).recomputed
+    for outputs in (ended, finish(whole)):
+        assert [outputs[str(number)].outputs[0].token_ids for number in range(len(want))] == want
+
+
+def check_adapter(mesh: Any, folder: Path) -> None:
+    """An adapter in shards is exported whole, in generating() and outside. Two sessions do not generate at once."""
+    model = tiny_gpt(**MODEL)
+    adapter = attach_lora(model, rank=4)
+    for parameter in adapter.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
+    want = adapter.to_adapter().pairs
+    ours = Trainer(Case(model=lambda: model), mesh)
+    session, other = make_session(ours.model), make_session(ours.model)
+    adapter.save(folder / "adapter")
+    found = [adapter.to_adapter().pairs]
+    with session.generating():
+        found.append(adapter.to_adapter().pairs)
+        with pytest.raises(ModelError, match="another session generates with the weights"):
+            generated(other)
+        session.engine.generate(prompts(1), PARAMS)
+    assert generated(other) == generated(session)
+    for pairs in found:
+        assert pairs.keys() == want.keys()
+        for path, pair in want.items():
+            assert torch.equal(pairs[path].a, pair.a) and torch.equal(pairs[path].b, pair.b), path
 
 
 def check_failed_gathers(rank: int, session: Any, ours: Trainer, before: list[Any]) -> None:

@@ -141,5 +141,5 @@ def add_tensor(digest: hashlib.blake2b, name: str, tensor: Tensor, *, chunk: int
     digest.update(head.encode("utf-8"))
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), chunk):
-        piece = flat[start : start + chunk].cpu().contiguous()
+        piece = flat[start : start + chunk].to("cpu", copy=True)  # numpy() bars a storage from FSDP's resizes
         digest.update(piece.view(torch.uint8).numpy())

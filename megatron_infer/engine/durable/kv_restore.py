@@ -37,6 +37,7 @@ from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import attached_tensors
+from megatron_infer.models.weights.change_guard import guarded_tensors
 from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.scheduler.policy import blocks_needed
 from megatron_infer.scheduler.request import Request
@@ -126,8 +127,8 @@ def content_digest(adopted: AdoptedModel) -> str:
     """
     digest = hashlib.blake2b(digest_size=32)
     with unpacked(adopted.live):
-        state = adopted.live.state_dict()
-        buffers = {name: tensor for name, tensor in adopted.live.named_buffers() if name in state}
+        saved = {id(tensor) for tensor in guarded_tensors(adopted.live)}  # FSDP's state_dict() puts the shards back
+        buffers = {name: tensor for name, tensor in adopted.live.named_buffers() if id(tensor) in saved}
         tensors = buffers | dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
         for name in sorted(tensors):
             add_tensor(digest, name, tensors[name])

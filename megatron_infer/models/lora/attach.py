@@ -32,6 +32,7 @@ from megatron_infer.models.lora.peft_config import scale_of
 from megatron_infer.models.mamba_mixer import split_in_parts
 from megatron_infer.models.model_chunks import ModelChunks
 from megatron_infer.models.module_guard import plain_class
+from megatron_infer.models.sharded_weights import gathered
 from megatron_infer.models.te_apex import qualified
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -322,7 +323,7 @@ def _initialise(pair: LinearLoRA, path: str, tp: Any, seed: int, true_share: flo
 
 def _whole(linear: Any, pair: LinearLoRA) -> tuple[Tensor, Tensor]:
     """(a, b) of the whole linear, on the host."""
-    a, b = pair.a.detach(), pair.b.detach()
+    a, b = gathered(pair.a).detach(), gathered(pair.b).detach()
     tp = linear.tp_group
     if group_size(tp) > 1:
         if pair.is_row_parallel:
