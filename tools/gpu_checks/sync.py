@@ -100,6 +100,7 @@ class LastStage:
     """
 
     rank, is_first, is_last = 1, False, True
+    num_stages, num_chunks = 2, 1
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -109,7 +110,7 @@ class LastStage:
     def compare(self, numbers: Any) -> Any:
         return np.array([numbers, numbers])
 
-    def receive(self, num_tokens: int, *, routing_width: int) -> tuple[None, None, None]:
+    def receive(self, num_tokens: int, *, routing_width: int, chunk: int) -> tuple[None, None, None]:
         self._ctx.cuda._sleep(BUSY_CYCLES)
         return None, None, None
 
