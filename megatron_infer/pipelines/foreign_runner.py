@@ -207,6 +207,10 @@ class ForeignModel:
         """Why no linear uses packed copies of its weights."""
         return f"{self.foreign_layer()} is a model of one's own, which multiplies by its own weights"
 
+    def is_sharded(self) -> bool:
+        """Each rank has the whole model."""
+        return False
+
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
         """No graph holds its steps."""
         return True

@@ -19,6 +19,7 @@ class Link:
     """`StageLink` of the last of two stages, alone."""
 
     rank, is_first, is_last = 1, False, True
+    num_stages, num_chunks = 2, 1
 
     def __init__(self) -> None:
         self.results: list = []
@@ -26,7 +27,7 @@ class Link:
     def compare(self, numbers):
         return np.array([numbers, numbers])
 
-    def receive(self, num_tokens, *, routing_width):
+    def receive(self, num_tokens, *, routing_width, chunk):
         return None, None, None
 
     def nothing_received(self, num_tokens):
@@ -45,7 +46,7 @@ class Runner:
     store = builder = sampler = graphs = None
 
     def __init__(self) -> None:
-        self.model = SimpleNamespace(routing=None)
+        self.model = SimpleNamespace(routing_of_chunks=None)
         self.device = SimpleNamespace(make_current=lambda: None)
         self.done = [threading.Event() for _ in range(3)]
         self.launched = [threading.Event() for _ in self.done]
@@ -57,7 +58,7 @@ class Runner:
     def prepare(self, local, table_writes):
         pass
 
-    def run_layers(self, local, received):
+    def run_layers(self, local, received, *, chunk):
         self.launched[local.plan.step].set()
 
     def finish(self, local, hidden):

@@ -54,7 +54,9 @@ def make_builder(
     )
     layout = SimpleNamespace(dummy_block=num_blocks)
     store = SimpleNamespace(layout=layout, kv_cache=torch.zeros(1), states=None, pending_restore=lambda: None)
-    kernels = SimpleNamespace(ops=None, attention=Planner(), scan=None, layers=None, lora=None, gather=torch_gather)
+    kernels = SimpleNamespace(
+        ops=None, attention=Planner(), scan=None, layers=None, lora=None, expanded=None, gather=torch_gather
+    )
     rotary = RotaryTable(cos_PR=angles, sin_PR=-angles)
     return BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.float32)
 
