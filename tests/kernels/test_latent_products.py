@@ -12,7 +12,7 @@ from megatron_infer.kernels.native import native_latent
 from megatron_infer.kernels.native.cpu_native import NativeOps, NativePagedAttention
 from megatron_infer.kernels.torch.cpu_torch import TorchOps
 
-SHAPES = [(4, 16, 8, 32), (3, 24, 16, 48), (2, 128, 64, 512)]
+SHAPES = [(4, 16, 16, 32), (3, 24, 16, 48), (2, 128, 64, 512)]
 """Heads, widths of a head's key (without its rotary part), rotary part and latent."""
 
 
