@@ -74,7 +74,8 @@ class LocalLockstep:
     rank, size, is_leader = 0, 1, True
 
     def __init__(self) -> None:
-        self.phase, self.trouble = "start", ""
+        self.phase = "start"
+        self.trouble = ""
 
     def close(self) -> None:
         """No other rank waits for this one."""
@@ -126,7 +127,8 @@ class Lockstep:
         """What the engine is doing, for error messages here and on the other ranks."""
         self.trouble = ""
         """Why this rank may leave the calls that the others make; the error of ranks in different calls has it."""
-        self._links, self._patient = links, patient
+        self._links = links
+        self._patient = patient
         phase = _PhaseOf(self)
         self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
         self._broken: RankFailure | LockstepError | None = None

@@ -146,7 +146,9 @@ class StageLink:
         Results go from host to host, over gloo: in a group of their own if `group` has no gloo for the host, which all
         of its members create here.
         """
-        self.rank, self.num_stages, self.num_chunks = group.rank(), group.size(), num_chunks
+        self.rank = group.rank()
+        self.num_stages = group.size()
+        self.num_chunks = num_chunks
         self.is_first, self.is_last = self.rank == 0, self.rank == self.num_stages - 1
         self._ranks = dist.get_process_group_ranks(group)
         self._group, self._device, self._hidden_size = group, device, hidden_size

@@ -133,8 +133,12 @@ class CommandRelay:
         """Ranks that share their requests."""
         self.rank = rank_group.lockstep.rank if self.size > 1 else 0
         """This one among them."""
-        self._lockstep, self._outbox, self._loop, self._queue = rank_group.lockstep, outbox, loop, queue
-        self._submit, self._data_rank = submit, rank_group.groups.data_rank
+        self._lockstep = rank_group.lockstep
+        self._outbox = outbox
+        self._loop = loop
+        self._queue = queue
+        self._submit = submit
+        self._data_rank = rank_group.groups.data_rank
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
             "read": self._compare,

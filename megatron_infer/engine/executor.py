@@ -37,7 +37,9 @@ class Executor:
     ) -> None:
         """checks_plans: compare each plan with those of the other ranks before it runs."""
         self.runner, self.rank_group = runner, rank_group
-        self._adopted, self._model, self._scheduler = model, model.live, scheduler
+        self._adopted = model
+        self._model = model.live
+        self._scheduler = scheduler
         self._checks_plans = checks_plans and not rank_group.groups.own_requests
         self._training: list[Any] = []
         """Modules that were in training mode."""

@@ -160,7 +160,7 @@ class ModelReading:
 
     @property
     def routing(self) -> list[RoutingShape] | None:
-        """Of the experts in each chunk. None: of layers of the user's own, whose experts are not known.
+        """The routing of each chunk's experts. None where layers of the user's own have experts that are not known.
 
         Numbers the experts' layers, of each chunk from 0.
         """
@@ -286,9 +286,9 @@ class AdoptedModel:
         self.layers: list[FusedLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
         self._operations = None if None in reading.fused else [*map(self._operations_of, range(self.num_chunks))]
-        """Of each chunk, those of its layers and the final norm; None: megatron-core's decoder runs the layers."""
+        """The operations of each chunk's layers and final norm; None where megatron-core's decoder runs the layers."""
         self.routing_of_chunks = reading.routing
-        """Of each chunk; None: not known."""
+        """The routing of each chunk; None if not known."""
         self.chooses_keys = any(spec.index is not None for spec in self.specs)
         """Layers have indexers (sparse attention)."""
         self._dtype = getattr(torch, self.shape.dtype)
@@ -298,7 +298,7 @@ class AdoptedModel:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Of all experts on this rank; None: not known."""
+        """The routing of all experts on this rank; None if not known."""
         parts = self.routing_of_chunks
         if parts is None:
             return None

@@ -51,7 +51,7 @@ class ModelChunks(torch.nn.Module):
 
     @property
     def training(self) -> bool:  # type: ignore[override]
-        """As of the chunks: a trainer calls train() of these."""
+        """Whether the chunks train: a trainer calls train() of the chunks."""
         return any(chunk.training for chunk in self.chunks)
 
     @training.setter

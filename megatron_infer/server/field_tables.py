@@ -72,7 +72,7 @@ SHARED = LABELS | rows(
         "return_token_offsets": no_effect("it is for vLLM's render routes", False),
         "routed_experts_prompt_start": no_effect("this route returns no routed experts; SGLang's /generate does", 0),
         "routed_experts_start_len": refused("routed_experts covers the whole sequence", 0),
-        "return_indexer_topk": refused("there is no sparse attention here", False),
+        "return_indexer_topk": refused("choices of keys are returned in Python (return_index_choices)", False),
         "return_bytes": refused(_TEXT_ONLY, False),
         "stream_interval": no_effect("a stream sends every token as soon as its client reads", 1),
         "output_kind": no_effect("the stream field says what is sent", 0, 2),

@@ -55,6 +55,13 @@ def turn_index(x_TKI: Tensor, step: StepMetadata, spec: AttendSpec) -> Tensor:
     return x_TKI if turn is None else apply_rotary(x_TKI, *turn, **how)
 
 
+def turn_index_keys(k_TKH: Tensor, step: StepMetadata, spec: AttendSpec) -> None:
+    """Rotate the index keys, which are the last dims of keys [T, K, H], in place."""
+    assert spec.index is not None
+    key_TKI = k_TKH[..., -spec.index.dim :]
+    key_TKI.copy_(turn_index(key_TKI, step, spec))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseRow:
     """The queries of a row that attend to chosen keys: its last ones."""
@@ -190,8 +197,7 @@ class SparseAttention:
         step, indexer = self._step, spec.index
         assert step is not None and indexer is not None, "run() before plan()"
         if index is not None:
-            key_TKI = k_TKH[..., -indexer.dim :]
-            key_TKI.copy_(turn_index(key_TKI, step, spec))
+            turn_index_keys(k_TKH, step, spec)
         pair = self._specs.get(id(spec))
         if pair is None:
             pair = self._specs[id(spec)] = (spec, dense_spec(spec))

@@ -169,7 +169,7 @@ class Layer:
         return self.lead + self.head_dim + self.unread
 
     def constexprs(self) -> dict[str, Any]:
-        """Of decode_kernel and of prefill_kernel."""
+        """Constants of decode_kernel and of prefill_kernel."""
         return {
             "NUM_KV": self.num_kv,
             "GROUP": self.group,

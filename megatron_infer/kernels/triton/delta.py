@@ -292,7 +292,7 @@ def _slice_constexprs(spec: RecurrentSpec, dtype: torch.dtype, *, captures: bool
 
 
 WARPS = {"num_warps": 8, "num_stages": 1}
-"""Of both kernels over slices: a chunk's products with 4 warps do not fit the registers."""
+"""Launch of both kernels over slices: with 4 warps a chunk's products do not fit the registers."""
 
 
 def delta_rule(

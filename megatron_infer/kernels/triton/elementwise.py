@@ -37,7 +37,7 @@ from megatron_infer.kernels.triton.norms import HELD_WIDTH, TritonNorms, row_til
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run here; None: they can."""
+    """Why these kernels cannot run here; None if they can."""
     if dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got {dtype}"
     return triton_unavailable(device)

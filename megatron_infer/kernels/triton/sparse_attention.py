@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, IndexQueries, IndexSpec, StepMetadata
-from megatron_infer.kernels.torch.sparse_attention import dense_spec, refusal, turn_index
+from megatron_infer.kernels.torch.sparse_attention import dense_spec, refusal, turn_index, turn_index_keys
 from megatron_infer.kernels.triton import attention, attention_decode
 from megatron_infer.kernels.triton.attention import TritonPagedAttention
 from megatron_infer.kernels.triton.attention_tiles import (
@@ -85,7 +85,7 @@ def index_scores(
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run here; None: they can."""
+    """Why these kernels cannot run here; None if they can."""
     return attention.unavailable(device, dtype)
 
 
@@ -142,8 +142,7 @@ class TritonSparseAttention:
         step, indexer = self._step, spec.index
         assert step is not None and indexer is not None, "run() before plan()"
         if index is not None:
-            key_TKI = k_TKH[..., -indexer.dim :]
-            key_TKI.copy_(turn_index(key_TKI, step, spec))
+            turn_index_keys(k_TKH, step, spec)
         self._top_k = indexer.top_k
         if step.max_kv_len <= indexer.top_k:
             return self._dense.run(q_TKGH, k_TKH, k_TKH, kv_cache, layer=layer, spec=spec)
