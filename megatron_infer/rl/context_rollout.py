@@ -9,7 +9,6 @@ Such ranks hold equal weights: each is an engine of its own, and they divide the
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
@@ -19,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.lockstep import digest_of
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.given_prompts import digests_of
@@ -279,7 +279,7 @@ class ContextRollout(Rollout):
 
 
 def _digest(prompts: Sequence[Any], params: Params) -> str:
-    return hashlib.blake2b("".join(digests_of(prompts, params)).encode(), digest_size=8).hexdigest()
+    return digest_of(list(digests_of(prompts, params)))
 
 
 def _described(failure: BaseException | None) -> str:
