@@ -28,9 +28,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-TORCH = "torch>=2.11,<2.14"
+TORCH = next(
+    line.split(";")[0] for line in (ROOT / "requirements" / "gpu.txt").read_text().splitlines() if line[:5] == "torch"
+)
 """Those whose sources were read. One that is there already need only be 2.11."""
 OLDEST_TORCH, OLDEST_PYTHON, OLDEST_CAPABILITY = (2, 11), (3, 11), (8, 0)
+UV_PYTHON = "3.12"
+"""What uv brings where this Python is too old or lacks its headers."""
 FIELDS = ("index", "name", "driver_version", "compute_cap", "memory.total", "memory.used")
 PYPI = ""
 CUDA_13, CUDA_12 = "https://download.pytorch.org/whl/cu130", "https://download.pytorch.org/whl/cu126"
@@ -172,30 +176,48 @@ def read_torch(environment: Mapping[str, str]) -> str | None:
 
 
 def look(environment: Mapping[str, str], room: Path) -> Machine:
-    """Raises Unfit for what keeps the checks from running. room: where the environment will be."""
+    """Raises Unfit for all that keeps the checks from running. room: where the environment will be."""
     if platform.system() != "Linux":
         raise Unfit(f"Triton's and NVIDIA's wheels are for Linux, this is {platform.system()}")
     gpus = read_gpus(environment)
     gpu = choose(visible(gpus, environment))
-    if sys.version_info < OLDEST_PYTHON:
-        wanted = dotted(OLDEST_PYTHON)
-        raise Unfit(f"Python {wanted} or newer is needed, this is {platform.python_version()}: make gpu PYTHON=...")
     path = environment.get("PATH")
+    uv = shutil.which("uv", path=path)
+    torch = read_torch(environment)
+    missing = []
+    own_python = python_of(uv, shared=torch is not None)
+    if own_python == sys.executable:
+        if sys.version_info < OLDEST_PYTHON:
+            wanted = dotted(OLDEST_PYTHON)
+            found = f"Python {wanted} or newer is needed, this is {platform.python_version()}"
+            missing.append(f"{found}: install uv, which brings one (pip install uv), or make gpu PYTHON=...")
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        if not header.exists():
+            missing.append(f"Triton needs Python's headers, there is no {header}: apt-get install python3-dev")
     named = environment.get("CC")
     if named is None and not any(shutil.which(name, path=path) for name in COMPILERS):
-        raise Unfit("Triton needs a C compiler: apt-get install gcc, or set CC")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.exists():
-        raise Unfit(f"Triton needs Python's headers, there is no {header}: apt-get install python3-dev")
-    torch = read_torch(environment)
+        missing.append("Triton needs a C compiler: apt-get install gcc, or set CC")
     if torch is None:
         if (free := shutil.disk_usage(room).free) < NEEDED_BYTES:
-            raise Unfit(f"{room} has {free / 2**30:.1f} GiB free, torch with CUDA takes {NEEDED_BYTES >> 30}")
-        index_for(gpu, platform.machine())
+            missing.append(f"{room} has {free / 2**30:.1f} GiB free, torch with CUDA takes {NEEDED_BYTES >> 30}")
+        try:
+            index_for(gpu, platform.machine())
+        except Unfit as reason:
+            missing.append(str(reason))
+    if missing:
+        raise Unfit("\ngpu: ".join(missing))
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=path) or shutil.which("nvcc", path=str(Path(home, "bin")))
-    uv = shutil.which("uv", path=path)
     return Machine(gpus=gpus, gpu=gpu, torch=torch, nvcc=nvcc, uv=uv, system=platform.machine())
+
+
+def python_of(uv: str | None, *, shared: bool) -> str:
+    """The Python of the environment: this one, or a version that uv brings with its headers where this one lacks some.
+
+    shared: the environment has this Python's packages.
+    """
+    fits = sys.version_info >= OLDEST_PYTHON and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return sys.executable if fits or shared or uv is None else UV_PYTHON
 
 
 # What is installed
@@ -222,6 +244,8 @@ def optional(machine: Machine) -> tuple[list[str], dict[str, str]]:
     wanted, left = [], {}
     for line in filter(None, lines):
         name = re.split(r"[<>=!~]", line)[0]
+        if name == "torch":
+            continue
         if name == "triton":
             left[name] = "comes with torch, in the version that torch was built with"
         elif name == "flashinfer-python" and machine.nvcc is None:
@@ -237,8 +261,11 @@ def steps_for(machine: Machine, venv: Path) -> list[Step]:
     """The commands that install, in order."""
     python = str(venv / "bin" / "python")
     shared = machine.torch is not None
+    make: tuple[str, ...]
     if machine.uv is not None and not shared:  # uv does not look at what an environment shares
-        make = (machine.uv, "venv", "--seed", "--allow-existing", "--python", sys.executable)
+        chosen = python_of(machine.uv, shared=shared)
+        managed = ("--managed-python",) if chosen == UV_PYTHON else ()
+        make = (machine.uv, "venv", "--seed", "--allow-existing", *managed, "--python", chosen)
         install: tuple[str, ...] = (machine.uv, "pip", "install", "--python", python)
     else:
         make = (sys.executable, "-m", "venv")

@@ -95,24 +95,37 @@ def test_what_is_wrong_with_the_driver_or_the_gpu_is_named(setup, programs, tmp_
     assert word in str(raised.value)
 
 
-def test_what_is_missing_beside_the_gpu_is_named(setup, programs, tmp_path, monkeypatch):
+def test_all_that_is_missing_next_to_the_gpu_is_named_at_once(setup, programs, tmp_path, monkeypatch):
     programs("nvidia-smi", H100)
     monkeypatch.setattr(setup, "read_torch", lambda environment: None)
-    with pytest.raises(setup.Unfit, match="C compiler: apt-get install gcc"):
-        setup.look(programs.environment, tmp_path)
-    programs("gcc")
     monkeypatch.setattr(setup, "NEEDED_BYTES", 1 << 60)
-    with pytest.raises(setup.Unfit, match=r"GiB free, torch with CUDA takes"):
-        setup.look(programs.environment, tmp_path)
     monkeypatch.setattr(setup.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(setup.Unfit, match=r"no .*Python\.h: apt-get install python3-dev"):
-        setup.look(programs.environment, tmp_path)
     monkeypatch.setattr(setup.sys, "version_info", (3, 10, 12))
-    with pytest.raises(setup.Unfit, match=r"Python 3\.11 or newer is needed"):
+    with pytest.raises(setup.Unfit) as raised:
         setup.look(programs.environment, tmp_path)
+    for what in (
+        "C compiler: apt-get install gcc",
+        "GiB free, torch with CUDA takes",
+        "Python.h: apt-get install python3-dev",
+        "Python 3.11 or newer is needed",
+    ):
+        assert what in str(raised.value)
     monkeypatch.setattr(setup.platform, "system", lambda: "Darwin")
     with pytest.raises(setup.Unfit, match="this is Darwin"):
         setup.look(programs.environment, tmp_path)
+
+
+@pytest.mark.parametrize("lacks", ["version", "headers"])
+def test_uv_brings_a_python_where_the_own_one_is_too_old_or_lacks_its_headers(
+    setup, programs, tmp_path, monkeypatch, lacks
+):
+    programs("uv")
+    if lacks == "version":
+        monkeypatch.setattr(setup.sys, "version_info", (3, 10, 12))
+    else:
+        monkeypatch.setattr(setup.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    found = commands(setup, looked(setup, programs, H100, tmp_path=tmp_path))
+    assert "--managed-python --python 3.12 /venv" in found[0]
 
 
 @pytest.mark.parametrize(
