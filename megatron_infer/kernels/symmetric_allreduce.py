@@ -47,8 +47,9 @@ class SharedMemory(Protocol):
         """Memory that every rank of `group` maps; collective."""
         ...
 
-    def sum_into(self, shared: Tensor, group: Any, out: Tensor, *, two_shots: bool) -> None:
-        """out = the sum of all ranks' `shared`, which may be overwritten; collective, enqueued on the current stream.
+    def sum_into(self, shared: Tensor, group: Any, x: Tensor, *, two_shots: bool) -> None:
+        """x = the sum of all ranks' x, by way of `shared`, which is as large; collective, enqueued on the
+        current stream.
 
         NotImplementedError: it has no sum in two shots.
         """
@@ -65,12 +66,15 @@ class TorchSharedMemory:
         symmetric.rendezvous(shared, group)
         return shared
 
-    def sum_into(self, shared: Tensor, group: Any, out: Tensor, *, two_shots: bool) -> None:
+    def sum_into(self, shared: Tensor, group: Any, x: Tensor, *, two_shots: bool) -> None:
         ops = torch.ops.symm_mem
-        if two_shots and (group.size() not in TWO_SHOT_RANKS or not hasattr(ops, "two_shot_all_reduce_out")):
+        if not two_shots:  # the copy and the sum are one launch
+            ops.one_shot_all_reduce_copy_out(shared, x, "sum", group.group_name, x)
+            return
+        if group.size() not in TWO_SHOT_RANKS or not hasattr(ops, "two_shot_all_reduce_out"):
             raise NotImplementedError(f"torch has no sum in two shots over {group.size()} ranks")
-        sum_out = ops.two_shot_all_reduce_out if two_shots else ops.one_shot_all_reduce_out
-        sum_out(shared, "sum", group.group_name, out)
+        shared.copy_(x)
+        ops.two_shot_all_reduce_out(shared, "sum", group.group_name, x)
 
 
 class SymmetricSum:
@@ -93,9 +97,7 @@ class SymmetricSum:
     def sum_by(self, x: Tensor, *, two_shots: bool) -> Tensor:
         """`sum_of` by the one way or the other."""
         flat = x.contiguous().view(-1)
-        shared = self.shared[: flat.numel()]
-        shared.copy_(flat)
-        self._memory.sum_into(shared, self._group, flat, two_shots=two_shots)
+        self._memory.sum_into(self.shared[: flat.numel()], self._group, flat, two_shots=two_shots)
         return flat.view(x.shape)
 
 
@@ -141,7 +143,7 @@ def _obstacle(group: Any, dtype: torch.dtype, device: torch.device, *, is_torch:
         return None
     if device.type != "cuda":
         return f"runs on GPUs, the ranks are on {device.type}"
-    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
+    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out"):
         return "this torch has none"
     return None
 

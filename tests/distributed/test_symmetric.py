@@ -25,9 +25,10 @@ class GatheredMemory:
             raise RuntimeError("no peer access")
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def sum_into(self, shared, group, out, *, two_shots):
+    def sum_into(self, shared, group, x, *, two_shots):
         if two_shots and self.two_shots is None:
             raise NotImplementedError("no second shot here")
+        shared.copy_(x)
         parts = [torch.empty_like(shared) for _ in range(group.size())]
         dist.all_gather(parts, shared.contiguous(), group=group)
         order = self.two_shots if two_shots else self.order
@@ -36,7 +37,7 @@ class GatheredMemory:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        out.copy_(total * 2 if order == "wrong" else total)
+        x.copy_(total * 2 if order == "wrong" else total)
         self.num_sums += 1
         self.num_two_shots += two_shots
 

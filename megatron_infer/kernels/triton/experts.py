@@ -164,7 +164,9 @@ def tile_sizes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[in
     if dtype is torch.float32:
         return 16, 32, 32, 4, 2
     block_m = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_2(-(-num_pairs // num_experts))))
-    return block_m, 128 if block_m > 16 else 64, 64, 8 if block_m > 64 else 4, 3
+    if block_m == MIN_HEIGHT:  # few programs: each has 40 KiB under way, or the memory idles
+        return block_m, 64, 64, 4, 5
+    return block_m, 128, 64, 8 if block_m > 64 else 4, 3
 
 
 class TritonExperts:
