@@ -78,7 +78,8 @@ def make_shapes(
 
     The largest decode shape holds max_requests rows, so that every step that only decodes finds a shape. Sizes are
     multiples of the tensor parallel size. Rows never exceed max_requests, tokens never max_tokens.
-    Example: 8 requests, 64 tokens, -1 -> decode 1, 2, 4, 8; prefill tokens 16, 32, 64 beside 0, 4 or 7 decode rows.
+    Example, exponential: 8 requests, 64 tokens, -1 -> decode 1, 2, 4, 8; prefill tokens 16, 32, 64 next to 0, 4 or 7
+    decode rows.
     Raises ConfigError where num_cuda_graphs is too small for cuda_graph_all_prefills.
     """
     count, align = config.num_cuda_graphs, tensor_parallel_size

@@ -118,8 +118,8 @@ class GraphCapture(str, Enum):
     AUTO = "auto"
     """start on a GPU, first_use on a CPU."""
     START = "start"
-    """Graphs of decode steps while the engine is built, the largest first, so that no request waits for them. The
-    others when a step first needs them."""
+    """All graphs while the engine is built and again at a resume that found their memory moved, so that no request
+    waits for them: those that only decode first. A shape without a graph runs eagerly."""
     FIRST_USE = "first_use"
     """Each graph when a step first needs it."""
 
@@ -293,7 +293,7 @@ class InferenceConfig:
     """The dtype of keys and values in the cache."""
     weight_dtype: WeightDtype = option(WeightDtype.AUTO, is_common=True)
     """The dtype that linears multiply in. The model's own weights stay as they are."""
-    cuda_graph_sizing_distribution: GraphSizing = option(GraphSizing.EXPONENTIAL, acts_with="graphs", since="0.19")
+    cuda_graph_sizing_distribution: GraphSizing = option(GraphSizing.LINEAR, acts_with="graphs", since="0.19")
     """The steps between sizes of graphs. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = option(512, least=1, acts_with="graphs", since="0.19")
     """Tokens of the largest graph that prefills; larger steps that prefill run eagerly. Acts only with CUDA graphs."""

@@ -163,7 +163,7 @@ def add_graphs(
     how = {
         "graph_shapes": f"num_cuda_graphs={config.num_cuda_graphs}, {config.cuda_graph_sizing_distribution.value}; "
         f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; "
-        + ("those that only decode captured at start" if at_start else "captured when first needed"),
+        + ("captured at start and at a resume" if at_start else "captured when first needed"),
         "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
         "they are captured",
     }

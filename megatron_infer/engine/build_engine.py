@@ -21,7 +21,7 @@ from megatron_infer.distributed.startup_checks import agree_on_config, agree_on_
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_drafts import make_drafts, make_synthetic, max_drafts_of, without_drafts
-from megatron_infer.engine.build_runner import build_runner, capture_at_start, warm_up
+from megatron_infer.engine.build_runner import build_runner, warm_up
 from megatron_infer.engine.chosen_config import (
     ConfigOrOptions,
     choose_config,
@@ -161,7 +161,8 @@ def build_engine(
     )
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(runner, adopted, setup.kernels, setup.device, max_tokens=setup.agreed.sizes.max_tokens)
-    capture_at_start(graphs, config)
+    if graphs is not None:
+        graphs.pool.capture_missing()
     executor = Executor(adopted, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.groups)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)

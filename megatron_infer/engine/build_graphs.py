@@ -84,8 +84,8 @@ def step_graphs(
         return None
     if chosen.lora is not None and chosen.lora.graph_safe:
         shapes += tuple(replace(shape, has_adapters=True) for shape in shapes)
-    decoding = sum(shape.is_decode_only for shape in shapes)
-    when = f"{decoding} that only decode at start" if captures_at_start(config) else "each at its first use"
+    at_start = config.cuda_graph_capture is GraphCapture.START
+    when = "all at start and at a resume" if at_start else "each at its first use"
     others = {"steps that prefill": on_host} if only_decode else {}
     chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", others))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
@@ -111,6 +111,7 @@ def step_graphs(
         expected_bytes=lambda shape: memory.of(shape).live + _of_adapters(shape, config),
         expected_outputs=memory.output_bytes(shapes),
         all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
+        all_at_once=at_start,
     )
     return StepGraphs(step, pool, has_routing=adopted.routing is not None and adopted.routing.num_layers > 0)
 
@@ -120,10 +121,6 @@ def _of_adapters(shape: GraphShape, config: InferenceConfig) -> int:
     if config.lora is None or not shape.has_adapters:
         return 0
     return lora_bytes(shape.num_tokens, 3 * config.lora.max_rank)
-
-
-def captures_at_start(config: InferenceConfig) -> bool:
-    return config.cuda_graph_capture is GraphCapture.START
 
 
 def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:

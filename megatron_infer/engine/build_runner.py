@@ -14,7 +14,7 @@ from megatron_infer.distributed.lockstep import ALONE_S
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.engine.build_drafts import max_drafts_of
-from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
+from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.draft_model import DraftModel
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.errors import ConfigError
@@ -131,10 +131,3 @@ def warm_up(runner: Runner, adopted: AdoptedModel, kernels: ChosenKernels, devic
         started = time.perf_counter()
         launch_kernels(runner, max_tokens, [n for n in adopted.token_counts(kernels.ops) if n <= max_tokens])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
-
-
-def capture_at_start(graphs: StepGraphs | None, config: InferenceConfig) -> None:
-    """Capture the graphs that are not left to their first use."""
-    if graphs is not None and captures_at_start(config):
-        with torch.inference_mode():
-            graphs.pool.capture_all(decode_only=True)

@@ -284,10 +284,12 @@ class Suspension:
                 with self._rank_group.together("taking the cache back"):
                     reports[KV_CACHE] = self._cache.restore(transition)
                 self._cache.mode = KVCacheManagementMode.PERSIST
-            if GRAPHS in wanted and self._graphs is not None:  # captured again when a step needs them
-                reports[GRAPHS] = TagReport(bytes_resident=self._graphs.pool.num_bytes)
             if not left:
                 self._weights.hold()
+                if self._graphs is not None:  # else the first request would wait for them
+                    self._graphs.pool.capture_missing()
+            if GRAPHS in wanted and self._graphs is not None:
+                reports[GRAPHS] = TagReport(bytes_resident=self._graphs.pool.num_bytes)
             transition.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, start, reports)

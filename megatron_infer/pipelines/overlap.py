@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -349,7 +348,7 @@ class OverlapTextGenerationPipeline(GenerateMixin[ContextT, TextGenerationReques
             reasons = [row.reasons["graphs"] for row in engine.kernels.rows if "graphs" in row.reasons]
             return reasons[0] if reasons else f"num_cuda_graphs is 0: none is asked for on {engine.device.torch.type}"
         engine.drain()
-        with engine.replay.inference(engine.loop), torch.inference_mode():
+        with engine.replay.inference(engine.loop):
             refused = graphs.pool.capture_all()
         return "; ".join(refused)
 

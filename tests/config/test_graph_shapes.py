@@ -107,13 +107,14 @@ def test_with_all_prefills_every_step_that_the_room_admits_finds_a_shape(seed):
 
 def test_exponential_and_linear_lists_are_as_documented():
     sizes = {"max_requests": 8, "max_tokens": 64}
-    shapes = make_shapes(InferenceConfig(num_cuda_graphs=-1, **MIXED), **sizes)
+    exponential = {"cuda_graph_sizing_distribution": "exponential", **MIXED}
+    shapes = make_shapes(InferenceConfig(num_cuda_graphs=-1, **exponential), **sizes)
     assert [s.num_tokens for s in shapes if s.is_decode_only] == [1, 2, 4, 8]
     assert {s.num_decode for s in shapes if not s.is_decode_only} == {0, 7}
     assert {s.prefill_tokens for s in shapes if s.num_decode == 0 and s.num_prefill} == {16, 32, 64}
     assert max(shapes) == GraphShape(64, 8, 0)
     assert GraphShape(64, 1, 7) in shapes, "a full house must leave a newcomer its shape"
-    config = InferenceConfig(num_cuda_graphs=-1, cuda_graph_sizing_distribution="linear")
+    config = InferenceConfig(num_cuda_graphs=-1)
     linear = make_shapes(config, max_requests=300, max_tokens=512)
     expected = [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 300]
     assert [s.num_tokens for s in linear] == expected

@@ -1,5 +1,5 @@
-"""Captured steps: one graph for each padded shape, captured at start or when a step first needs it, replayed while
-addresses stay.
+"""Captured steps: one graph for each padded shape, captured at start and at each resume, or when a step first needs
+it, replayed while addresses stay.
 
     step --find--> shape --ready--> [captured on a step of padding] --build--> mirror filled --launch--> replay
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -50,6 +51,9 @@ ERROR_MODE = "thread_local"
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
 """Device memory that a capture must leave free, beyond what it is expected to take."""
+CAPTURE_S = 60.0
+"""Seconds that capturing all shapes may take at start, and again at a resume: shapes whose turn comes later run
+eagerly."""
 
 
 class GraphRefused(RuntimeError):
@@ -248,9 +252,14 @@ class GraphPool:
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
         expected_outputs: int = 0,
         all_ranks: Callable[[bool], bool] | None = None,
+        all_at_once: bool = False,
+        capture_s: float = CAPTURE_S,
     ) -> None:
         """expected_bytes: what a shape may take; with less free memory it is not captured. expected_outputs: what the
         output buffers of all shapes take; the first shape that is captured needs that too.
+
+        all_at_once: shapes are captured together (`capture_missing`), within capture_s seconds, and none beside
+        requests; else each when a step first needs it.
 
         all_ranks(flag): whether every rank that takes part in a step's collectives gives True; None: no other does.
         """
@@ -259,6 +268,8 @@ class GraphPool:
         self.counts = GraphCounts()
         self._step, self._device, self._expected_bytes, self._all_ranks = step, device, expected_bytes, all_ranks
         self._expected_outputs = expected_outputs
+        self._all_at_once, self._capture_s = all_at_once, capture_s
+        self._are_missing = all_at_once
         self._graphs: dict[GraphShape, Recorded] = {}
         self._refused: dict[GraphShape, str] = {}
         self._addresses: Hashable = None
@@ -281,18 +292,33 @@ class GraphPool:
 
     def ready(self, shape: GraphShape) -> None:
         """Capture the shape if it can be and is not yet; before the step is built, whose tensors this overwrites."""
+        if self._all_at_once:
+            self._see_addresses()
+            self.capture_missing()
+        else:
+            self._capture(shape)
+
+    def capture_missing(self) -> None:
+        """Where shapes are captured together: capture all that were dropped since the last time. All ranks call it."""
+        if self._are_missing:
+            self.capture_all()
+
+    def _see_addresses(self) -> None:
         addresses = self._step.addresses()
         if addresses != self._addresses:
             known = len(self._graphs) + len(self._refused)
             assert self._all_ranks is None or not known, f"the cache moved below {known} shapes that all ranks know"
             self.drop("the cache moved")
             self._addresses = addresses
+
+    def _capture(self, shape: GraphShape, *, deadline: float = math.inf) -> None:
+        self._see_addresses()
         if shape in self._graphs or shape in self._refused:
             return
         started = time.perf_counter()
-        reason = self._why_unready(shape)
+        reason = self._why_unready(shape) if started < deadline else f"{self._capture_s:g} s for captures are over"
         if not self._agreed(reason is None):
-            reason = reason or "another rank has no memory for it"
+            reason = reason or "another rank has no memory or no time for it"
         if reason is None:
             reason = self._record(shape)
         if reason is None:
@@ -301,14 +327,18 @@ class GraphPool:
             log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
             self._refused[shape] = reason
 
-    def capture_all(self, *, decode_only: bool = False) -> list[str]:
-        """Capture every shape now, or each that only decodes, the largest first -> why some could not be."""
-        wanted = [shape for shape in self.index.shapes if shape.is_decode_only or not decode_only]
-        most = max(map(self._expected_bytes, wanted), default=0)
-        log.info("capturing %d graphs: %.1f MiB by estimate", len(wanted), (most + self._missing_outputs()) / MIB)
-        for shape in sorted(wanted, key=lambda one: one.num_tokens, reverse=True):
-            self.ready(shape)
-        log.info("%d graphs captured in %.1f s", len(self._graphs), self.counts.capture_s)
+    @torch.inference_mode()
+    def capture_all(self) -> list[str]:
+        """Capture every shape now, the largest first -> why some could not be."""
+        shapes = self.index.shapes
+        most = max(map(self._expected_bytes, shapes), default=0)
+        log.info("capturing %d graphs: %.1f MiB by estimate", len(shapes), (most + self._missing_outputs()) / MIB)
+        before = self.counts.capture_s
+        deadline = time.perf_counter() + self._capture_s
+        for shape in sorted(shapes, key=lambda one: (one.is_decode_only, one.num_tokens), reverse=True):
+            self._capture(shape, deadline=deadline)
+        self._are_missing = False
+        log.info("%d graphs captured in %.1f s", len(self._graphs), self.counts.capture_s - before)
         return [f"{shape}: {reason}" for shape, reason in self._refused.items()]
 
     def _count(self, shape: GraphShape, seconds: float) -> None:
@@ -344,7 +374,7 @@ class GraphPool:
         self._weights = addresses
 
     def drop(self, reason: str) -> int:
-        """Drop all graphs, and the refusals -> bytes given back; shapes are captured again when a step needs them."""
+        """Drop all graphs, and the refusals -> bytes given back. The next resume or step captures shapes again."""
         freed = self.num_bytes
         if self._graphs:
             self._device.synchronize("graphs dropped")  # a replay may still be running
@@ -352,6 +382,7 @@ class GraphPool:
             log.info("%d graphs dropped: %s", len(self._graphs), reason)
         self._graphs.clear()
         self._refused.clear()
+        self._are_missing = self._all_at_once
         self._step.drop_outputs()
         self.recorder.reset()
         return freed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,15 +53,18 @@ class Step:
         pass
 
 
-def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[bool]]:
-    """answers: of all ranks together, call by call; None: this rank's. Third: the list of this rank's flags."""
+def make_pool(answers: list[bool] | None = None, **settings: Any) -> tuple[GraphPool, Step, list[bool]]:
+    """answers: of all ranks together, call by call; None: this rank's. Third: the list of this rank's flags.
+
+    settings: further ones of the pool.
+    """
     step, asked = Step(), []
 
     def all_ranks(flag: bool) -> bool:
         asked.append(flag)
         return answers.pop(0) if answers else flag
 
-    return GraphPool([SHAPE], Recorder(), step, device=Device("cpu"), all_ranks=all_ranks), step, asked
+    return GraphPool([SHAPE], Recorder(), step, device=Device("cpu"), all_ranks=all_ranks, **settings), step, asked
 
 
 class Recorder(EagerRecorder):
@@ -91,6 +95,15 @@ def test_weights_that_moved_on_one_rank_drop_the_graphs_of_all(here, elsewhere):
     pool.see_weights("here" if here else "there")
     assert asked == [True, True, not here], "before the warm-up, after the capture, once for the weights"
     assert bool(pool.captured) is not (here or elsewhere)
+
+
+def test_shapes_whose_turn_comes_after_the_seconds_for_captures_run_eagerly_until_the_next_time():
+    pool, step, asked = make_pool(all_at_once=True, capture_s=0.0)
+    pool.capture_missing()
+    assert not pool.captured and asked == [False] and "0 s for captures are over" in pool.refused[SHAPE]
+    pool.ready(SHAPE)
+    pool.launch(SHAPE)
+    assert step.runs == pool.counts.uncaptured == 1 and asked == [False]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError()])

@@ -28,6 +28,7 @@ VOCAB = 128
 SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 48, "enable_chunked_prefill": True}
 MIXED: dict[str, Any] = {"use_cuda_graphs_for_non_decode_steps": True}
 GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24, **MIXED}
+AT_START: dict[str, Any] = {**GRAPHS, "cuda_graph_capture": "start"}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_tokens": 16},
@@ -422,21 +423,48 @@ def test_no_more_graphs_than_were_asked_for_and_steps_beyond_them_run_eagerly(gp
     assert sum(figures.graph_steps.values()) == engine.num_steps
 
 
-def test_graphs_of_decode_steps_are_captured_at_start_the_largest_first(gpt, caplog):
+def test_at_start_every_shape_is_captured_decode_first_and_none_beside_requests(gpt, caplog):
     requests = [([5, 6, 7 + i], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)) for i in range(5)]
     expected = answers(make_engine(gpt), requests)
     with caplog.at_level("INFO", "megatron_infer"):
-        engine = make_engine(gpt, **GRAPHS, cuda_graph_capture="start")
+        engine = make_engine(gpt, **AT_START)
     pool = pool_of(engine)
     decode = [shape for shape in pool.index.shapes if shape.is_decode_only]
-    assert sorted(pool.captured) == decode and len(pool.index) > len(decode) > 2
+    assert set(pool.captured) == set(pool.index.shapes) and len(pool.index) > len(decode) > 2
     captured = [line.split()[2] for line in caplog.messages if line.startswith("graph of ")]
-    assert captured == [str(shape.num_tokens) for shape in reversed(decode)]
-    assert caplog.messages.count(f"capturing {len(decode)} graphs: 0.0 MiB by estimate") <= 1
-    assert f"{len(decode)} that only decode at start" in engine.kernels.table()
+    assert captured[: len(decode)] == [str(shape.num_tokens) for shape in reversed(decode)]
+    assert "all at start and at a resume" in engine.kernels.table()
     assert answers(engine, requests) == expected
-    assert sorted(shape for shape in pool.captured if shape.is_decode_only) == decode
-    assert pool.counts.captures == len(pool.captured) and pool.counts.replays > 0
+    assert pool.counts.captures == len(pool.index) and pool.counts.replays > 0
+
+
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]], ids=["all", "the cache alone"])
+def test_what_start_captured_is_captured_again_by_the_resume_and_not_beside_requests(gpt, tags):
+    expected = answers(make_engine(gpt), work())
+    engine = make_engine(gpt, **AT_START)
+    submit(engine, work())
+    for _ in range(4):
+        engine.step()
+    pool = pool_of(engine)
+    every = set(pool.captured)
+    engine.suspend("offload", tags=tags)
+    assert not pool.captured
+    resumed = engine.resume()
+    assert set(pool.captured) == every and pool.counts.captures == 2 * len(every)
+    if tags is None:
+        assert resumed.tags["graphs"].bytes_resident == pool.num_bytes > 0
+    found = finish(engine)
+    assert [[one.token_ids for one in found[str(i)].outputs] for i in range(len(expected))] == expected
+    assert pool.counts.captures == 2 * len(every)
+
+
+def test_graphs_of_start_whose_weights_moved_are_captured_together_by_the_next_step():
+    model = make_model("attention")
+    engine = make_engine(model, **AT_START)
+    pool = pool_of(engine)
+    model._apply(lambda weight: weight.detach() * 0.9)
+    assert answers(engine, work()) == answers(make_engine(model), work())
+    assert set(pool.captured) == set(pool.index.shapes) and pool.counts.captures == 2 * len(pool.index)
 
 
 def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, monkeypatch):
