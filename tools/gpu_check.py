@@ -6,8 +6,9 @@
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
 One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a
-target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it, anew after each
-check: a run that is killed leaves what it had found. Needs torch, triton, numpy and megatron-core only. Under NVIDIA's
+target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown next to it, anew after
+each check: a run that is killed leaves what it had found. A further run with the same FILE, commit and GPU keeps what
+was ok and runs the rest. Needs torch, triton, numpy and megatron-core only. Under NVIDIA's
 memory checker: compute-sanitizer --target-processes all python tools/gpu_check.py --group attention --patience 50
 """
 
@@ -37,9 +38,9 @@ Rows = list[tuple[Check, Result]]
 REPORTS = ROOT / "docs" / "results"
 TIME_LIMIT_S = 460.0
 """With ending and the report under 8 minutes."""
-FIRST = ("graphs", "sampling", "attention", "scan", "operations", "models")
-"""Groups that are begun first, in this order: whether steps are captured at all, and right."""
-ALONE = ("memory", "sync", "speed")
+FIRST = ("attention", "models", "graphs", "sampling", "scan", "operations")
+"""Groups that are begun first, in this order: whether the engine is right at all, then whether steps are captured."""
+ALONE = ("memory", "speed", "sync")
 """Groups that have the device to themselves, then, in this order, after checks that ask for that; the others share it,
 each check in a process of its own. Those that are in neither come last, with what the first had no time for."""
 SHARE_FIRST = 0.5
@@ -204,8 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made = report.as_dict(facts, rows, rehearsal=options.rehearse, seconds=spent, asked=len(wanted))
             report.write(options.out, made, rows, said)
 
-    rows = run(wanted, options, keep)
-    print(report.summary(rows, time.monotonic() - start))
+    known = [] if options.rehearse or not options.out else report.known_ok(options.out, facts, wanted)
+    if known:
+        print(f"gpu_check: {len(known)} checks were ok in {options.out} and are not run again; delete it to run all")
+    left = [one for one in wanted if one.name not in {check.name for check, _ in known}]
+    rows = [*known, *run(left, options, lambda rows: keep([*known, *rows]))]
+    print(report.verdict(rows, time.monotonic() - start))
     if options.out:
         print(f"gpu_check: report in {options.out} and {options.out.with_suffix('.md')}")
     if all(result.status == SKIPPED for _, result in rows):

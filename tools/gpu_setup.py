@@ -44,6 +44,8 @@ BLACKWELL = (10, 0)
 """The wheels for CUDA 12.6 have no kernels for it."""
 NEEDED_BYTES = 12 << 30
 """On disk: torch and NVIDIA's libraries, and what pip unpacks meanwhile."""
+CHECK_S = 1800
+"""Seconds for all checks: of a first run a large part goes into compiling kernels."""
 COMPILERS = ("cc", "gcc", "clang")
 ISSUE_CHARACTERS = 65_000
 """GitHub takes 65,536 in an issue."""
@@ -282,7 +284,8 @@ def steps_for(machine: Machine, venv: Path) -> list[Step]:
 
 
 def check_step(machine: Machine, venv: Path, report: Path, more: Sequence[str]) -> Step:
-    return Step((str(venv / "bin" / "python"), str(ROOT / "tools" / "gpu_check.py"), "--out", str(report), *more))
+    check = (str(venv / "bin" / "python"), str(ROOT / "tools" / "gpu_check.py"), "--out", str(report))
+    return Step((*check, "--time-limit", str(CHECK_S), *more))
 
 
 def report_path(gpu: Gpu) -> Path:

@@ -228,7 +228,7 @@ def test_a_dry_run_prints_every_command_and_runs_none(setup, programs, tmp_path,
     assert setup.main(["--dry-run", "--venv", str(venv), "--", "--quick"], programs.environment) == 0
     printed = capsys.readouterr().out
     report = ROOT / "docs" / "results" / "gpu_nvidia_h100_80gb_hbm3.json"
-    assert printed.endswith(f"+ {venv}/bin/python {ROOT}/tools/gpu_check.py --out {report} --quick\n")
+    assert printed.endswith(f"+ {venv}/bin/python {ROOT}/tools/gpu_check.py --out {report} --time-limit 1800 --quick\n")
     assert "not installed: flashinfer-python: compiles its kernels with nvcc" in printed and not venv.exists()
 
 

@@ -170,6 +170,9 @@ def test_what_cannot_be_made_is_skipped_with_its_reason_and_a_missed_target_is_n
     assert (rows["elsewhere"]["status"], rows["elsewhere"]["reason"]) == ("skipped", "there is none")
     assert rows["fine"]["targets"][0]["met"] is False and "TARGET NOT MET" in process.stdout
     assert "0 of 1 targets met" in process.stdout and "| speed | 0.5" in markdown
+    told = process.stdout.splitlines()[-5:]
+    assert "gpu_check: FAILED: raises, wrong, dies, hangs, poisons, absent" in told
+    assert "gpu_check: not run: elsewhere (there is none)" in told and "gpu_check: targets not met: speed" in told
 
 
 @pytest.mark.triton
@@ -437,6 +440,43 @@ def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspend
     checks = [Check(f"{group}{i}", group=group, **asked) for group in groups for i in range(2)]
     checks.append(Check("graphs2", group="graphs", alone=True, **asked))
     rows = gpu_check.run(checks, gpu_check.parse(["--jobs", "1", "--time-limit", "200"]))
-    assert begun == ["graphs0", "graphs1", "attention0", "attention1", "graphs2", "memory0", "memory1"]
+    assert begun == ["attention0", "attention1", "graphs0", "graphs1", "graphs2", "memory0", "memory1"]
     reported = {check.name: result.status for check, result in rows}
     assert list(reported) == [check.name for check in checks] and list(reported.values()).count("skipped") == 4
+
+
+def test_a_second_run_at_the_same_commit_keeps_what_was_ok_and_a_rehearsal_or_another_tree_keeps_nothing(
+    monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu_checks import report
+    from gpu_checks.registry import FAILED, OK, SKIPPED, Check, Result
+
+    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
+    checks = [Check(name, group="graphs", **asked) for name in ("good", "bad", "late", "new")]
+    facts = report.facts(ROOT) | {"tree_is_clean": True, "gpus": [{"name": "a", "driver_version": "1"}]}
+    rows = list(zip(checks, (Result(OK, figure="1"), Result(FAILED), Result(SKIPPED)), strict=False))
+    path = tmp_path / "out.json"
+    assert report.known_ok(path, facts, checks) == []
+    path.write_text(json.dumps(report.as_dict(facts, rows, rehearsal=False, seconds=1.0, asked=4)))
+    assert [(check.name, result.figure) for check, result in report.known_ok(path, facts, checks)] == [("good", "1")]
+    for other in ({"commit": "x"}, {"gpus": []}, {"tree_is_clean": False}, {"packages": {}}):
+        assert report.known_ok(path, facts | other, checks) == []
+    path.write_text(json.dumps(report.as_dict(facts, rows, rehearsal=True, seconds=1.0, asked=4)))
+    assert report.known_ok(path, facts, checks) == []
+    path.write_text("cut")
+    assert report.known_ok(path, facts, checks) == []
+
+
+def test_the_verdict_of_any_run_is_at_most_ten_lines(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu_checks import report
+    from gpu_checks.registry import FAILED, SKIPPED, Check, Result, Target
+
+    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
+    rows = [(Check(f"s{i}", group="g", **asked), Result(SKIPPED, reason=f"reason {i % 7}")) for i in range(40)]
+    missed = [Target("speed", 0.5, 0.9, "x", True)]
+    rows += [(Check(f"f{i}", group="h", **asked), Result(FAILED, reason=f"why {i}", targets=missed)) for i in range(9)]
+    lines = report.verdict(rows, 1.0).splitlines()
+    assert len(lines) <= 10 and all(line.startswith("gpu_check: ") for line in lines)
+    assert f"gpu_check: FAILED: {', '.join(f'f{i}' for i in range(9))}" in lines

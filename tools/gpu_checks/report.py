@@ -93,6 +93,23 @@ def load_reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu_*.json"))]
 
 
+def known_ok(path: Path, found: Mapping[str, Any], checks: Iterable[Check]) -> list[tuple[Check, Result]]:
+    """What an earlier run at the same commit on the same GPUs, whose report is at `path`, found to be ok."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        facts, told = earlier["facts"], {row["name"]: row for row in earlier["checks"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    same = ("commit", "gpus", "packages")
+    if earlier.get("rehearsal") or not found["tree_is_clean"] or any(facts.get(name) != found[name] for name in same):
+        return []
+    fields = Result.__dataclass_fields__
+    rows = [
+        (one, Result.from_dict({name: told[one.name][name] for name in fields})) for one in checks if one.name in told
+    ]
+    return [(check, result) for check, result in rows if result.status == OK]
+
+
 def line_of(check: Check, result: Result) -> str:
     """One check on one line, and a line for each target."""
     said = result.reason if result.status == SKIPPED else result.figure
@@ -113,6 +130,30 @@ def summary(rows: Sequence[tuple[Check, Result]], seconds: float) -> str:
         f"gpu_check: {counts[OK]} ok, {counts[FAILED]} failed, {counts[SKIPPED]} skipped; "
         f"{met} of {len(targets)} targets met; {seconds:.0f} s"
     )
+
+
+def verdict(rows: Sequence[tuple[Check, Result]], seconds: float) -> str:
+    """The run in at most ten lines: what failed and what was not run, by name, then the sum."""
+    lines = []
+    groups = dict.fromkeys(check.group for check, _ in rows)
+    whole = [name for name in groups if all(result.status == OK for check, result in rows if check.group == name)]
+    if whole:
+        lines.append(f"all ok: {', '.join(whole)}")
+    for status, said in ((FAILED, "FAILED"), (SKIPPED, "not run")):
+        reasons: dict[str, list[str]] = {}
+        for check, result in rows:
+            if result.status == status:
+                reasons.setdefault("" if status == FAILED else result.reason, []).append(check.name)
+        shown = sorted(reasons.items(), key=lambda row: -len(row[1]))
+        lines += [f"{said}: {', '.join(names)}{why and f' ({why})'}" for why, names in shown[:3]]
+        if len(shown) > 3:
+            lines.append(
+                f"{said}, for {len(shown) - 3} other reasons: {sum(len(names) for _, names in shown[3:])} checks"
+            )
+    missed = [target.name for _, result in rows for target in result.targets if not target.met]
+    if missed:
+        lines.append(f"targets not met: {', '.join(missed)}")
+    return "\n".join(f"gpu_check: {line}" for line in lines) + "\n" + summary(rows, seconds)
 
 
 def as_markdown(report: Mapping[str, Any], rows: Sequence[tuple[Check, Result]], command: str) -> str:
