@@ -63,6 +63,18 @@ class ParallelGroups:
     engine_size = property(lambda self: _size(self.engine))
 
     @property
+    def context_place(self) -> tuple[int, int]:
+        """(number of this engine, how many there are) of the engines that context parallelism has beside each other.
+
+        Numbers differ between the engines and are the same on all ranks of one; the first is 0.
+        """
+        if self.cp is None:
+            return 0, 1
+        own = dist.get_process_group_ranks(self.engine) if self.engine is not None else [dist.get_rank()]
+        places = [place for place, rank in enumerate(dist.get_process_group_ranks(self.cp)) if rank in own]
+        return places[0], self.cp_size // len(places)
+
+    @property
     def is_leader(self) -> bool:
         """Whether requests are added on this rank."""
         return self.own_requests or self.engine_rank == 0

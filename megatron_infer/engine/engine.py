@@ -317,6 +317,7 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
     def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
         Called on the leader, with kv on every rank: each writes its part beside `path`.
+        Context-parallel engines are given one path; from the second on each has a file next to it (`rank_files`).
         """
         self.controls.save_requests(path, kv=kv)
 

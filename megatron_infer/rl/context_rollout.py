@@ -22,7 +22,7 @@ from megatron_infer.distributed.lockstep import digest_of
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.given_prompts import digests_of
-from megatron_infer.errors import ConfigError, OtherRankFailed, PromptsDiffer
+from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, PromptsDiffer
 from megatron_infer.rl import sample_file
 from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.multi_rank import Shares
@@ -91,15 +91,21 @@ class ContextRollout(Rollout):
                     yield self._numbered(group)
             return
         own, each = self._part_of(batch, params)
-        yield from self.united(lambda: list(Rollout._groups(self, own, each, on_progress)))
+        yield from self._united(lambda: list(Rollout._groups(self, own, each, on_progress)))
 
-    async def _stream(
+    def _stream(
         self, prompts: Any, params: Params, on_progress: Progress | None, *, carry: bool = True
+    ) -> AsyncGenerator[RolloutGroup]:
+        draw = super()._stream
+        return self.divided(prompts, params, lambda own, each: draw(own, each, on_progress, carry=carry))
+
+    async def divided(
+        self, prompts: Any, params: Params, draw: Callable[[Any, Params], AsyncGenerator[RolloutGroup]]
     ) -> AsyncGenerator[RolloutGroup]:
         run = self.thread.run
         batch = [] if prompts is None else as_batch(prompts)
         if not await run(lambda: self._are_equal(batch, params)):
-            async with aclosing(super()._stream(batch, params, on_progress, carry=carry)) as groups:
+            async with aclosing(draw(batch, params)) as groups:
                 async for group in groups:
                     yield self._numbered(group)
             return
@@ -108,8 +114,9 @@ class ContextRollout(Rollout):
         failure: BaseException | None = None
         before = set(self.tracker.unfinished)
         try:
-            async for group in super()._stream(own, each, on_progress, carry=carry):
-                found.append(group)
+            async with aclosing(draw(own, each)) as groups:
+                async for group in groups:
+                    found.append(group)
         except BaseException as error:
             failure = error
         for group in await run(lambda: self._exchange(found, failure, before)):
@@ -152,16 +159,15 @@ class ContextRollout(Rollout):
         """Ranks of an engine share its prompts, which are compared as they are read."""
         return self.ranks.exchange(lambda: [[]], None)[0]
 
-    def require_one_engine(self, call: str) -> None:
-        raise ConfigError(
-            f"{call} with {self._size} context-parallel engines: conversations are not divided over them, and each "
-            "would call the tools; take generate(), or converse in a job with context_parallel_size=1"
-        )
+    def united(self, draw: Callable[[], list[RolloutGroup]], own: Any, *, wanted: int) -> list[RolloutGroup]:
+        versions = self._over.lockstep.gather("the versions of a rollout", str(self.engine.weight_version))
+        _check_versions([int(version) for version in versions])
+        return checked_groups(self._united(draw, own, wanted))
 
-    def united(
-        self, draw: Callable[[], list[RolloutGroup]], own: Iterable[Any] = (), *, wanted: int = 0
+    def _united(
+        self, draw: Callable[[], list[RolloutGroup]], own: OwnPrompts | None = None, wanted: int = 0
     ) -> list[RolloutGroup]:
-        """The groups that draw() gives on each engine -> those of all, by number.
+        """The groups that draw() gives on each engine -> those of all, by number, those that failed too.
 
         own: the prompts that it reads. wanted: groups that are wanted of all engines, for a RolloutShortage.
         """
@@ -174,14 +180,13 @@ class ContextRollout(Rollout):
             found = error.groups
         except BaseException as error:
             failure = error
-        if not isinstance(own, OwnPrompts):
-            return self._exchange(found, failure, before)
-        return checked_groups(self._exchange(found, failure, before, own, wanted))
+        return self._exchange(found, failure, before, own, wanted)
 
     # ------------------------------------------------------------------ dividing
 
     def _are_equal(self, batch: list[Any], params: Params) -> bool:
-        """Whether all engines were given the same prompts and parameters, which are valid."""
+        """Whether all engines, which have the same weights, were given the same prompts and parameters, which are
+        valid."""
         failure: Exception | None = None
         ids, digest = self.engine.input_processor, ""
         try:
@@ -192,12 +197,13 @@ class ContextRollout(Rollout):
         except Exception as error:  # the other ranks wait
             failure = error
         self._over.lockstep.phase = "a rollout"
-        own = json.dumps([digest, ids.num_ids, _described(failure)])
+        own = json.dumps([digest, ids.num_ids, self.engine.weight_version, _described(failure)])
         reports = [json.loads(text) for text in self._over.lockstep.gather("the prompts of a rollout", own)]
-        ids.num_ids = max(number for _, number, _ in reports)  # the engines number on alike: groups sort by prompt
+        ids.num_ids = max(number for _, number, *_ in reports)  # the engines number on alike: groups sort by prompt
         if failure is not None:
             raise failure
         _raise_first([error for *_, error in reports])
+        _check_versions([version for _, _, version, _ in reports])
         return len({digest for digest, *_ in reports if digest}) == 1
 
     def _part_of(self, batch: list[Any], params: Params) -> tuple[list[Any], Params]:
@@ -291,6 +297,16 @@ def _raise_first(errors: Sequence[str]) -> None:
     failed = [rank for rank, text in enumerate(errors) if text]
     if failed:
         raise OtherRankFailed("; ".join(f"rank {rank}: {errors[rank]}" for rank in failed), ranks=failed)
+
+
+def _check_versions(versions: Sequence[int]) -> None:
+    """LockstepError unless all ranks have weights of one version."""
+    if len(set(versions)) > 1:
+        named = ", ".join(f"rank {rank} has {version:,}" for rank, version in enumerate(versions))
+        raise LockstepError(
+            f"context-parallel ranks have weights of other versions: {named}; give all of them the same one "
+            "(session.update_weights(version=...) on every rank)"
+        )
 
 
 def _num_equal(read: Sequence[Sequence[str]]) -> int:

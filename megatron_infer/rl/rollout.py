@@ -299,12 +299,15 @@ class Rollout:
         """How many of a queue's groups this engine draws for a batch."""
         return groups
 
-    def united(self, draw: Callable[[], list[RolloutGroup]], own: Any = (), *, wanted: int = 0) -> list[RolloutGroup]:
-        """The groups of all engines. draw: draws this one's, of the prompts `own`."""
+    def united(self, draw: Callable[[], list[RolloutGroup]], own: Any, *, wanted: int) -> list[RolloutGroup]:
+        """The groups of all engines. draw: draws this one's, of the prompts `own`. wanted: groups of all engines."""
         return draw()
 
-    def require_one_engine(self, call: str) -> None:
-        """Raise ConfigError where several engines divide prompts."""
+    def divided(
+        self, prompts: Any, params: Params, draw: Callable[[Any, Params], AsyncGenerator[RolloutGroup]]
+    ) -> AsyncGenerator[RolloutGroup]:
+        """The groups of all engines. draw: draws those of this one's prompts, with one SamplingParams or one each."""
+        return draw(prompts, params)
 
     # ------------------------------------------------------------------ one call
     def _begin(self, call: RolloutCall, prompts: Any, params: Params, *, carry: bool = True) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -95,11 +96,17 @@ class SavedGroupError(InferenceError):
 
 # ------------------------------------------------------------------ files
 def save(path: str | os.PathLike[str], groups: Iterable[RolloutGroup]) -> int:
-    """Write groups to a file, which at any time is complete or absent -> its size in bytes."""
+    """Write groups to a file, which at any time is complete or absent -> its size in bytes.
+
+    Ranks that have the same groups may all write the same file.
+    """
     path, content = Path(path), encode(groups)
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return len(content)
 
 

@@ -17,7 +17,7 @@ from megatron_infer.rl.conversation import Conversation, ConversationTooLong, Tu
 from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
 from megatron_infer.rl.multi_rank import Shares
 from megatron_infer.rl.prompts import GroupRequest, given_batch
-from megatron_infer.rl.rollout import Rollout
+from megatron_infer.rl.rollout import Params, Rollout
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.runner.sampling.rng import derive_seed
 
@@ -66,13 +66,18 @@ async def converse(
     as `Rollout`, RolloutError is raised once the others are done; on_error "return" gives its group with `error`.
     With several ranks each rank converses about its own prompts, with its own tools. Ranks with equal prompts share
     conversations, whose tools their source calls. While tools are awaited, this rank steps along with the others.
+    Context-parallel engines divide equal prompts: a conversation stays on the engine that begins it, whose source calls
+    the tools, and its group is on all ranks when all engines are done.
     """
     check_on_error(on_error)
-    roll.require_one_engine("converse()")
     roll.engine.relay.require_shared("converse()")
     found = []
     limits = limits if limits is not None else TurnLimits()
-    async with aclosing(_conversations(roll, prompts, params, tool, limits, max_concurrent)) as groups:
+
+    def draw(own: Any, each: Params) -> AsyncGenerator[RolloutGroup]:
+        return _conversations(roll, own, each, tool, limits, max_concurrent)
+
+    async with aclosing(roll.divided(prompts, params, draw)) as groups:
         async for group in groups:
             found.append(group)
             if group.error is None or on_error == "return":
@@ -81,7 +86,7 @@ async def converse(
 
 
 async def _conversations(
-    roll: Rollout, prompts: Any, params: SamplingParams, tool: Tool, limits: TurnLimits, max_concurrent: int | None
+    roll: Rollout, prompts: Any, params: Params, tool: Tool, limits: TurnLimits, max_concurrent: int | None
 ) -> AsyncGenerator[RolloutGroup]:
     """Groups as they finish, those that failed too."""
     ranks, run, call = roll.ranks, roll.thread.run, RolloutCall()
@@ -95,7 +100,11 @@ async def _conversations(
             while (shared := await roll.next_shared(call)) is not None:
                 yield shared
             return
-        begun = [_conversations_of(roll, prompt, params, limits, call.shares) for prompt in batch or ()]
+        batch = batch or []
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else params
+        begun = [
+            _conversations_of(roll, prompt, own, limits, call.shares) for prompt, own in zip(batch, each, strict=True)
+        ]
         for index, conversations in enumerate(begun):
             tasks.append(asyncio.create_task(_run_group(roll, index, conversations, tool, limits, gate)))
         along = asyncio.create_task(_step_along(roll))
@@ -165,7 +174,6 @@ def run_conversations(
 
 async def say(roll: Rollout, conversation: Conversation, params: SamplingParams | None = None) -> Turn:
     """One answer of the model, appended to the conversation. Ranks with equal conversations share it."""
-    roll.require_one_engine("say()")
     request = conversation.next_request(params)
     [group] = [group async for group in roll.stream_alone(request)]
     return conversation.add_answer(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,23 @@ from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session, prompts
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, InvalidPrompt, OtherRankFailed, PromptsDiffer, RankFailure
+from megatron_infer.errors import (
+    ConfigError,
+    InvalidPrompt,
+    LockstepError,
+    OtherRankFailed,
+    PromptsDiffer,
+    RankFailure,
+    SnapshotError,
+)
+from megatron_infer.rl import sample_file
+from megatron_infer.rl.conversation import Conversation
 from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.sample_file import SampleError
 from megatron_infer.rl.samples import RolloutError
-from megatron_infer.rl.tool_rollouts import run_conversations
+from megatron_infer.rl.tool_rollouts import run_conversations, say
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -56,6 +67,20 @@ def without_ids(groups: list[Any]) -> list[Any]:
     return [[index, *rest] for index, _, *rest in groups]
 
 
+def tool(talk: Any, turn: Any) -> list[int] | None:
+    """Three answers, and after each of the first two what depends on it."""
+    return [4 + turn.token_ids[-1] % 50, 9] if len(talk.turns) < 3 else None
+
+
+async def said(roll: Any) -> list[Any]:
+    """A conversation by hand."""
+    talk = Conversation(roll.engine, PROMPTS[1], PARAMS)
+    for _ in range(2):
+        await say(roll, talk)
+        talk.add_ids([5, 6])
+    return [talk.ids, talk.sample().loss_mask]
+
+
 def calls(session: Any) -> dict[str, Any]:
     """Every call that a trainer makes with prompts."""
     seen: dict[str, Any] = {}
@@ -73,6 +98,14 @@ def calls(session: Any) -> dict[str, Any]:
             return account([group async for group in roll.stream(named, PARAMS)])
 
         seen["stream"] = sorted(asyncio.run(stream()))
+        called: list[Any] = []
+        seeded = replace(PARAMS, seed=3)
+        talks = run_conversations(roll, named, seeded, lambda *given: called.append(given) or tool(*given))
+        seen["converse"] = account(talks)
+        assert {tuple(sample.info) for talk in talks for sample in talk.samples} == {("turns", "ended")}
+        assert all(sum(sample.loss_mask) == 18 for talk in talks for sample in talk.samples)
+        seen["tools"] = len(called)
+        seen["say"] = asyncio.run(said(roll))
         for mode in ("persist", "offload", "recompute"):
             roll.pause_at(Budget(tokens=8))
             paused = roll.generate(PROMPTS, PARAMS)
@@ -93,12 +126,15 @@ def on_pair(rank: int, size: int, folder: Path) -> None:
     alone = make_session(tiny_gpt(**MODEL), meter=None)
     alone_counted = Requests(alone)
     want = every(calls(alone))[0]  # those of rank 0: data-parallel ranks draw differently
+    num_tools, talk = want.pop("tools"), want.pop("say")
     assert {len(samples) for *_, samples in want["generate"]} == {2}
     assert want["generate"][0][-1] != want["generate"][-1][-1], "equal prompts draw equal samples"
     new_groups(context_parallel_size=2)
     session = make_session(tiny_gpt(**MODEL, context_parallel_size=2), meter={"share": 1.0})
     counted = Requests(session)
     got = calls(session)
+    assert got["say"] == talk
+    assert every(got.pop("tools")) == [num_tools // 2] * 2
     for name, groups in want.items():
         assert without_ids(got[name]) == without_ids(groups), name
     taken = every(len(counted.ids))
@@ -107,6 +143,8 @@ def on_pair(rank: int, size: int, folder: Path) -> None:
     check_choices(session, rank)
     check_own_prompts(session, rank)
     check_errors(session, rank)
+    check_versions(session, rank)
+    check_files(session, rank, folder)
     session.ranks.lockstep.close()
 
 
@@ -150,6 +188,8 @@ def check_own_prompts(session: Any, rank: int) -> None:
     own = PROMPTS[2 * rank : 2 * rank + 3]
     with session.generating() as roll:
         groups = roll.generate(own, PARAMS)
+        talks = run_conversations(roll, own, PARAMS, tool)
+    assert [talk.prompt_ids for talk in talks] == own
     assert [group.prompt_ids for group in groups] == own
     assert [group.index for group in groups] == [0, 1, 2]
     ids = every([group.group_id for group in groups])
@@ -186,10 +226,66 @@ def check_errors(session: Any, rank: int) -> None:
         with pytest.raises(KeyError if rank else OtherRankFailed, match="the progress bar") as other:
             roll.generate(PROMPTS, PARAMS, on_progress=stops)
         assert rank or "rank 1: KeyError" in str(other.value)
-        with pytest.raises(ConfigError, match=r"converse\(\) with 2 context-parallel engines"):
-            run_conversations(roll, PROMPTS, PARAMS, lambda talk, turn: None)
+
+        def fails(talk: Any, turn: Any) -> None:
+            if talk.prompt_ids == PROMPTS[1]:  # of rank 1's part
+                raise KeyError("the tool")
+
+        with pytest.raises(KeyError if rank else OtherRankFailed, match="the tool"):
+            run_conversations(roll, PROMPTS, PARAMS, fails)
         assert len(roll.generate(PROMPTS, PARAMS)) == 6
     assert not session.engine.has_unfinished()
+
+
+def check_files(session: Any, rank: int, folder: Path) -> None:
+    """All engines are given one path."""
+    engine, path = session.engine, folder / "requests.snap"
+    with session.generating() as roll:
+        roll.pause_at(Budget(tokens=1))
+        assert roll.generate(PROMPTS, PARAMS) == []
+        want = sorted((one.id, one.request.ids) for one in roll.unfinished)
+        engine.save_requests(path, kv=True)
+        roll.abort_all()
+        report = engine.load_requests(path)
+        assert sorted(report.loaded) == [request_id for request_id, _ in want]
+        assert sorted(report.with_kv) == sorted(report.loaded)
+        outputs = {}
+        while engine.has_unfinished():
+            outputs |= {one.request_id: one.prompt_token_ids for one in engine.step() if one.finished}
+        assert outputs == dict(want)
+        wrong = folder / "other.snap"
+        if rank == 0:
+            wrong.write_bytes((folder / "requests.snap.context1").read_bytes())
+            with pytest.raises(
+                SnapshotError, match="saved by engine 1 of 2 context-parallel ones, and this is engine 0"
+            ):
+                engine.load_requests(wrong)
+        engine.keep_snapshots(folder / "kept.snap")
+        groups = roll.generate(PROMPTS, PARAMS)
+        engine.acknowledge(None)
+        engine.keep_snapshots(None)
+    for _ in range(20):
+        sample_file.save(folder / "samples", groups)  # by both at once
+        assert account(sample_file.load(folder / "samples")) == account(groups)
+
+
+def check_versions(session: Any, rank: int) -> None:
+    session.update_weights(version=40 + rank)
+    queue = RolloutQueue(session._rollout, PROMPTS, PARAMS, groups_per_step=2)
+    with session.generating() as roll:
+        for call in (
+            lambda: roll.generate(PROMPTS, PARAMS),
+            lambda: roll.generate(PROMPTS[rank:], PARAMS),
+            lambda: roll.collect(2, PROMPTS, PARAMS),
+            queue.next_batch,
+            lambda: run_conversations(roll, PROMPTS, PARAMS, tool),
+        ):
+            with pytest.raises(LockstepError, match="of other versions: rank 0 has 40, rank 1 has 41; give all"):
+                call()
+    session.update_weights(version=42)
+    with session.generating():
+        assert len(queue.next_batch()) == 2
+    queue.close()
 
 
 def every(value: Any) -> list[Any]:
@@ -210,6 +306,7 @@ def on_squares(rank: int, size: int, folder: Path) -> None:
     session = make_session(tiny_gpt(**MODEL, tensor_model_parallel_size=2, context_parallel_size=2))
     got = calls(session)
     assert [group[3] for group in got["generate"]] == [group[3] for group in want["generate"]]
+    assert sum(every(got.pop("tools"))) == want["tools"], "each engine's leader calls the tools of its part"
     gathered = every(got)
     assert all(one == gathered[0] for one in gathered)
     session.ranks.lockstep.close()

@@ -2,6 +2,7 @@
 
     PATH                  the leader's: requests, outputs, its own memory, the layout and the names of the other files
     PATH.<save>.rank1     memory of rank 1: a file of the same format without requests
+    PATH.context1         in the place of PATH: the second of several context-parallel engines
 
 Each save has a name of its own: files of the save before stay until the leader's file is replaced, which makes the new
 save valid. Files that no leader's file names are removed after that.
@@ -9,6 +10,7 @@ save valid. Files that no leader's file names are removed after that.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,6 +25,19 @@ from megatron_infer.errors import RankFailure, SnapshotError
 
 Made = tuple[dict[str, Any], dict[str, Tensor]]
 """(manifest, tensors) of a file."""
+
+
+def path_of(path: str | os.PathLike[str], groups: ParallelGroups) -> Path:
+    """Where this engine's leader has its file; every context-parallel engine is given the same path."""
+    number, _ = groups.context_place
+    own = Path(path)
+    return own.with_name(f"{own.name}.context{number}") if number else own
+
+
+def engine_of(groups: ParallelGroups) -> str:
+    """Whose requests a file has, in words."""
+    number, count = groups.context_place
+    return f"engine {number} of {count} context-parallel ones" if count > 1 else "one engine"
 
 
 def layout_of(groups: ParallelGroups) -> dict[str, int]:

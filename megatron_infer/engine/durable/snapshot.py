@@ -18,7 +18,7 @@ from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.journal import Generation, JournalRecords, read_journal
 from megatron_infer.engine.durable.kv_restore import FileMemory, KVArchive, Memory, check_places, num_places
-from megatron_infer.engine.durable.rank_files import layout_of, parts_beside, remove, save_together
+from megatron_infer.engine.durable.rank_files import engine_of, layout_of, parts_beside, remove, save_together
 from megatron_infer.engine.durable.request_codec import (
     Records,
     RequestRecord,
@@ -158,6 +158,7 @@ class Archive:
             "num_ids": self._input.num_ids,
             "weights": {"version": self._weights.version, "sums": self._weight_sums()},
             "kv": self._kv.describe(memory) if memory is not None and memory.saved else None,
+            "engine": engine_of(self._rank_group.groups),
             "layout": layout_of(self._rank_group.groups),
             "parts": list(part_names),
             "generation": None if generation is None else generation.as_list(),
@@ -256,6 +257,11 @@ class Archive:
         ):
             if manifest[name] != here:
                 raise SnapshotError(path, f"saved with {name} {manifest[name]}, this engine's is {here}")
+        here = engine_of(self._rank_group.groups)
+        if (saved := manifest.get("engine", here)) != here:
+            raise SnapshotError(
+                path, f"saved by {saved}, and this is {here}: requests of several have the same ids; load it there"
+            )
         weights, counts = manifest["weights"], [manifest["num_seeds"], manifest["num_ids"]]
         if not all(type(count) is int and 0 <= count < 1 << 62 for count in (weights["version"], *counts)):
             raise ValueError(f"weights {weights}, num_seeds and num_ids {counts}")

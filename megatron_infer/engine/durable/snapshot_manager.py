@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.journal import Generation, Journal, has_records, journal_path
+from megatron_infer.engine.durable.rank_files import path_of
 from megatron_infer.engine.durable.request_codec import encode_request, to_bytes
 from megatron_infer.engine.durable.snapshot import REFUSE, Archive, Content, LoadReport
 from megatron_infer.engine.requests.input_processor import InputProcessor
@@ -60,7 +61,7 @@ class SnapshotManager:
         undelivered: outputs that the engine has not handed out. The finished ones among them are saved as they are: of
         a delta stream the last piece.
         """
-        target = Path(path)
+        target = path_of(path, self._rank_group.groups)
         with self._rank_group.together("saving requests") if kv else nullcontext():
             if self._path is not None and target.resolve() == self._path:
                 raise SnapshotError(target, "keep_snapshots keeps it; save elsewhere, or call keep_snapshots(None)")
@@ -70,7 +71,9 @@ class SnapshotManager:
     def read(self, path: str | os.PathLike[str], changed_adapters: str = REFUSE) -> Content:
         """A file's content, checked against this engine, which does not change. Raises SnapshotError. On every rank."""
         with self._rank_group.together("reading saved requests"):
-            return self._archive.read(Path(path), owed=self.owed, changed_adapters=changed_adapters)
+            return self._archive.read(
+                path_of(path, self._rank_group.groups), owed=self.owed, changed_adapters=changed_adapters
+            )
 
     def put_back(self, content: Content, undelivered: Sequence[RequestOutput]) -> LoadReport:
         """Take in what `read` returned. Nothing may be in flight."""
@@ -121,9 +124,9 @@ class SnapshotManager:
             self._end(undelivered)
         if path is None:
             return
-        target = Path(path).resolve()
-        before = self._in_the_way(Path(path))
-        self._path, self._every_steps, self._fsync = target, every_steps, fsync
+        target = path_of(path, self._rank_group.groups)
+        before = self._in_the_way(target)
+        self._path, self._every_steps, self._fsync = target.resolve(), every_steps, fsync
         self.owed = {output.request_id: output for output in undelivered if output.finished} | self.owed
         try:
             self._begin(before, undelivered)
