@@ -106,7 +106,8 @@ def on_four_ranks(rank, size, folder):
 
 
 def sums_do_not_depend_on_their_place(rank, size):
-    reducer = Reducer(torch.distributed.group.WORLD)
+    reducer = Reducer.of(torch.distributed.group.WORLD)
+    assert Reducer.of(torch.distributed.group.WORLD) is reducer, "layers share its memory"
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(rank)
         mine = torch.randn(97, 1001, generator=generator).to(dtype)

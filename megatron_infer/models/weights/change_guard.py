@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.te_tensors import is_quantised, memory_of, parts_of
+from megatron_infer.memory.host_arena import PIECE_BYTES
+from megatron_infer.memory.regions.pinned import unpin_idle
 from megatron_infer.models.module_guard import modules_of
 
 
@@ -28,50 +30,69 @@ def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
 class OffloadedWeights:
     """Live weights moved to the host and back in the same tensors, so that references to them stay valid.
 
-    For an engine that owns its model on a device. Storages are empty meanwhile; addresses change.
+    For an engine that owns its model on a device. Storages are empty meanwhile; addresses change. The host has the
+    storages one after another in pieces of PIECE_BYTES: pinned memory comes in powers of two.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, pinned: bool) -> None:
         self._tensors, self._pinned = tensors, pinned
-        self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
-        """(emptied storage on the device, its bytes on the host)."""
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        """(storage on the device, its bytes)."""
+        self._pieces: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the host; 0 while the weights are in place."""
-        return sum(kept.numel() for _, kept in self._copies)
+        return sum(piece.numel() for piece in self._pieces)
 
     @torch.no_grad()
     def offload(self, tick: Callable[[str], None]) -> None:
         """Copy all to the host, then free the device; an error before that leaves everything in place."""
-        assert not self._copies, "the weights are offloaded already"
+        assert not self._emptied, "the weights are offloaded already"
         parts = (part for tensor in self._tensors() for part in memory_of(tensor))
-        storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
-        offloaded = []
-        for place, storage in enumerate(storages.values()):
+        storages = list({part.untyped_storage()._cdata: part.untyped_storage() for part in parts}.values())
+        total, pieces, at = sum(storage.nbytes() for storage in storages), [], 0
+        for place, storage in enumerate(storages):
             tick(f"copying weights to the host, {place} of {len(storages)}")
-            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
-            kept.copy_(_bytes_of(storage))
-            offloaded.append((storage, kept))
-        self._copies = offloaded  # first: if the loop below is interrupted, `reload` brings all of them back
-        for storage, _ in offloaded:
+            while len(pieces) * PIECE_BYTES < at + storage.nbytes():
+                num_bytes = min(PIECE_BYTES, total - len(pieces) * PIECE_BYTES)
+                pieces.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            for on_host, on_device in _pairs(pieces, at, _bytes_of(storage)):
+                on_host.copy_(on_device)
+            at += storage.nbytes()
+        self._pieces, self._emptied = pieces, [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:  # if this is interrupted, `reload` brings all of them back
             storage.resize_(0)
 
     @torch.no_grad()
     def reload(self, tick: Callable[[str], None]) -> None:
         """Bring them back; an error (no memory) leaves them on the host and the device free."""
-        done = []
+        done, at = [], 0
         try:
-            for place, (storage, kept) in enumerate(self._copies):
-                tick(f"copying weights back, {place} of {len(self._copies)}")
-                storage.resize_(kept.numel())
+            for place, (storage, num_bytes) in enumerate(self._emptied):
+                tick(f"copying weights back, {place} of {len(self._emptied)}")
+                storage.resize_(num_bytes)
                 done.append(storage)
-                _bytes_of(storage).copy_(kept)
+                for on_host, on_device in _pairs(self._pieces, at, _bytes_of(storage)):
+                    on_device.copy_(on_host)
+                at += num_bytes
         except BaseException:
             for storage in done:
                 storage.resize_(0)
             raise
-        self._copies = []
+        self._emptied, self._pieces = [], []
+        if self._pinned:
+            unpin_idle()
+
+
+def _pairs(pieces: Sequence[Tensor], at: int, bytes_B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(part of a piece, part of bytes_B), equally long, that hold bytes_B from byte `at` of the pieces on."""
+    done = 0
+    while done < len(bytes_B):
+        piece, offset = pieces[(at + done) // PIECE_BYTES], (at + done) % PIECE_BYTES
+        length = min(len(bytes_B) - done, PIECE_BYTES - offset)
+        yield piece[offset : offset + length], bytes_B[done : done + length]
+        done += length
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -78,7 +78,9 @@ def test_a_buffer_that_checkpoints_hold_is_guarded_and_a_scratch_buffer_is_not(m
     assert guard.moved() and guard.changed()
 
 
-def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(model):
+@pytest.mark.parametrize("piece_bytes", [1 << 26, 24], ids=["one piece", "pieces that end within a weight"])
+def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(model, monkeypatch, piece_bytes):
+    monkeypatch.setattr("megatron_infer.models.weights.change_guard.PIECE_BYTES", piece_bytes)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     references = list(model.parameters())
     offloaded = OffloadedWeights(lambda: guarded_tensors(model), pinned=False)
