@@ -1,6 +1,7 @@
-"""torch_dist directories that would run code where megatron-core loads them: refused, or loaded without it.
+"""torch_dist directories, and those of torch.distributed.checkpoint, that would run code where megatron-core or torch
+loads them: refused, or loaded without it.
 
-Each attack is first tried on megatron-core's own loader, so that a refusal here is not one of a harmless file.
+Each attack is first tried on their own loader, so that a refusal here is not one of a harmless file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,7 +27,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ModelError, WeightUpdateError
 from megatron_infer.models.loading.checkpoint import CheckpointSource, _sharded, save_checkpoint
-from megatron_infer.models.loading.checkpoint_files import MetadataUnpickler
+from megatron_infer.models.loading.checkpoint_files import DistcpReader, MetadataUnpickler
 from megatron_infer.rl.updates import apply
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -58,6 +60,14 @@ def folder(saved, tmp_path):
 
 
 @pytest.fixture
+def sharded(model, tmp_path):
+    """As a model in FSDP2 saves its state dict."""
+    folder = tmp_path / "sharded"
+    checkpoint.save({name: value.detach() for name, value in model.named_parameters()}, checkpoint_id=folder)
+    return folder
+
+
+@pytest.fixture
 def ran(tmp_path):
     """What an attack makes: a directory."""
     return tmp_path / "it_ran"
@@ -85,9 +95,9 @@ def put_bytes(folder, name, content):
     put_metadata(folder, metadata)
 
 
-def saved_call(function, *args):
+def saved_call(function, *args, beside=b""):
     buffer = io.BytesIO()
-    torch.save(Call(function, *args), buffer)
+    torch.save((Call(function, *args), beside), buffer)
     return buffer.getvalue()
 
 
@@ -199,3 +209,108 @@ def test_state_is_not_set_on_a_class():
 def test_metadata_of_torch_come_out_equal(saved):
     data = (saved / ".metadata").read_bytes()
     assert vars(MetadataUnpickler(io.BytesIO(data)).load()) == vars(pickle.loads(data))
+
+
+# ---------------------------------------------------------------------- directories of torch.distributed.checkpoint
+
+NAME = "embedding.word_embeddings.weight"
+
+
+def chunk(offsets, sizes):
+    return dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def put_chunks(metadata, chunks, **changes):
+    """Make `chunks` those of NAME, each of them in the place of the whole tensor with `changes`."""
+    place = metadata.storage_data.pop(dcp.MetadataIndex(NAME, torch.Size([0, 0])))
+    metadata.state_dict_metadata[NAME].chunks = chunks
+    for one in chunks:
+        metadata.storage_data[dcp.MetadataIndex(NAME, one.offsets)] = _StorageInfo(**vars(place) | changes)
+
+
+@pytest.mark.security
+def test_directory_of_torch_is_read_without_running_code(sharded, model, ran):
+    source = DistcpReader(sharded)
+    assert all(torch.equal(source.read(name), value) for name, value in model.named_parameters())
+    good = metadata_of(sharded)
+    put_metadata(sharded, Call(os.mkdir, str(ran)))
+    with contextlib.suppress(Exception, CheckpointException):
+        checkpoint.load({NAME: torch.empty(128, 64)}, checkpoint_id=sharded)
+    assert ran.exists(), "this is no attack"
+    ran.rmdir()
+    for use in (DistcpReader, lambda folder: apply(model, folder)):
+        with pytest.raises(ModelError, match=r"cannot be read safely: posix.mkdir is none of"):
+            use(sharded)
+    put_metadata(sharded, good)
+    put_bytes(sharded, NAME, saved_call(os.mkdir, str(ran)))  # an object, which torch unpickles
+    with contextlib.suppress(Exception, CheckpointException):
+        checkpoint.load({NAME: object()}, checkpoint_id=sharded)
+    assert ran.exists(), "this is no attack"
+    ran.rmdir()
+    with pytest.raises(WeightUpdateError, match=r"embedding\.word_embeddings\.weight"):
+        apply(model, sharded)
+    assert NAME not in DistcpReader(sharded).shapes() and not ran.exists()
+
+
+@pytest.mark.security
+def test_object_in_the_place_of_a_tensor_is_not_unpickled(sharded, ran):
+    metadata, content = metadata_of(sharded), saved_call(os.mkdir, str(ran), beside=bytes(128 * 64 * 4))
+    torch.load(io.BytesIO(content), weights_only=False)
+    ran.rmdir()  # so this is an attack
+    (sharded / "__1_0.distcp").write_bytes(content)
+    put_chunks(metadata, [chunk((0, 0), (128, 64))], relative_path="__1_0.distcp", offset=0, length=len(content))
+    put_metadata(sharded, metadata)
+    with pytest.raises(ModelError, match=r"word_embeddings.weight cannot be read: Weights only load failed"):
+        DistcpReader(sharded).read(NAME)
+    assert not ran.exists()
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("file", ["../secret.distcp", "/etc/passwd", "nothing.distcp", "link/secret.distcp", 5])
+def test_tensors_of_a_directory_of_torch_come_out_of_its_own_files(sharded, file):
+    (sharded.parent / "secret.distcp").write_bytes(b"x")
+    (sharded / "link").symlink_to(sharded.parent)
+    metadata = metadata_of(sharded)
+    put_chunks(metadata, [chunk((0, 0), (128, 64))], relative_path=file)
+    put_metadata(sharded, metadata)
+    with pytest.raises(ModelError, match=r"is no \.distcp file of this directory"):
+        DistcpReader(sharded)
+
+
+SHAPES = {
+    "huge": ((1 << 40, 64), [((0, 0), (1 << 40, 64))], {}, "bytes, too few for its shape"),
+    "hole": ((256, 64), [((0, 0), (128, 64))], {}, r"another number of elements than its shape \(256, 64\)"),
+    "overlap": ((128, 64), [((0, 0), (64, 64)), ((32, 0), (64, 64))], {}, r"at \(0, 0\) and \(32, 0\) overlap"),
+    "outside": ((128, 64), [((64, 0), (128, 64))], {}, "is not within its shape"),
+    "other dimensions": ((128, 64), [((0, 0, 0), (128, 64, 1))], {}, "is not within its shape"),
+    "transformed": ((128, 64), [((0, 0), (128, 64))], {"transform_descriptors": ["zstd"]}, "transformed by"),
+    "beyond the file": ((128, 64), [((0, 0), (128, 64))], {"offset": 1 << 40}, "is cut short"),
+    "no number": ((128, 64), [((0, 0), (128, 64))], {"offset": "0"}, "its entry is damaged"),
+}
+"""A tensor's size, its chunks, changes of their places, and the error."""
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("case", SHAPES)
+def test_chunks_that_are_not_the_whole_tensor_are_refused_before_memory_is_taken(case, sharded, folder, model):
+    """Elements that no chunk has would be what the memory held before."""
+    size, chunks, changes, message = SHAPES[case]
+    metadata = metadata_of(sharded)
+    metadata.state_dict_metadata[NAME].size = torch.Size(size)
+    put_chunks(metadata, [chunk(*one) for one in chunks], **changes)
+    put_metadata(sharded, metadata)
+    with pytest.raises(ModelError, match=f"word_embeddings.weight: .*{message}"):
+        DistcpReader(sharded)
+    shutil.copy(sharded / ".metadata", folder)  # of a torch_dist directory the same file names the same tensors
+    for file in sharded.glob("*.distcp"):
+        shutil.copy(file, folder)
+    with pytest.raises(ModelError, match=message):
+        CheckpointSource(folder).part_of(model)
+
+
+@pytest.mark.security
+def test_file_that_is_cut_short_is_refused_with_its_name(sharded):
+    file = sharded / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short"):
+        DistcpReader(sharded)

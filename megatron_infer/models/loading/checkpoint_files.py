@@ -16,12 +16,14 @@ import enum
 import importlib
 import io
 import json
+import math
 import pathlib
 import pickle
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,7 +142,7 @@ class DistcpReader:
         return {name: tuple(self._metadata.state_dict_metadata[key].size) for name, key in self._keys.items()}
 
     def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
-        """Raises ModelError for a file that is cut short."""
+        """Raises ModelError for a file that holds something else than the tensor."""
         from torch.distributed import checkpoint
 
         key = self._keys[name]
@@ -173,6 +175,7 @@ def _tensor_metadata(directory: Path) -> Any:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except Exception as error:  # a pickle of anything raises anything; each means that it is no metadata
         raise ModelError(f"{path}: cannot be read safely: {error}; {REMEDY}") from None
+    sizes: dict[str, int] = {}
     for index, info in storage.items():
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
             raise ModelError(f"{path}: {str(index)[:100]} has no place in a file")
@@ -180,4 +183,67 @@ def _tensor_metadata(directory: Path) -> Any:
         is_name = isinstance(file, str) and Path(file).name == file and file.endswith(".distcp")
         if not is_name or not (directory / file).is_file():
             raise ModelError(f"{path}: {str(file)[:100]!r} is no .distcp file of this directory")
+        sizes[file] = (directory / file).stat().st_size
+    for name, entry in kept.items():
+        try:
+            reason = _why_not_whole(
+                entry, [storage.get(MetadataIndex(name, one.offsets)) for one in entry.chunks], sizes
+            )
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+            reason = f"its entry is damaged: {error}"
+        if reason:
+            raise ModelError(f"{path}: {str(name)[:100]}: {reason}")
     return Metadata(state_dict_metadata=kept, storage_data=storage)
+
+
+MAX_COMPARISONS = 1_000_000
+"""Of the chunks of one tensor with each other, in a search for two that overlap."""
+
+
+def _why_not_whole(entry: Any, places: Sequence[Any], sizes: Mapping[str, int]) -> str:
+    """Why the chunks of a tensor's entry are not the whole tensor, or their bytes are not in the files; else "".
+
+    places: of each chunk, None for one without. sizes: bytes of the files.
+    """
+    size, itemsize = tuple(entry.size), entry.properties.dtype.itemsize
+    boxes = [(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks]
+    if any(type(number) is not int or number < 0 for part in (size, *chain.from_iterable(boxes)) for number in part):
+        return f"its shape {size} or that of a chunk is no shape"
+    for (start, extent), info in zip(boxes, places, strict=True):
+        if not len(start) == len(extent) == len(size) or any(
+            first + length > whole for first, length, whole in zip(start, extent, size, strict=True)
+        ):
+            return f"the chunk {extent} at {start} is not within its shape {size}"
+        if info is None:
+            return f"the chunk at {start} has no place in a file"
+        if getattr(info, "transform_descriptors", None):
+            return f"its bytes are transformed by {str(info.transform_descriptors)[:100]}, which is not read"
+        if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
+            return f"{info.relative_path} is cut short: it ends before byte {info.offset + info.length:,}"
+        if math.prod(extent) * itemsize > info.length:
+            return f"the chunk {extent} at {start} has {info.length:,} bytes, too few for its shape"
+    if sum(math.prod(extent) for _, extent in boxes) != math.prod(size):
+        return f"its chunks have another number of elements than its shape {size}"
+    return _overlap(boxes, len(size))
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], num_dims: int) -> str:
+    """Which two boxes (offsets, sizes) have elements in common; "" for none.
+
+    Boxes with as many elements as their tensor that have none in common are the whole tensor.
+    """
+    if num_dims == 0 or len(boxes) < 2:
+        return ""
+    along = max(range(num_dims), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    ordered = sorted((box for box in boxes if math.prod(box[1])), key=lambda box: box[0][along])
+    compared = 0
+    for number, (start, extent) in enumerate(ordered):
+        for other, length in ordered[number + 1 :]:
+            if other[along] >= start[along] + extent[along]:
+                break
+            compared += 1
+            if compared > MAX_COMPARISONS:
+                return f"it is cut into {len(boxes):,} chunks, too many to compare"
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, extent, other, length, strict=True)):
+                return f"its chunks at {start} and {other} overlap"
+    return ""
