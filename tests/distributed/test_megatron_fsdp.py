@@ -5,6 +5,7 @@ On a CPU under the shim. Gloo cannot scale while it sums: gradients are sums ove
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from engines import make_engine
 from gloo_ranks import new_groups, run_on_ranks
 from plain_forward import full_logits
 from session_case import PARAMS, batch, make_session, prompts
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from training_case import loss_over, sequences_of
 
 from megatron_infer.errors import AdoptionError, ModelError, OtherRankFailed
+from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.sharded_weights import MegatronFsdpShards
 from megatron_infer.rl.updates import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -107,11 +111,11 @@ def on_rounds(rank: int, size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp_cp", "tp"))
     with on_cpu():
         for name, settings in CASES.items():
-            check_rounds(rank, name, settings, mesh)
+            check_rounds(rank, name, settings, mesh, folder)
         check_edges(rank, mesh)
 
 
-def check_rounds(rank: int, name: str, settings: dict[str, Any], mesh: Any) -> None:
+def check_rounds(rank: int, name: str, settings: dict[str, Any], mesh: Any, folder: Path) -> None:
     ours, twin = Trainer(settings, mesh), Trainer(settings, mesh)
     session = make_session([ours.model], suspend_mode="recompute", settings={"collective_timeout_s": 60})
     ours.model.train(), twin.model.train()
@@ -149,6 +153,35 @@ def check_rounds(rank: int, name: str, settings: dict[str, Any], mesh: Any) -> N
     assert all(torch.equal(value, its[key]) for key, value in mine.items())
     check_step(rank, session, ours, twin)
     session.engine.rank_group.lockstep.close()
+    if "data_parallel_sharding_strategy" not in settings:
+        check_checkpoint(folder / name, ours, settings)
+
+
+def check_checkpoint(run: Path, ours: Trainer, settings: dict[str, Any]) -> None:
+    """What Megatron-LM saves with --ckpt-format fsdp_dtensor is a source of weights, and not of a description."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+        handle_experts_in_state_dict,
+        handle_fp8_extra_state_case,
+        handle_swiglu_in_state_dict,
+    )
+
+    state = ours.model.state_dict_for_save_checkpoint()
+    handle_fp8_extra_state_case(state)
+    state, _ = handle_swiglu_in_state_dict(ours.model, state, None)
+    if settings:
+        state = handle_experts_in_state_dict(state, settings["num_moe_experts"])
+    saved = {"model": state, "args": argparse.Namespace(iteration=40), "iteration": 40}
+    preprocess_state_dict_for_uneven_dtensor(saved)
+    checkpoint.save(saved, storage_writer=checkpoint.FileSystemWriter(run / "iter_0000040"))
+    (run / "latest_checkpointed_iteration.txt").write_text("40")
+    assert any(name.endswith("linear_fc1.weight_w") for name in state)
+    loaded, weights = tiny_gpt(**MODEL, **settings, seed=5), ours.weights()
+    apply(make_engine(loaded), run)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+    for place in (run, run / "iter_0000040"):
+        with pytest.raises(ModelError, match=r"fsdp_dtensor\) does not say how its model is built.*save_checkpoint"):
+            open_source(place)
 
 
 def check_step(rank: int, session: Any, ours: Trainer, twin: Trainer) -> None:

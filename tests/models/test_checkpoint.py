@@ -13,18 +13,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import random_model
-from model_kinds import LATENT
+from model_kinds import LATENT, SPARSE
 from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
-from megatron_infer.models.loading.checkpoint import CheckpointSource, description_from_model, save_checkpoint
+from megatron_infer.models.loading.checkpoint import (
+    CheckpointSource,
+    description_from_model,
+    save_checkpoint,
+    write_description,
+)
 from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.hf_export import write_hugging_face
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.mcore_compat import quick_gelu
-from megatron_infer.testing.tiny import DELTA, YARN, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import DELTA, EXPERTS, YARN, tiny_gpt, tiny_hybrid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level
@@ -158,6 +164,28 @@ GPT_ARGUMENTS = {
     "rotary_percent": 1.0, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "max_position_embeddings": 256,
     "untie_embeddings_and_output_weights": True, "padded_vocab_size": 131, "params_dtype": torch.float32,
 }  # fmt: skip
+ROUTED = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
+"""Experts as DeepSeek-V3's."""
+LATENT_ARGUMENTS = {
+    "num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "group_query_attention": False, "num_query_groups": 1,
+    "ffn_hidden_size": 96, "kv_channels": 16, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+    "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0,
+    "max_position_embeddings": 256, "untie_embeddings_and_output_weights": True, "padded_vocab_size": 128,
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16, "qk_layernorm": True, "rope_type": None, "rotary_scaling_factor": 4.0, "mscale": 1.0,
+    "mscale_all_dim": 0.5, "num_experts": 4, "moe_layer_freq": [0, 1, 1], "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "seq_aux_loss", "moe_grouped_gemm": True,
+    "moe_expert_capacity_factor": None, "moe_router_pre_softmax": False, "moe_shared_expert_gate": False, **ROUTED,
+}  # fmt: skip
+"""Without beta_fast, beta_slow and original_max_position_embeddings, which are no arguments."""
+
+
+def latent_model():
+    own = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "original_max_position_embeddings": 4096}
+    return tiny_gpt(**LATENT | EXPERTS | ROUTED | own)
 
 
 def megatron_lm(folder, kind, **changes):
@@ -166,6 +194,8 @@ def megatron_lm(folder, kind, **changes):
 
     if kind == "gpt":
         _, model = built("llama3_rope_native", folder / "hf")
+    elif kind == "latents":
+        model = latent_model()
     else:
         model = tiny_hybrid(PATTERN, **SIZES)
         for name, buffer in model.named_buffers():
@@ -175,13 +205,14 @@ def megatron_lm(folder, kind, **changes):
     save_checkpoint(model, iteration)
     (iteration / "megatron_infer.json").unlink()
     (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
-    arguments = (GPT_ARGUMENTS if kind == "gpt" else HYBRID_ARGUMENTS) | {"attention_backend": AttnBackend.auto}
+    given = {"gpt": GPT_ARGUMENTS, "latents": LATENT_ARGUMENTS, "hybrid": HYBRID_ARGUMENTS}[kind]
+    arguments = given | {"attention_backend": AttnBackend.auto}
     common = {"args": argparse.Namespace(**arguments | changes), "iteration": 12, "checkpoint_version": 3.0}
     torch.save(common, iteration / "common.pt")
     return model
 
 
-@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+@pytest.mark.parametrize("kind", ["gpt", "latents", "hybrid"])
 def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(kind, tmp_path):
     model = megatron_lm(tmp_path, kind)
     loaded = build_model(CheckpointSource(tmp_path))
@@ -200,7 +231,10 @@ def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(kind, tmp_path
     ("kind", "changes", "message"),
     [
         ("gpt", {"padded_vocab_size": None}, "arguments lack padded_vocab_size"),
-        ("gpt", {"num_experts": 8, "quick_geglu": True}, "trained with num_experts, quick_geglu"),
+        ("gpt", {"quick_geglu": True, "qk_l2_norm": True}, "trained with quick_geglu, qk_l2_norm"),
+        ("latents", {"moe_router_load_balancing_type": ["sinkhorn"]}, "load_balancing_type='sinkhorn'"),
+        ("latents", {"moe_expert_capacity_factor": 1.25}, r"moe_expert_capacity_factor=1\.25"),
+        ("latents", {"experimental_attention_variant": "dsa"}, "trained with experimental_attention_variant"),
         ("hybrid", {"hybrid_override_pattern": "M*-G-"}, r"'M\*-G-' must have 5 symbols"),
         ("hybrid", {"hybrid_override_pattern": "M*-"}, r"'M\*-' must have 5 symbols"),
         ("hybrid", {"mamba_state_dim": None}, "arguments lack mamba_state_dim"),
@@ -233,6 +267,21 @@ def test_checkpoint_keys_are_those_of_megatron_core(tmp_path):
     parts |= {"decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"}
     parts |= {"decoder.layers.2.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.mlp.router.expert_bias"}
     assert parts <= keys
+
+
+def test_checkpoint_saved_asynchronously_is_loaded_once_it_is_whole(tmp_path):
+    from megatron.core import dist_checkpointing
+
+    model, folder = tiny_gpt(**EXPERTS), tmp_path / "checkpoint"
+    folder.mkdir()
+    with cpu_shim(4):
+        request = dist_checkpointing.save(model.sharded_state_dict(), str(folder), async_sharded_save=True)
+        with pytest.raises(ModelError, match=r"no metadata\.json: .* cut short"):
+            CheckpointSource(folder)
+        request.execute_sync()
+    assert len(list(folder.glob("*.distcp"))) == 2, "each writer has a file"
+    write_description(folder, description_from_model(model))
+    assert same(model, build_model(CheckpointSource(folder)))
 
 
 class _Runs:
@@ -286,15 +335,22 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
         {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2},
         LATENT,
         {**LATENT, "q_lora_rank": None, "rope_type": "rope", "rotary_scaling_factor": 1.0, "qk_layernorm": False},
-        DELTA,
+        DELTA | EXPERTS | {"moe_layer_freq": [0, 1, 1]},
+        EXPERTS | ROUTED,
+        SPARSE | EXPERTS,
     ],
-    ids=["yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries", "delta nets"],
+    ids=[
+        *("yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries"),
+        *("delta nets", "experts", "sparse latents"),
+    ],
 )
 def test_a_live_model_is_described_with_all_that_it_computes(settings, tmp_path):
     model = tiny_gpt(**settings)
     save_checkpoint(model, tmp_path / "checkpoint")
     loaded = build_model(open_source(tmp_path / "checkpoint"))
     torch.testing.assert_close(full_logits(loaded, IDS), full_logits(model, IDS), atol=1e-5, rtol=0)
+    num_parameters = shape_of(description_from_model(model), dtype="float32").num_parameters
+    assert num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_parts_a_plan_cannot_describe_are_refused(tmp_path):
@@ -302,8 +358,14 @@ def test_parts_a_plan_cannot_describe_are_refused(tmp_path):
     model.config.activation_func = torch.tanh
     with pytest.raises(ModelError, match="activation"):
         description_from_model(model)
-    model.config.num_moe_experts = 4
-    with pytest.raises(ModelError, match="num_moe_experts=4"):
+    model = tiny_gpt(**EXPERTS)
+    model.config.moe_router_load_balancing_type = ["sinkhorn"]
+    model.config.moe_expert_capacity_factor = 1.5
+    with pytest.raises(ModelError, match=r"capacity_factor=1\.5, moe_router_load_balancing_type='sinkhorn'"):
+        description_from_model(model)
+    model = tiny_gpt(**LATENT)
+    model.config.experimental_attention_variant = "another"
+    with pytest.raises(ModelError, match="experimental_attention_variant='another'"):
         description_from_model(model)
 
 

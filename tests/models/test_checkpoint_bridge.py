@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import transformers
 import yaml
 from hf_models import logits_of, random_model
@@ -23,6 +24,7 @@ from megatron_infer.models.loading.checkpoint import (
     write_description,
 )
 from megatron_infer.models.loading.sources import open_source
+from megatron_infer.rl.updates import apply
 
 IDS = list(range(1, 40))
 FIELDS: dict[str, Any] = {
@@ -43,19 +45,37 @@ FIELDS: dict[str, Any] = {
     "transformer_layer_spec": {"_call_": False, "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec"},
 }  # fmt: skip
 """As Bridge 0.6.2 writes them for this model."""
+LATENT_EXPERTS: dict[str, Any] = {
+    "_target_": "megatron.bridge.models.mla_provider.MLAModelProvider", "multi_latent_attention": True,
+    "beta_fast": 32, "beta_slow": 1, "kv_lora_rank": 32, "mscale": 1.0, "mscale_all_dim": 1.0, "num_query_groups": 6,
+    "original_max_position_embeddings": 32, "q_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16,
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "v_head_dim": 16, "share_embeddings_and_output_weights": False,
+    "moe_aux_loss_coeff": 0.001, "moe_expert_capacity_factor": None, "moe_ffn_hidden_size": 24,
+    "moe_grouped_gemm": True, "moe_layer_freq": [0, 1, 1], "moe_permute_fusion": True, "moe_router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True, "moe_router_group_topk": 2, "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_num_groups": 4, "moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid",
+    "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_gate": False,
+    "moe_shared_expert_intermediate_size": 48, "moe_token_dispatcher_type": "alltoall", "num_moe_experts": 8,
+}  # fmt: skip
+"""As it writes them for a DeepSeek-V3 of these sizes, with those above."""
+CASES: dict[str, dict[str, Any]] = {"qwen3": {}, "deepseek_v3": LATENT_EXPERTS}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
     """(a Hugging Face directory, a checkpoint of it without a description, logits of transformers)."""
-    model = random_model("qwen3", tie_word_embeddings=True)
+    return saved_of("qwen3", tmp_path)
+
+
+def saved_of(case: str, folder: Path) -> tuple[Path, Path, torch.Tensor]:
+    model = random_model(case, tie_word_embeddings=case == "qwen3")
     expected = logits_of(model, IDS)
-    model.save_pretrained(tmp_path / "hf")
-    source = open_source(tmp_path / "hf")
-    save_checkpoint(build_model(source), tmp_path / "run" / "iter_0000003", description=source.config())
-    (tmp_path / "run" / "iter_0000003" / DESCRIPTION_FILE).unlink()
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
-    return tmp_path / "hf", tmp_path / "run", expected
+    model.save_pretrained(folder / "hf")
+    source = open_source(folder / "hf")
+    save_checkpoint(build_model(source), folder / "run" / "iter_0000003", description=source.config())
+    (folder / "run" / "iter_0000003" / DESCRIPTION_FILE).unlink()
+    (folder / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    return folder / "hf", folder / "run", expected
 
 
 def write_config(run: Path, **changes: Any) -> None:
@@ -67,9 +87,10 @@ def error_of(source: Any, expected: torch.Tensor) -> float:
     return float((full_logits(build_model(source), IDS)[:, :131] - expected).abs().max() / expected.abs().max())
 
 
-def test_checkpoint_of_bridge_is_the_model_of_its_run_config(saved: Any) -> None:
-    _, run, expected = saved
-    write_config(run)
+@pytest.mark.parametrize("case", CASES)
+def test_checkpoint_of_bridge_is_the_model_of_its_run_config(case: str, tmp_path: Path) -> None:
+    _, run, expected = saved_of(case, tmp_path)
+    write_config(run, **CASES[case])
     assert error_of(open_source(run), expected) < 1e-5
 
 
@@ -86,6 +107,17 @@ def test_checkpoint_without_a_description_takes_a_hugging_face_directory(saved: 
         open_source(folder, hf_config=folder)
 
 
+def test_directory_of_torch_takes_the_description_of_a_hugging_face_directory(saved: Any, tmp_path: Path) -> None:
+    folder, _, expected = saved
+    tensors = {name: one.detach() for name, one in build_model(open_source(folder)).named_parameters()}
+    torch.distributed.checkpoint.save({"model": tensors}, checkpoint_id=tmp_path / "torch")
+    description = open_source(folder).config()
+    model = build_model(description)
+    apply(model, tmp_path / "torch")
+    save_checkpoint(model, tmp_path / "to", description=description)
+    assert error_of(open_source(tmp_path / "to"), expected) < 1e-5
+
+
 REFUSED = {
     "their_provider": ({"_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider"},
                        "its model is a GemmaModelProvider, which may compute more than its fields say"),
@@ -94,8 +126,7 @@ REFUSED = {
     "zero_centered": ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
     "sinks": ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
     "yarn": ({"position_embedding_type": "yarn"}, "position_embedding_type='yarn'"),
-    "experts": ({"num_moe_experts": 8}, "num_moe_experts=8"),
-    "latents": ({"multi_latent_attention": True}, "trained with multi_latent_attention"),
+    "capacity": ({"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}, r"moe_expert_capacity_factor=1\.5"),
     "no_width": ({"hidden_size": None}, "lack hidden_size"),
     "widths": ({"hidden_size": [64], "kv_channels": None}, "damaged: TypeError"),
     "no_heads": ({"num_attention_heads": 0, "kv_channels": None}, "damaged: ZeroDivisionError"),

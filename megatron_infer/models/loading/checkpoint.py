@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,10 +30,15 @@ from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
 from megatron_infer.models.loading.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.models.loading.checkpoint_files import tensors_only
-from megatron_infer.models.loading.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.models.loading.checkpoint_hybrid import (
+    argument_of,
+    expert_fields,
+    hybrid_of_arguments,
+    hybrid_of_model,
+)
 from megatron_infer.models.loading.checkpoint_keys import by_keys_of
 from megatron_infer.models.loading.families import FAMILIES, architecture_named_by
-from megatron_infer.models.loading.find import damage_named, description_of_directory
+from megatron_infer.models.loading.find import DISTCP_REMEDY, damage_named, description_of_directory, is_distcp
 from megatron_infer.models.loading.head_padding import allow_padding, unpadded
 from megatron_infer.models.loading.hf_names import WHOLE, Shard
 from megatron_infer.models.loading.model_description import ModelDescription, RopeScaling
@@ -114,9 +119,11 @@ class CheckpointSource:
 
     def __init__(self, directory: str | Path, *, name: str = "", hf_config: str | Path | None = None) -> None:
         """hf_config: a Hugging Face directory of the same model, whose config.json and tokenizer are used."""
-        self.path = _latest(Path(directory))
+        self.path = latest_iteration(Path(directory))
         self._tokenizer_path = self.path if hf_config is None else Path(hf_config)
         self.name = name or str(directory)
+        if is_distcp(self.path):
+            raise ModelError(f"{self.path}: {DISTCP_REMEDY}")
         if not (self.path / "metadata.json").is_file():
             raise ModelError(f"{self.path}: no metadata.json: not a torch_dist checkpoint, or one that was cut short")
         path = self.path / DESCRIPTION_FILE
@@ -253,10 +260,14 @@ _WHERE_GIVEN = (
     *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
 )
 _WHERE_TRUE = ("layernorm_zero_centered_gamma", "rotary_interleaved", "attention_output_gate")
-_OF_DELTA_NETS = (
-    *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-)
+_OF_VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "gated_delta_net": (
+        *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    ),
+    "dsa": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+}
+"""`experimental_attention_variant` -> its fields."""
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _DRAFTING = "mtp."
@@ -273,10 +284,8 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         if is_bridge(module):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             raise ModelError(f"{name} is a {kind}, which a model description cannot express yet")
-    for key in ("num_moe_experts",):
-        if getattr(config, key, None) and key not in fields:
-            value = getattr(config, key)
-            raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
+    if config.num_moe_experts and hybrid is None:
+        fields = expert_fields(lambda key: getattr(config, key, None), in_gpt=True)
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
     activations |= dict.fromkeys((quick_gelu, unfused_quick_gelu), "quick_gelu")
     if config.activation_func not in activations:
@@ -292,12 +301,16 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         if value not in (None, 0.0, "vanilla"):
             transformer[key] = list(value) if isinstance(value, tuple) else value
     transformer |= {key: True for key in _WHERE_TRUE if getattr(config, key, False)}
-    if getattr(config, "experimental_attention_variant", None) == "gated_delta_net":
-        transformer |= {key: getattr(config, key) for key in _OF_DELTA_NETS}
+    if variant := getattr(config, "experimental_attention_variant", None):
+        if variant not in _OF_VARIANTS:
+            raise ModelError(f"experimental_attention_variant={variant!r}, which a model description cannot express")
+        names = ("experimental_attention_variant", *_OF_VARIANTS[variant])
+        transformer |= {key: getattr(config, key) for key in names}
     rotary = _rope_of(getattr(model, "rotary_pos_emb", None), model)
     if config.multi_latent_attention:
-        latent, rotary = _latent_of(model)
+        latent, rotary = _latent_fields(lambda key: getattr(config, key))
         transformer |= latent
+        rotary["latent_norm_epsilon"] = _latent_epsilon(model)
     return ModelDescription(
         architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
         transformer=transformer,
@@ -334,33 +347,32 @@ def description_by_names(model: nn.Module, names: Iterable[str]) -> ModelDescrip
     return replace(description, architecture=architecture)
 
 
-def _latent_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(fields of TransformerConfig, fields of a description) of a model with latent attention."""
-    config = model.config
-    if config.rotary_percent != 1.0:
-        raise ModelError(f"latent attention with rotary_percent={config.rotary_percent}, which no description says yet")
+def _latent_fields(get: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of TransformerConfig, fields of a description) of latent attention. get: the value of a field."""
+    if get("rotary_percent") != 1.0:
+        raise ModelError(f"latent attention with rotary_percent={get('rotary_percent')}, which no description says yet")
     names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    layers = {"multi_latent_attention": True, **{name: getattr(config, name) for name in names}}
-    layers["kv_channels"] = config.qk_head_dim + config.qk_pos_emb_head_dim
+    layers = {"multi_latent_attention": True, **{name: get(name) for name in names}}
+    layers["kv_channels"] = layers["qk_head_dim"] + layers["qk_pos_emb_head_dim"]
     scaling = None
-    if config.rope_type == "yarn":
+    if get("rope_type") == "yarn":
         scaling = RopeScaling(
             kind="yarn",
-            factor=config.rotary_scaling_factor,
-            original_max_position=config.original_max_position_embeddings,
-            beta_fast=config.beta_fast,
-            beta_slow=config.beta_slow,
-            mscale=config.mscale,
-            mscale_all_dim=config.mscale_all_dim,
+            factor=get("rotary_scaling_factor"),
+            original_max_position=get("original_max_position_embeddings"),
+            beta_fast=get("beta_fast"),
+            beta_slow=get("beta_slow"),
+            mscale=get("mscale"),
+            mscale_all_dim=get("mscale_all_dim"),
         )
         scaling = replace(scaling, attention_factor=scaling.mscale_ratio)
+    return layers, {"rotary_base": float(get("rotary_base")), "rope_scaling": scaling}
+
+
+def _latent_epsilon(model: nn.Module) -> float | None:
+    """Of the norms of latents, where another one than the layers'."""
     norms = [one.eps for name, one in model.named_modules() if name.endswith(".kv_layernorm") and hasattr(one, "eps")]
-    epsilon = next((one for one in norms if one != config.layernorm_epsilon), None)
-    return layers, {
-        "rotary_base": float(config.rotary_base),
-        "rope_scaling": scaling,
-        "latent_norm_epsilon": epsilon,
-    }
+    return next((one for one in norms if one != model.config.layernorm_epsilon), None)
 
 
 def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
@@ -398,6 +410,8 @@ def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
 
 def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelDescription:
     """The description in a Megatron-LM run's arguments. Raises ModelError naming what is missing or not supported."""
+    from megatron_infer.models.mcore_compat import config_class
+
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
     absent = [key for key in needed if arguments.get(key) is None]
     if absent:
@@ -406,6 +420,17 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
             + REMEDY
         )
     hybrid, fields = hybrid_of_arguments(arguments, name=name) or (None, {})
+    if arguments.get("num_experts") and hybrid is None:
+        fields = expert_fields(argument_of(arguments), in_gpt=True)
+    rotary = {
+        "rotary_base": float(arguments.get("rotary_base") or 10000),
+        "rope_scaling": _rope_from_arguments(arguments),
+    }
+    if arguments.get("multi_latent_attention"):
+        defaults = config_class({"multi_latent_attention": True})
+        given = {key: value for key, value in arguments.items() if (key, value) != ("rope_type", None)}
+        latent, rotary = _latent_fields(lambda key: given[key] if key in given else getattr(defaults, key))
+        fields |= latent
     experts = () if "num_moe_experts" in fields else ("num_experts",)
     refused = [key for key in (*experts, *_UNSUPPORTED_ARGUMENTS) if arguments.get(key)]
     if refused:
@@ -439,9 +464,8 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
         vocab_size=arguments["padded_vocab_size"],
         max_sequence_length=arguments["max_position_embeddings"],
         position_embedding=arguments.get("position_embedding_type") or "learned_absolute",
-        rotary_base=float(arguments.get("rotary_base") or 10000),
         rotary_percent=float(arguments.get("rotary_percent") or 1.0),
-        rope_scaling=_rope_from_arguments(arguments),
+        **rotary,
         hybrid=hybrid,
         tied_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
         dtype="bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else "float32",
@@ -450,9 +474,9 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
 
 
 _UNSUPPORTED_ARGUMENTS = (
-    "multi_latent_attention", "quick_geglu", "openai_gelu", "apply_layernorm_1p", "fp32_residual_connection",
+    "quick_geglu", "openai_gelu", "apply_layernorm_1p", "fp32_residual_connection",
     "apply_residual_connection_post_layernorm", "rotary_interleaved", "qk_l2_norm",
-    "attention_output_gate", "use_mup",
+    "attention_output_gate", "use_mup", "experimental_attention_variant",
 )  # fmt: skip
 
 
@@ -491,7 +515,7 @@ def _safe_classes() -> list[Any]:
     return [argparse.Namespace, pathlib.PosixPath, *kinds]
 
 
-def _latest(directory: Path) -> Path:
+def latest_iteration(directory: Path) -> Path:
     """The folder of the latest iteration, whose number Megatron-LM keeps in a file; else the directory itself."""
     marker = directory / "latest_checkpointed_iteration.txt"
     if not marker.is_file():

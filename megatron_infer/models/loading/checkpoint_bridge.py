@@ -16,11 +16,11 @@ from megatron_infer.utils.files import regular
 
 RUN_CONFIG = "run_config.yaml"
 MAX_BYTES = 4 << 20
-_PROVIDERS = ("GPTModelProvider", "MistralModelProvider")
+_PROVIDERS = ("GPTModelProvider", "MLAModelProvider", "MistralModelProvider")
 """Bridge's classes that build a GPTModel of what the fields say. Others have layers or embeddings of their own."""
 _REFUSED = (
     *("experimental_attention_variant", "linear_attention_freq", "attn_logit_softcapping", "heterogeneous_block_specs"),
-    *("activation_func_clamp_value", "glu_linear_offset", "layernorm_zero_centered_gamma", "num_moe_experts"),
+    *("activation_func_clamp_value", "glu_linear_offset", "layernorm_zero_centered_gamma"),
 )
 _POSITIONS = ("rope", "learned_absolute", "none")
 
@@ -44,6 +44,7 @@ def arguments_of_run(path: Path, *, remedy: str) -> dict[str, Any]:
         raise ModelError(f"{path}: {', '.join(refused)}, which is not expressed by this file's reader; {remedy}")
     return model | {
         "max_position_embeddings": model.get("seq_length"),
+        "num_experts": model.get("num_moe_experts"),
         "padded_vocab_size": model.get("vocab_size"),
         "group_query_attention": model.get("num_query_groups") is not None,
         "swiglu": is_gated,

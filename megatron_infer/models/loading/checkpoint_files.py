@@ -122,10 +122,11 @@ def tensors_only(directory: Path) -> Iterator[Path]:
 
 
 class DistcpReader:
-    """The model's tensors in a directory of torch.distributed.checkpoint, as a model in FSDP2 saves its state dict.
+    """The model's tensors in a directory of torch.distributed.checkpoint, as a model in FSDP2 saves its state dict, or
+    Megatron-LM as `fsdp_dtensor`.
 
     Each is read whole, by this process alone. What stands beside the model, such as an optimizer, is left out: where
-    names begin with "model.", the others.
+    names begin with "model.", the others. Gates that Megatron-FSDP has split off (`weight_w`, `weight_v`) are joined.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -134,20 +135,30 @@ class DistcpReader:
         keys = list(self._metadata.state_dict_metadata)
         is_bare = any(key.startswith(("lm_head.", "model.layers.")) for key in keys)  # Hugging Face's names
         prefix = "model." if not is_bare and any(key.startswith("model.") for key in keys) else ""
-        self._keys = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+        self._keys: dict[str, tuple[str, ...]] = {
+            key.removeprefix(prefix): (key,) for key in keys if key.startswith(prefix)
+        }
+        """Name -> the entries of equal shapes whose rows it has."""
+        for gate in [name for name in self._keys if ".linear_fc1." in name and name.endswith("_w")]:
+            linear = f"{gate[:-2]}_v"
+            if linear in self._keys and self._shape(self._keys[gate]) == self._shape(self._keys[linear]) != ():
+                self._keys[gate[:-2]] = self._keys.pop(gate) + self._keys.pop(linear)
         if not self._keys:
             raise ModelError(f"{directory}: its metadata have no tensors of a model")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(self._metadata.state_dict_metadata[key].size) for name, key in self._keys.items()}
+        return {name: self._shape(keys) for name, keys in self._keys.items()}
+
+    def _shape(self, keys: Sequence[str]) -> tuple[int, ...]:
+        first = tuple(self._metadata.state_dict_metadata[keys[0]].size)
+        return first if len(keys) == 1 else (len(keys) * first[0], *first[1:])
 
     def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         """Raises ModelError for a file that holds something else than the tensor."""
         from torch.distributed import checkpoint
 
-        key = self._keys[name]
-        entry = self._metadata.state_dict_metadata[key]
-        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        entries = {key: self._metadata.state_dict_metadata[key] for key in self._keys[name]}
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
         reader = checkpoint.FileSystemReader(self._directory)
         reader.read_metadata = lambda *_, **__: self._metadata  # which was read without running code
         try:
@@ -155,7 +166,8 @@ class DistcpReader:
         except checkpoint.CheckpointException as error:
             reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
             raise ModelError(f"{self._directory}: {name} cannot be read: {reason}") from error
-        tensor = state[key] if columns is None else state[key][:, columns[0] : columns[1]]
+        tensor = torch.cat(list(state.values())) if len(state) > 1 else state[self._keys[name][0]]
+        tensor = tensor if columns is None else tensor[:, columns[0] : columns[1]]
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 

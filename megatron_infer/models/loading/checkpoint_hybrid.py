@@ -1,8 +1,8 @@
-"""The hybrid part of a model description, from a live MambaModel or the arguments of a Megatron-LM training run."""
+"""Experts and the hybrid part of a model description, from a live model or the arguments of a Megatron-LM run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_infer.errors import ModelError
@@ -19,7 +19,10 @@ _MOE_FIELDS = (
 _MOE_REFUSED = (
     "moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_expert_capacity_factor",
     "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased", "moe_layer_recompute_only",
+    "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "moe_router_topk_limited_devices",
 )  # fmt: skip
+_OF_GPT = ("moe_layer_freq", "moe_shared_expert_gate")
+"""Fields of experts that a GPTModel has."""
 _MEGATRON_EXPAND = 2
 """Inner width / hidden size of megatron-core's mixer where the number of heads is not given."""
 
@@ -29,7 +32,7 @@ def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
     config, pattern = model.config, _whole_pattern(model)
     fields = {"is_hybrid_model": True} | {key: getattr(config, key) for key in _MAMBA_FIELDS}
     if "E" in pattern:
-        fields |= _experts(lambda key: getattr(config, key, None))
+        fields |= expert_fields(lambda key: getattr(config, key, None))
     mixers = [layer.mixer for layer in model.decoder.layers if hasattr(layer, "mixer")]
     if not mixers:
         return HybridDescription(pattern=pattern, norm_groups=config.mamba_num_groups), _with_heads(
@@ -104,7 +107,7 @@ def hybrid_of_arguments(arguments: Mapping[str, Any], *, name: str) -> tuple[Hyb
         raise ModelError(f"{name}: its training arguments lack {', '.join(absent)}")
     fields = {"is_hybrid_model": True} | {key: arguments.get(key) for key in _MAMBA_FIELDS if arguments.get(key)}
     if "E" in pattern:
-        fields |= _experts(lambda key: arguments.get("num_experts" if key == "num_moe_experts" else key))
+        fields |= expert_fields(argument_of(arguments))
     groups = arguments.get("mamba_num_groups") or 1
     return HybridDescription(pattern=pattern, norm_groups=groups), _with_heads(fields, arguments["hidden_size"])
 
@@ -128,11 +131,22 @@ def _allocated(arguments: Mapping[str, Any]) -> str:
     return "".join(allocate_layers(arguments["num_layers"], *ratios))
 
 
-def _experts(get: Any) -> dict[str, Any]:
-    refused = [f"{key}={get(key)!r}" for key in _MOE_REFUSED if get(key)]
+def argument_of(arguments: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Gives the argument of a Megatron-LM run that sets a field of TransformerConfig; None without one."""
+    return lambda field: arguments.get("num_experts" if field == "num_moe_experts" else field)
+
+
+def expert_fields(get: Callable[[str], Any], *, in_gpt: bool = False) -> dict[str, Any]:
+    """Fields of TransformerConfig. get: the value of one. Raises ModelError for what a description cannot express."""
+    names = (*_MOE_FIELDS, *(_OF_GPT if in_gpt else ()))
+    refused = [f"{key}={get(key)!r}" for key in _MOE_REFUSED if get(key) and key not in names]
+    if "sinkhorn" in str(get("moe_router_load_balancing_type")):  # it chooses by what the whole batch asks for
+        refused.append("moe_router_load_balancing_type='sinkhorn'")
     if refused:
         raise ModelError(f"experts with {', '.join(refused)}: a model description cannot express them yet")
-    return {**EXPERTS, **{key: get(key) for key in _MOE_FIELDS if get(key) is not None}}
+    found = {**EXPERTS, **{key: get(key) for key in names if get(key) is not None}}
+    found.setdefault("moe_ffn_hidden_size", get("ffn_hidden_size"))
+    return found
 
 
 def _with_heads(fields: dict[str, Any], hidden: int) -> dict[str, Any]:

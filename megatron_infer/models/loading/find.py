@@ -122,8 +122,15 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / "metadata.json").is_file() or (directory / "latest_checkpointed_iteration.txt").is_file()
 
 
+DISTCP_REMEDY = (
+    "no metadata.json: a directory of torch.distributed.checkpoint (as of FSDP2, or fsdp_dtensor) does not say how its "
+    "model is built: load it into a model that is, by `apply` or `update_weights`, and save that by save_checkpoint "
+    "(docs/checkpoints.md)"
+)
+
+
 def is_distcp(directory: Path) -> bool:
-    """True for a directory that torch.distributed.checkpoint has written without megatron-core."""
+    """True for a directory that torch.distributed.checkpoint has written without megatron-core's metadata.json."""
     return (directory / ".metadata").is_file() and not (directory / "metadata.json").exists()
 
 
@@ -149,6 +156,8 @@ def _in_directory(path: Path, name: str) -> Place:
         return Place(Kind.GGUF, ggufs[0], name)
     if ggufs:
         raise ModelError(f"{path}: holds several GGUF files ({', '.join(p.name for p in ggufs)}); name one of them")
+    if is_distcp(path):
+        raise ModelError(f"{path}: {DISTCP_REMEDY}")
     raise ModelError(
         f"{path}: no model here: looked for config.json (Hugging Face), metadata.json "
         "(torch_dist checkpoint) and *.gguf"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
-from megatron_infer.models.loading.checkpoint import CheckpointSource, description_by_names
+from megatron_infer.models.loading.checkpoint import CheckpointSource, description_by_names, latest_iteration
 from megatron_infer.models.loading.checkpoint_files import DistcpReader
 from megatron_infer.models.loading.families import family_of, is_hf_name, name_in_files
 from megatron_infer.models.loading.find import is_checkpoint, is_distcp
@@ -93,10 +93,10 @@ def as_source(source: Any, *, plan: ModelDescription | None = None, names: str |
 
 
 def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> WeightSource:
+    if path.is_dir() and is_distcp(latest := latest_iteration(path)):
+        return MappingSource(LazyTensors(DistcpReader(latest)), plan=plan, names=names)
     if path.is_dir() and is_checkpoint(path):
         return TorchDistSource(CheckpointSource(path))
-    if path.is_dir() and is_distcp(path):
-        return MappingSource(LazyTensors(DistcpReader(path)), plan=plan, names=names)
     if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
     if path.is_file() and path.suffix == ".safetensors":
