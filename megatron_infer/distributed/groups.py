@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,14 @@ class ParallelGroups:
     """Ranks to which a trainer gives different data."""
     engine: ProcessGroup | None = None
     """All ranks of this replica: tensor, pipeline and expert parallel together."""
+    sharing: ProcessGroup | None = None
+    """Those that compute this rank's requests: all of the engine; with own_requests its tensor- and pipeline-parallel
+    ranks."""
     inner: tuple[ProcessGroup, ...] = field(default=(), repr=False)
     """Every group of several ranks within the replica."""
     own_requests: bool = False
-    """Each rank has requests of its own (data-parallel attention): `dp` is the trainer's group, with these ranks."""
+    """Expert-parallel ranks have requests of their own (data-parallel attention): `dp` is the trainer's group, with
+    these ranks."""
 
     tp_rank = property(lambda self: _rank(self.tp))
     tp_size = property(lambda self: _size(self.tp))
@@ -77,12 +82,23 @@ class ParallelGroups:
     @property
     def is_leader(self) -> bool:
         """Whether requests are added on this rank."""
-        return self.own_requests or self.engine_rank == 0
+        return _rank(self.sharing) == 0
 
     @property
     def shares_requests(self) -> bool:
         """Whether other ranks compute this rank's requests, too."""
-        return self.engine_size > 1 and not self.own_requests
+        return self.sharing is not None
+
+    @property
+    def divides_experts_within_tp(self) -> bool:
+        """Whether expert-parallel ranks are tensor-parallel ranks too, which have the same tokens."""
+        return _within(self.ep, self.tp)
+
+    def of_expert_ranks(self, values: Sequence[int]) -> list[int]:
+        """values: by rank of the engine -> those of the ranks that divide experts with this one, in their order."""
+        assert self.engine is not None and self.ep is not None
+        ranks = dist.get_process_group_ranks(self.engine)
+        return [values[ranks.index(rank)] for rank in dist.get_process_group_ranks(self.ep)]
 
     @property
     def is_first_stage(self) -> bool:
@@ -120,9 +136,12 @@ class ParallelGroups:
         replicas = found["dp"] if _within(found["tp_ep"], found["tp"]) else found["expt_dp"]
         if own_requests:
             replicas = found["dp"] or found["ep"]
+        sharing = _spanning({name: found[name] for name in ("tp", "pp", "mp")}) if own_requests else engine
         parts = {name: found[name] for name in ("tp", "pp", "ep", "cp")}
         data = found["dp"] or (found["ep"] if found["cp"] is None else None)
-        return cls(**parts, dp=replicas, data=data, engine=engine, inner=inner, own_requests=own_requests)
+        return cls(
+            **parts, dp=replicas, data=data, engine=engine, sharing=sharing, inner=inner, own_requests=own_requests
+        )
 
     def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
@@ -132,6 +151,20 @@ class ParallelGroups:
             self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(own_addresses())
         )
         return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
+
+    def sharing_lockstep(self, engine: Lockstep | LocalLockstep, *, timeout_s: float) -> Lockstep | LocalLockstep:
+        """Link the ranks of `sharing`, where these are some of the engine's. Every rank of the engine calls it."""
+        if self.sharing is None or self.engine is None or isinstance(engine, LocalLockstep):
+            return LocalLockstep()
+        every, own = (dist.get_process_group_ranks(group) for group in (self.engine, self.sharing))
+        links = connect(
+            self.sharing.rank(),
+            self.sharing.size(),
+            partial(_texts_of, self.sharing, limit=_TEXT_BYTES),
+            timeout_s=timeout_s,
+            hosts=list(own_addresses()),
+        )
+        return Lockstep(links, timeout_s=timeout_s, within=engine, ranks=[every.index(rank) for rank in own])
 
     def context_lockstep(self, *, timeout_s: float) -> Lockstep | None:
         """Link the engine's ranks and those of the engines that context parallelism has beside it, by global rank;
@@ -273,8 +306,8 @@ def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert
 
 def _spanning(found: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
     """The group of all ranks of the replica."""
-    wide = {name: group for name in ("tp", "pp", "ep", "tp_ep") if (group := found[name]) is not None}
-    for group in sorted(filter(None, (found[name] for name in _WIDE)), key=_size):
+    wide = {name: group for name in ("tp", "pp", "ep", "tp_ep") if (group := found.get(name)) is not None}
+    for group in sorted(filter(None, (found.get(name) for name in _WIDE)), key=_size):
         if all(_within(part, group) for part in wide.values()):
             return group
     if wide:

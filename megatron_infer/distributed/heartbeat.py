@@ -30,14 +30,13 @@ class Heartbeat:
         links: dict[int, RankLink],
         *,
         timeout_s: float,
-        phase: Callable[[], str],
         give_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """phase: what this rank is doing, for errors. give_up: called on the heartbeat's thread once a rank is lost
-        without a goodbye, to end what waits for it; called again with every heartbeat until it returns True.
-        """
-        self._links, self._timeout_s = links, timeout_s
-        self._phase, self._give_up = phase, give_up
+        """give_up: called on the heartbeat's thread once a rank is lost without a goodbye, to end what waits for it;
+        called again with every heartbeat until it returns True."""
+        self._links, self._timeout_s, self._give_up = links, timeout_s, give_up
+        self.phase = "start"
+        """What this rank is doing, for errors here and on the other ranks."""
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         self._silences = {rank: Silence(2 * self._interval_s) for rank in links}
         self._phases = dict.fromkeys(links, "start")
@@ -72,7 +71,7 @@ class Heartbeat:
         """Raise RankFailure if a rank is lost. goodbyes: also for a rank that left with a goodbye."""
         lost = self._lost  # another thread may replace it
         if lost is not None and (goodbyes or not lost[2]):
-            raise RankFailure(lost[0], self._phase(), lost[1])
+            raise RankFailure(lost[0], self.phase, lost[1])
 
     def spread(self, rank: int, reason: str) -> None:
         """Send the other ranks a loss that this rank has found, before it ends: a rank that waits for its own device
@@ -107,7 +106,7 @@ class Heartbeat:
         for rank, silence in self._silences.items():
             if (silent := silence.seconds()) > self._timeout_s:
                 self._lose(rank, f"no sign of life for {silent:.1f} s")
-        message: dict[str, Any] = {"phase": self._phase()}
+        message: dict[str, Any] = {"phase": self.phase}
         if self._lost is not None:
             message["lost"] = self._lost
         for rank, link in self._links.items():

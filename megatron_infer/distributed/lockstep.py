@@ -120,19 +120,32 @@ class Lockstep:
         timeout_s: float,
         give_up: Callable[[], bool] = lambda: True,
         patient: bool = False,
+        within: Lockstep | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
-        """give_up: see `Heartbeat`. patient: a rank that lives may be late."""
+        """give_up: see `Heartbeat`. patient: a rank that lives may be late. within: the lockstep of all ranks of the
+        engine, of which these are some, whose heartbeats it shares. ranks: their numbers there, for errors."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
-        self.phase = "start"
-        """What the engine is doing, for error messages here and on the other ranks."""
+        self._ranks = ranks or range(links.size)
         self.trouble = ""
         """Why this rank may leave the calls that the others make; the error of ranks in different calls has it."""
         self._links = links
         self._patient = patient
-        phase = _PhaseOf(self)
-        self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
+        if within is None:
+            self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, give_up=give_up)
+        else:
+            self._watch = within._watch
         self._broken: RankFailure | LockstepError | None = None
-        self._finalizer = weakref.finalize(self, _close, self._watch, links)
+        self._finalizer = weakref.finalize(self, _close, self._watch if within is None else None, links)
+
+    @property
+    def phase(self) -> str:
+        """What the engine is doing, for error messages here and on the other ranks."""
+        return self._watch.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._watch.phase = phase
 
     @property
     def is_leader(self) -> bool:
@@ -311,12 +324,12 @@ class Lockstep:
             except LinkClosed:
                 self._watch.catch_up()  # the reason may have arrived
                 self._watch.check()
-                raise RankFailure(rank, self.phase, "its process has ended") from None
+                raise RankFailure(self._ranks[rank], self.phase, "its process has ended") from None
             if message is not None:
                 return _RoundReport(*message)
             self._watch.check()
             if time.monotonic() > deadline and (alone is not None or not self._patient):
-                raise alone or RankFailure(rank, self.phase, self._late(rank, call))
+                raise alone or RankFailure(self._ranks[rank], self.phase, self._late(rank, call))
 
     def _answer(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
@@ -341,17 +354,18 @@ class Lockstep:
             except LinkClosed:
                 self._watch.catch_up()
                 self._watch.check()
-                raise RankFailure(0, self.phase, "its process has ended") from None
+                raise RankFailure(self._ranks[0], self.phase, "its process has ended") from None
             if message is not None:
                 return message
             self._watch.check()
             if not lost and alone is not None and time.monotonic() > deadline:
                 raise alone
             if lost or (not patient and time.monotonic() > deadline):
-                raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
+                reason = "its process has ended" if lost else self._late(0, mine.call)
+                raise RankFailure(self._ranks[0], self.phase, reason)
 
     def _late(self, rank: int, call: str) -> str:
-        where = self._watch.phase_of(rank)
+        where = self._watch.phase_of(self._ranks[rank])
         return f"it lives, in {where}, but has not come to {call} for {self.timeout_s:g} s (collective_timeout_s)"
 
     def _fail(self, failure: RankFailure) -> None:
@@ -360,19 +374,9 @@ class Lockstep:
         raise failure
 
 
-class _PhaseOf:
-    """Reads a lockstep's phase without keeping the lockstep alive."""
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        self._lockstep = weakref.ref(lockstep)
-
-    def __call__(self) -> str:
-        lockstep = self._lockstep()
-        return "its end" if lockstep is None else lockstep.phase
-
-
-def _close(watch: Heartbeat, links: RankLinks) -> None:
-    watch.close()
+def _close(watch: Heartbeat | None, links: RankLinks) -> None:
+    if watch is not None:
+        watch.close()
     links.close()
 
 

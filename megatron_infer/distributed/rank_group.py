@@ -19,6 +19,14 @@ class RankGroup:
         self.lockstep: Lockstep | LocalLockstep = lockstep or groups.lockstep(
             timeout_s=timeout_s, give_up=self._time_limit.cut
         )
+        self.sharing = self.lockstep
+        """Of the ranks that compute the same requests."""
+        self._timeout_s = timeout_s
+
+    def divide_requests(self, groups: ParallelGroups) -> None:
+        """Expert-parallel ranks have requests of their own from now on. Every rank calls it. groups: with these."""
+        self.groups = groups
+        self.sharing = groups.sharing_lockstep(self.lockstep, timeout_s=self._timeout_s)
 
     def with_context_ranks(self, *, timeout_s: float) -> RankGroup:
         """These ranks and those of the engines that context parallelism has beside theirs. Every rank calls it."""

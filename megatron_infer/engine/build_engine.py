@@ -47,7 +47,6 @@ from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.engine.teacher_forcing import TeacherForcing
-from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import select
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
@@ -175,7 +174,7 @@ def build_engine(
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, **drafting)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
-    rank = rank_group.lockstep.rank if rank_group.groups.shares_requests else 0
+    rank = rank_group.sharing.rank
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox, rank)
     relay = CommandRelay(
         rank_group,
@@ -259,8 +258,6 @@ def set_up_model(
     # before the cache takes what is left of the device's memory
     bank = lora = None
     if config.lora is not None:
-        if adopted.num_chunks > 1:
-            raise ConfigError("lora with virtual pipeline stages (several model chunks on a rank) is not supported")
         lora = select.choose_lora(own_device.torch, getattr(torch, adopted.shape.dtype))
         bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)
@@ -269,7 +266,7 @@ def set_up_model(
     available = own_device.available_bytes()
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
     if has_own_requests(config, adopted, groups, max_requests=agreed.sizes.max_requests):
-        rank_group.groups = ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True)
+        rank_group.divide_requests(ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True))
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         whose = "the model's config.batch_invariant_mode" if exact else "batch_invariant"
         raise NotImplementedError(f"{whose}=True: {reason}; leave it False")

@@ -32,6 +32,8 @@ ROLLOUT = "rollout()"
 """A round of ranks that roll out, see rl.multi_rank: commands arrive, or the leader ends its call."""
 PROMPTS = "prompts()"
 """The first round of a call with prompts: every rank reports its own, see `given_prompts`."""
+OF_SHARING = ("step()", "generate()", PROMPTS, ROLLOUT)
+"""Calls of the ranks that share requests, whatever other ranks of the engine do; steps exchange sizes besides."""
 LEADERS = ("price", "release", "step price")
 """Commands that the leader executes with the other ranks."""
 
@@ -128,12 +130,11 @@ class CommandRelay:
         takes new costs of steps."""
         self.is_leader = rank_group.groups.is_leader
         self.own_requests = rank_group.groups.own_requests
-        """Each rank is the leader of its own requests: calls of all ranks pass none on."""
-        self.size = rank_group.size if rank_group.groups.shares_requests else 1
-        """Ranks that share their requests."""
-        self.rank = rank_group.lockstep.rank if self.size > 1 else 0
-        """This one among them."""
-        self._lockstep = rank_group.lockstep
+        """Expert-parallel ranks have requests of their own: commands reach the ranks that share them, and calls that
+        concern the model or a step are made with all ranks of the engine after that."""
+        self._lockstep, self._engine = rank_group.sharing, rank_group.lockstep
+        self.size, self.rank = self._lockstep.size, self._lockstep.rank
+        """Of the ranks that share their requests."""
         self._outbox = outbox
         self._loop = loop
         self._queue = queue
@@ -187,7 +188,7 @@ class CommandRelay:
         flag, text: see `Lockstep.meet`. compare: False where the arguments of the other ranks do not count.
         """
         met, self._met = self._met, None
-        self._lockstep.phase = call.removesuffix("()")
+        self._engine.phase = call.removesuffix("()")
         if met is None:
             commands, complaint = self._outbox.commands, self._complaint()
             met = self._lockstep.meet(
@@ -202,6 +203,9 @@ class CommandRelay:
         elif met.call != call:
             raise LockstepError(f"{call} while following {met.call}")
         self._execute(met)
+        if self.own_requests and call not in OF_SHARING:
+            every = self._engine.meet(call, arguments=met.arguments, flag=met.flag, compare=compare, text=text)
+            return met._replace(flag=every.flag, texts=every.texts)
         return met
 
     def begin_step(self, among: Collection[str] | None, *, running: bool, ends: bool = False) -> StepStart:
@@ -211,7 +215,7 @@ class CommandRelay:
             states = loop.output_processor.requests
             requests = ((state.id, [one.request for one in state.sequences]) for state in states)
             among = loop.grammars.without_held(requests, among, waits=not loop.num_in_flight)
-        if self._lockstep.size == 1:
+        if self._engine.size == 1:
             return StepStart(None, among)
         if self.own_requests:
             return self._begin_own_step(among, running=running, ends=ends)
@@ -227,17 +231,18 @@ class CommandRelay:
     def _begin_own_step(self, among: Collection[str] | None, *, running: bool, ends: bool) -> StepStart:
         """`begin_step` where each rank has requests of its own: an idle rank takes part as long as another has work."""
         loop, was_idle = self._loop, self._loop.was_idle
-        has_work = running and not ends and not loop.is_idle
         moved = not was_idle and loop.weights_differ(reads=False)
-        met = self.meet("step()", flag=moved, compare=False, text=json.dumps([has_work, ends]))
-        each = [json.loads(text) for text in met.texts]
+        arguments = self.meet("step()", None if among is None else sorted(among), compare=False).arguments
+        has_work = running and not ends and not loop.is_idle
+        every = self._engine.meet("step()", flag=moved, compare=False, text=json.dumps([has_work, ends]))
+        each = [json.loads(text) for text in every.texts]
         have_work, has_ended = any(work for work, _ in each), all(end for _, end in each)
-        changed = met.flag
+        changed = every.flag
         if have_work and was_idle:  # no rank has read the content of its weights
-            changed = self._lockstep.agree(loop.weights_differ(), LOOK)
+            changed = self._engine.agree(loop.weights_differ(), LOOK)
         elif not have_work:
             loop.was_idle = True
-        return StepStart(changed, among, have_work, has_ended)
+        return StepStart(changed, arguments, have_work, has_ended)
 
     @contextmanager
     def comparing(self, source: int, own: GivenPrompts) -> Iterator[None]:
@@ -288,7 +293,7 @@ class CommandRelay:
                 mine = {"ids": take_in()}
             except Exception as error:  # the other ranks wait for this one, whatever is wrong with the prompts
                 refusal, mine = error, {"refused": f"{type(error).__name__}: {error}"}
-        if self.own_requests:
+        if self.size == 1:
             return [mine], refusal
         texts = self.meet("generate()", text=json.dumps(mine), compare=False).texts
         return [json.loads(text or "{}") for text in texts], refusal
@@ -329,7 +334,7 @@ class CommandRelay:
 
     def follow_once(self, calls: Mapping[str, Callable[[Any], Any]], *, until: str) -> Meeting:
         """Take part in the next of the leader's `calls`, as in `follow`."""
-        self._lockstep.phase = FOLLOW
+        self._engine.phase = FOLLOW
         met = self._lockstep.meet(
             FOLLOW,
             self._outbox.commands,

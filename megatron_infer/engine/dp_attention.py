@@ -22,7 +22,8 @@ def has_own_requests(
     reason = why_shared(config, adopted, groups)
     if config.dp_attention and reason is not None:
         raise ConfigError(f"dp_attention=True: {reason}")
-    chosen = reason is None and (config.dp_attention or dp_attention_pays(max_requests))
+    is_measured = groups.tp is None and groups.pp is None
+    chosen = reason is None and (config.dp_attention or (is_measured and dp_attention_pays(max_requests)))
     log.info("dp_attention: %s (%s)", chosen, reason or f"max_requests is {max_requests}")
     return chosen
 
@@ -31,18 +32,20 @@ def why_shared(config: InferenceConfig, adopted: AdoptedModel, groups: ParallelG
     """Why the ranks must share their requests; None: each can have its own."""
     if groups.ep is None:
         return "the model has one expert-parallel rank; leave it False"
-    if groups.tp is not None or groups.pp is not None:
+    if groups.divides_experts_within_tp:
         return (
-            f"expert-parallel ranks have requests of their own where tp and pp are 1, here they are {groups.tp_size} "
-            f"and {groups.pp_size}; leave it False"
+            "expert-parallel ranks are tensor-parallel ranks too (expert_tensor_parallel_size is less than tp), and "
+            "compute the same tokens; leave it False"
         )
+    if adopted.num_chunks > 1:
+        return "virtual pipeline stages (several model chunks on a rank) do not exchange tokens; leave it False"
     if groups.cp is not None:
         return "context-parallel ranks divide training sequences, and have the same prompts; leave it False"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is of a class of the user's own, which exchanges tokens in its own way; leave it False"
     if adopted.splits_experts:
         return (
-            "expert_tensor_parallel_size is above 1: an expert's parts are on ranks with other tokens; leave it False"
+            "expert_tensor_parallel_size is above tp: an expert's parts are on ranks with other tokens; leave it False"
         )
     if config.speculative is not None and config.speculative.drafts_on_device:
         return (

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from megatron_infer.distributed.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import CapacityError, InferenceError
@@ -40,7 +38,7 @@ class Executor:
         self._adopted = model
         self._model = model.live
         self._scheduler = scheduler
-        self._checks_plans = checks_plans and not rank_group.groups.own_requests
+        self._checks_plans = checks_plans
         self._training: list[Any] = []
         """Modules that were in training mode."""
 
@@ -68,7 +66,8 @@ class Executor:
 
         Raises CapacityError if sequences claimed by hand keep every waiting request out: no step would change it.
         """
-        self.rank_group.lockstep.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
+        self.rank_group.lockstep.planned(plan, check=False)
+        self.rank_group.sharing.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
         if plan.num_tokens or num_in_flight:
             return
         scheduler = self._scheduler
@@ -88,19 +87,19 @@ class Executor:
         return context.num_rows - context.num_free_rows - self._scheduler.admitted_requests.num_live
 
     def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[list[int], bool]:
-        """Where each rank has requests of its own -> tokens of each rank in the step that comes, and whether any rank
-        goes on with another step within the same call."""
+        """Where expert-parallel ranks have requests of their own -> tokens of each of them in the step that comes, and
+        whether any rank goes on with another step within the same call."""
         lockstep = self.rank_group.lockstep
         mine = json.dumps([plan.num_tokens, goes_on])
         each = [json.loads(text) for text in lockstep.gather("the sizes of a step", mine)]
-        return [num_tokens for num_tokens, _ in each], any(more for _, more in each)
+        sizes = self.rank_group.groups.of_expert_ranks([num_tokens for num_tokens, _ in each])
+        return sizes, any(more for _, more in each)
 
     def serve(self, tokens_of_ranks: Sequence[int]) -> None:
         """A step in which only other ranks have tokens: run this rank's experts for them."""
         started = time.perf_counter()
         try:
-            with torch.inference_mode():
-                self._adopted.serve(self.runner.builder.ops, tokens_of_ranks)
+            self.runner.run_alone(partial(self._adopted.serve, self.runner.builder.ops, tokens_of_ranks))
         except Exception as error:
             self.report_failure(error, started, fatal=True)
             raise
@@ -110,12 +109,8 @@ class Executor:
 
         tokens_of_ranks: see `StepInputs`.
         """
-        context, builder = self._scheduler.context, self.runner.builder
-        builder.tokens_of_ranks = tokens_of_ranks
-        try:
-            step = self.runner.forward(plan, context.take_table_writes())
-        finally:
-            builder.tokens_of_ranks = None  # a replay runs the same tokens on all ranks
+        context = self._scheduler.context
+        step = self.runner.forward(plan, context.take_table_writes(), tokens_of_ranks)
         if context.swap is not None:
             blocks, states = context.swap.take_freed()
             if blocks or states:  # after the copies of the steps launched so far

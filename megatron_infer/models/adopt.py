@@ -599,7 +599,7 @@ class AdoptedModel:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether an expert's weights are split over ranks."""
+        """Whether an expert's weights are split over ranks that are no tensor-parallel ones."""
         return any(experts.is_split for experts in self._reading.all_experts)
 
     def reducers(self) -> list[Reducer]:

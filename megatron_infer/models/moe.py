@@ -125,6 +125,7 @@ class FusedExperts(LayerOp):
         "shared_module",
         "shared_with_experts",
         "softmax_scores",
+        "tp",
         "up",
     )
 
@@ -142,10 +143,12 @@ class FusedExperts(LayerOp):
         self.probs_on_input: bool = moe.config.moe_apply_probs_on_input
         """A token's weight multiplies what its one expert is given, not what the expert answers."""
         self.reduce = Reducer.of(expert_ranks(moe))
-        self.exchange = None if group_size(moe.ep_group) == 1 else TokenExchange(moe.ep_group)
+        self.tp = tp
+        self.exchange = None if group_size(moe.ep_group) == 1 else TokenExchange(moe.ep_group, tp=tp)
         """For tokens of each rank's own; None: this rank has all experts."""
-        self.is_split = group_size(moe.experts.tp_group) > 1
-        """Each expert is on several ranks, in parts."""
+        parts = Reducer.of(moe.experts.tp_group)
+        self.is_split = parts is not None and (tp is None or not set(parts.members()) <= set(tp.members()))
+        """Each expert is in parts on several ranks, some of which are no tensor-parallel ones."""
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its parts are added up with the others.
         where, each = f"{name}.experts", {"tp": None, "weighted": True}
@@ -206,13 +209,15 @@ class FusedExperts(LayerOp):
         return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
 
     def _exchanged(self, step: StepInputs, x_TD: Tensor, counts: Sequence[int]) -> Tensor:
-        """`run` for tokens that no other rank has. counts: tokens of each rank."""
+        """`run` for tokens that only tensor-parallel ranks have, too. counts: tokens of each rank of the exchange."""
         ops = step.ops
         ids_TK, weight_TK = self._chosen_pairs(ops, x_TD)
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = ids_TK
         own_TX = x_TD if self.down is None else self.down.run(step, x_TD, None)[0]
         sum_TX = self._answered(ops, own_TX, ids_TK, weight_TK, counts)
+        if self.tp is not None:
+            sum_TX = self.tp.sum_of(sum_TX)
         out_TD = sum_TX if self.up is None else self.up.run(step, sum_TX, None)[0]
         return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
 

@@ -131,10 +131,16 @@ class TokenExchange:
     Every rank of the group calls it in each layer of a step, with or without tokens.
     """
 
-    __slots__ = ("group", "rank", "size")
+    __slots__ = ("asked", "group", "rank", "size")
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, tp: Reducer | None = None) -> None:
+        """tp: ranks with the same tokens, among which the sums are added up afterwards. Those of them that are in the
+        group each ask a part of it. Example: ranks 0 to 3, tp 0 and 1, 2 and 3: rank 0 asks 0 and 2, rank 1 the others.
+        """
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        same = 1 if tp is None else len(set(tp.members()) & set(dist.get_process_group_ranks(group)))
+        self.asked = [rank % same == self.rank % same for rank in range(self.size)]
+        """The ranks that this one sends tokens to, which are those that it gets tokens from."""
 
     def summed(
         self,
@@ -150,9 +156,12 @@ class TokenExchange:
         An element's bits do not depend on its place: answers are added in order of rank, in fp32.
         """
         if needed_Tn is None:
-            sent_PX, sends, receives = row_TX.repeat(self.size, 1), [len(row_TX)] * self.size, list(counts)
+            sent_PX = row_TX.repeat(sum(self.asked), 1)
+            sends = [len(row_TX) if is_asked else 0 for is_asked in self.asked]
+            receives = [count if is_asked else 0 for count, is_asked in zip(counts, self.asked, strict=True)]
             places_P = None
         else:
+            needed_Tn = needed_Tn & torch.tensor(self.asked, device=needed_Tn.device)
             rank_P, places_P = needed_Tn.t().nonzero().unbind(1)
             sent_PX = row_TX.index_select(0, places_P)
             number_n = torch.bincount(rank_P, minlength=self.size)
@@ -162,7 +171,7 @@ class TokenExchange:
         answer_PY = answer(self._moved(sent_PX, sends, receives))
         parts = self._moved(answer_PY, receives, sends).split(sends)
         if places_P is None:
-            return _sum(list(parts))
+            return _sum([part for part, is_asked in zip(parts, self.asked, strict=True) if is_asked])
         total_TY = answer_PY.new_zeros(
             len(row_TX), answer_PY.shape[1], dtype=torch.promote_types(answer_PY.dtype, torch.float32)
         )

@@ -154,10 +154,12 @@ class MismatchMeter:
         """
         chosen = list(self._choose(groups, params))
         if (ranks := self._session.ranks).size > 1:
-            texts = ranks.lockstep.gather("what the mismatch meter observes", json.dumps(list(map(_encoded, chosen))))
-            own = self._session.engine.relay.own_requests  # else some ranks share groups
-            every = [(rank, one) for rank, text in enumerate(texts) for one in json.loads(text)]
-            chosen = list({(one[0], one[1], own and rank): _chosen_of(one) for rank, one in every}.values())
+            groups = self._session.engine.rank_group.groups
+            place = groups.dp_rank if groups.own_requests else 0  # ranks of one place share groups
+            own = [((place, *one[:2]), one) for one in map(_encoded, chosen)]
+            texts = ranks.lockstep.gather("what the mismatch meter observes", json.dumps(own))
+            every = [one for text in texts for one in json.loads(text)]
+            chosen = list({tuple(key): _chosen_of(one) for key, one in every}.values())
         return self._observe(chosen) if chosen else None
 
     def keep(self, groups: Iterable[RolloutGroup]) -> None:

@@ -281,11 +281,23 @@ class RolloutRanks:
         An interrupt of the leader ends the calls of all ranks.
         """
         left = isinstance(failure, LockstepError | RankFailure) and not isinstance(failure, PromptsDiffer)
-        if self.size == 1 or left:
-            tracker.return_other_outputs()
+        try:
+            if self.size == 1 or left:
+                tracker.return_other_outputs()
+            else:
+                self._end_together(shares, failure, tracker, figures)
+        finally:
             if not left:
                 self._engine.serve_others()
-            return
+
+    def _end_together(
+        self,
+        shares: Shares,
+        failure: BaseException | None,
+        tracker: GroupSteps,
+        figures: dict[str, Any] | None,
+    ) -> None:
+        """`end` among ranks that share requests."""
         self.announce(shares, failure, tracker, figures)
         differ: PromptsDiffer | None = None
         stopped = described(failure) if isinstance(failure, KeyboardInterrupt | SystemExit) else ""

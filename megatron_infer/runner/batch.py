@@ -276,8 +276,6 @@ class BatchBuilder:
         self.rotations = Rotations(device, dtype, sizes.max_sequence_length)
         self.rotations.set(rotary)
         self._static: dict[GraphShape, StepMetadata] = {}
-        self.tokens_of_ranks: Sequence[int] | None = None
-        """See `StepInputs.tokens_of_ranks`: of the batches that are built from now on."""
 
     @property
     def ops(self) -> Ops:
@@ -417,7 +415,6 @@ class BatchBuilder:
             kv_cache=cache.kv_cache,
             scan=kernels.scan,
             states=cache.states,
-            tokens_of_ranks=self.tokens_of_ranks,
             layers=kernels.layers,
             expanded=kernels.expanded,
             restore=restore,

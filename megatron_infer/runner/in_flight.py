@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -86,6 +86,8 @@ class LocalStep:
     """A step that this rank's device computes: an InFlightStep once its outputs are being read."""
 
     plan: StepPlan
+    tokens_of_ranks: Sequence[int] | None = None
+    """See `StepInputs`."""
     batch: Batch = None  # type: ignore[assignment]
     """Set by `ModelRunner.prepare`."""
     logits_SV: Tensor | None = None

@@ -68,10 +68,16 @@ class Runner(Protocol):
         """The shape that the step is padded to, the same on every rank; None: it runs as it is."""
         ...
 
-    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> InFlightStep:
+    def forward(
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        tokens_of_ranks: Sequence[int] | None = None,
+    ) -> InFlightStep:
         """Enqueue the copies before the step, then the step's forward.
 
-        table_writes: (row, column, block) of the block table that changed since the last step.
+        table_writes: (row, column, block) of the block table that changed since the last step. tokens_of_ranks: see
+        `StepInputs`.
         """
         ...
 
@@ -84,6 +90,10 @@ class Runner(Protocol):
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` once the host work of all steps launched so far is done."""
+        ...
+
+    def run_alone(self, action: Callable[[], None]) -> None:
+        """Call `action` as `then` does, under torch.inference_mode(), and wait for it; raises what it raises."""
         ...
 
 
@@ -117,8 +127,13 @@ class ModelRunner:
         return None if self.graphs is None else self.graphs.shape_of(plan)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> LocalStep:
-        step = LocalStep(plan)
+    def forward(
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        tokens_of_ranks: Sequence[int] | None = None,
+    ) -> LocalStep:
+        step = LocalStep(plan, tokens_of_ranks)
         self.prepare(step, table_writes)
         if step.shape is None and self.routing is not None and asks_routing(plan):
             step.routed_TLK = routing_buffer(plan.num_tokens, self.routing, self.device)
@@ -146,6 +161,7 @@ class ModelRunner:
             step.seconds_drafting, table_writes = time.perf_counter() - started, ()
         drafts = self._draft is not None
         step.batch = self.builder.build(step.plan, table_writes, shape=step.shape, rows_are_written=drafts)
+        step.batch.tokens_of_ranks = step.tokens_of_ranks
 
     def run_layers(self, step: LocalStep, received_TD: Tensor | None = None, *, chunk: int = 0) -> Tensor | None:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].
@@ -215,6 +231,10 @@ class ModelRunner:
         step.begin_read(self.device, sampled)
 
     def then(self, action: Callable[[], None]) -> None:
+        action()
+
+    @torch.inference_mode()
+    def run_alone(self, action: Callable[[], None]) -> None:
         action()
 
     def _set_rows(self, plan: StepPlan) -> None:

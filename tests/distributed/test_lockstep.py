@@ -299,7 +299,7 @@ def test_a_goodbye_that_was_not_read_yet_is_told_from_a_death():
 
     ended: list[int] = []
     link: Any = types.SimpleNamespace(receive=receive, send=send)
-    watch = Heartbeat({1: link}, timeout_s=0.1, phase=lambda: "a step", give_up=lambda: bool(ended.append(1)) or True)
+    watch = Heartbeat({1: link}, timeout_s=0.1, give_up=lambda: bool(ended.append(1)) or True)
     time.sleep(0.2)
     watch.check(goodbyes=False)
     assert watch.lost == (1, "it has closed its engine") and not said and not ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import stage_case
 import torch
 import training_case
 from engine_ranks import take_part, weights_of
-from engines import logprobs_of
+from engines import logprobs_of, tokens_of
 from gloo_ranks import new_groups, run_on_ranks
+from lora_cases import random_adapter
 from session_case import PARAMS, make_session, prompts
 from test_pp import check_drafts, check_failures
 from trainers import MegatronTrainer
@@ -23,6 +25,7 @@ from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, OtherRankFailed
 from megatron_infer.models.loading.checkpoint import CheckpointSource, save_checkpoint
+from megatron_infer.models.lora.adapter import Adapter
 from megatron_infer.models.lora.attach import attach_lora
 from megatron_infer.models.mcore_compat import version
 from megatron_infer.models.router_replay import replay_routing
@@ -30,6 +33,7 @@ from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
+LORA = LoRAConfig(max_loras=2, max_rank=8)
 GPT: dict[str, Any] = stage_case.SETTINGS | {"num_layers": 8, "qk_layernorm": True}
 MOE: dict[str, Any] = EXPERTS | {"moe_layer_freq": [1, 0, 1, 1, 0, 1, 1, 1]}
 ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -146,6 +150,13 @@ def test_tensor_and_expert_parallel_ranks_of_virtual_stages_give_the_rollouts_of
     run_on_ranks(on_four, 4, tmp_path)
 
 
+def with_adapter(engine: Any, adapter: Adapter) -> list[list[int]]:
+    """The tokens of a prompt without and with an adapter, in one step."""
+    engine.load_adapter(adapter.name, adapter)
+    params = [replace(PARAMS, adapter=name, logprobs=None) for name in (None, adapter.name)]
+    return tokens_of(engine.generate([prompts()[1]] * 2, params))
+
+
 def on_other_calls(rank: int, size: int, folder: Path) -> None:
     """Routing, drafts, a forward that raises, checkpoints, weights from files; what is refused."""
     settings = GPT | MOE | VPP2
@@ -168,11 +179,18 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     new_groups()
     model, other = whole(settings), whole(settings | {"seed": 1})
     weights, expected = weights_for_stages(model), stage_case.generate(stage_case.make_engine(model))
+    adapter = random_adapter(model, "a", rank=4, seed=1, scale=0.5)
+    adapted = with_adapter(stage_case.make_engine(model, lora=LORA), adapter)
+    assert adapted[0] != adapted[1], "the adapter changes no answer"
     save_checkpoint(other, folder / "other")
     others = stage_case.generate(stage_case.make_engine(other))
     groups_of(settings, 1)
     chunks = chunks_of_rank(settings, 1, weights)
     engine = stage_case.make_engine(chunks, collective_timeout_s=60)
+    for features in stage_case.FEATURES:
+        adapting = stage_case.make_engine(chunks, features, lora=LORA, collective_timeout_s=60)
+        assert with_adapter(adapting, adapter) == adapted, features
+        adapting.rank_group.lockstep.close()
     check_drafts(chunks, expected)
     check_failures(chunks, expected, rank, victims=(0, 1))
     check_saved_requests(chunks, expected, rank, folder)
@@ -184,8 +202,6 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     session.update_weights(folder / "chunks")
     for name, parameter in chunks[1].named_parameters():
         assert torch.equal(parameter, dict(chunks_of_rank(settings, 1, weights)[1].named_parameters())[name])
-    with pytest.raises(ConfigError, match="lora with virtual pipeline stages"):
-        stage_case.make_engine(chunks, lora=LoRAConfig(max_rank=4))
     with pytest.raises(ConfigError, match=r"attach_lora\(\) on several model chunks"):
         attach_lora(chunks, rank=4)
     fail_in_scores(session, chunks, rank)

@@ -133,8 +133,13 @@ class StageRunner:
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         return self._runner.shape_of(plan)
 
-    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> StageStep:
-        step = StageStep(LocalStep(plan), self._on_wait, self._alone_s)
+    def forward(
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        tokens_of_ranks: Sequence[int] | None = None,
+    ) -> StageStep:
+        step = StageStep(LocalStep(plan, tokens_of_ranks), self._on_wait, self._alone_s)
         step.computed = self._thread.submit(partial(self._compute, step, table_writes))
         if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
             step.computed.exception()
@@ -149,6 +154,12 @@ class StageRunner:
 
     def then(self, action: Callable[[], None]) -> None:
         self._thread.submit(action)
+
+    def run_alone(self, action: Callable[[], None]) -> None:
+        done = self._thread.submit(partial(self._runner.run_alone, action))
+        while not wait([done], timeout=WAIT_S).done:
+            self._on_wait()
+        done.result()
 
     def _compare_routing(self, own: Sequence[RoutingShape] | None) -> tuple[list[tuple[int, int]], RoutingShape | None]:
         """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds
