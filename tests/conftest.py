@@ -64,8 +64,20 @@ def pytest_collection_modifyitems(items):
         # each pair of values stays: cases that differ by a step of the third parameter have numbers in a row
         if turns not in (2, 4) and number % 3 != 1 and len(item.callspec._idlist) > 2:
             item.add_marker(pytest.mark.slow)
+    # a layer of both kinds: what attention and recurrences hold alone is repeated in few of its cases
+    parallel = [
+        item for item in items if {"parallel", "fp32 parallel", "bf16 parallel", "parallel bf16"} & {*_values(item)}
+    ]
+    for number, item in enumerate(parallel):
+        if number % 8:
+            item.add_marker(pytest.mark.long if number % 8 == 4 else pytest.mark.slow)
     place = {f"tests/{name}.py": number for number, name in enumerate(HEAVY)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def _values(item):
+    """The names in the id of a case."""
+    return item.callspec.id.split("-") if hasattr(item, "callspec") else []
 
 
 def _numbers(item, seen):

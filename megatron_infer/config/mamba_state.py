@@ -16,6 +16,10 @@ LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "
 """Symbol of a layer pattern -> what the layer is."""
 DELTA_SYMBOL = "G"
 """A gated delta net. It stands in no pattern: a GPTModel has it in the place of attention."""
+PARALLEL_SYMBOL = "P"
+"""Attention and Mamba-2 side by side. megatron-core's patterns have a * for it, whose layer is then of this kind."""
+STATEFUL = frozenset({"M", DELTA_SYMBOL, PARALLEL_SYMBOL})
+"""Symbols of layers that keep a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class MambaInferenceStateConfig:
     nets. Raises ConfigError if wrong."""
 
     layer_type_list: list[str]
-    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts, "G" gated delta net."""
+    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts, "G" gated delta net, "P"
+    attention and Mamba side by side."""
     mamba_conv_states_shape: tuple[int, ...]
     """Convolution state per request and layer: (channels, taps)."""
     mamba_ssm_states_shape: tuple[int, ...]
@@ -35,7 +40,7 @@ class MambaInferenceStateConfig:
     """float32, bfloat16 or float16. None: float32, since every token adds a rounding error."""
 
     def __post_init__(self) -> None:
-        symbols = (*LAYER_SYMBOLS, DELTA_SYMBOL)
+        symbols = (*LAYER_SYMBOLS, DELTA_SYMBOL, PARALLEL_SYMBOL)
         unknown = [kind for kind in self.layer_type_list if kind not in symbols]
         if unknown:
             place = list(self.layer_type_list).index(unknown[0])
@@ -43,10 +48,10 @@ class MambaInferenceStateConfig:
                 f"mamba_inference_state_config: layer_type_list[{place}] is {unknown[0]!r}; the symbols are "
                 f"{' '.join(symbols)}"
             )
-        if not {"M", DELTA_SYMBOL} & set(self.layer_type_list):
+        if not STATEFUL & set(self.layer_type_list):
             raise ConfigError(
-                "mamba_inference_state_config: layer_type_list has neither a Mamba layer (M) nor a gated delta net "
-                f"({DELTA_SYMBOL}); leave it None"
+                "mamba_inference_state_config: layer_type_list has neither a Mamba layer (M; P beside attention) nor "
+                f"a gated delta net ({DELTA_SYMBOL}); leave it None"
             )
         for name, rank in (("mamba_conv_states_shape", 2), ("mamba_ssm_states_shape", 3)):
             shape = tuple(getattr(self, name))
@@ -90,11 +95,10 @@ class MambaInferenceStateConfig:
         shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for chunk in model if isinstance(model, (list, tuple)) else getattr(model, "chunks", [model]):
             decoder = _decoder_of(chunk)
-            own = list(getattr(decoder, "layer_type_list", None) or ())
-            if not own:
-                own = [DELTA_SYMBOL if _is_delta(layer) else "*" for layer in getattr(decoder, "layers", None) or ()]
-            each = zip(own, _layers_of(decoder, own), strict=True)
-            shapes += [_state_shapes(layer) for kind, layer in each if kind in ("M", DELTA_SYMBOL)]
+            given, layers = getattr(decoder, "layer_type_list", None), getattr(decoder, "layers", None) or ()
+            own = layer_symbols(given or "*" * len(layers), layers)
+            each = zip(own, layers if STATEFUL & set(own) else own, strict=True)  # others are not read
+            shapes += [_state_shapes(layer) for kind, layer in each if kind in STATEFUL]
             kinds += own
         if not shapes:
             return None
@@ -114,9 +118,20 @@ def _decoder_of(model: Any) -> Any:
     return getattr(model, "decoder", None)
 
 
-def _layers_of(decoder: Any, kinds: Sequence[str]) -> Iterable[Any]:
-    """The decoder's layers if any keeps a state; else `kinds`, since the layers are not read."""
-    return decoder.layers if {"M", DELTA_SYMBOL} & set(kinds) else kinds
+def layer_symbols(pattern: Iterable[str], layers: Iterable[Any]) -> list[str]:
+    """megatron-core's symbols of the layers, and those of what the symbol of attention stands for in some models."""
+    found = list(pattern)
+    for number, layer in enumerate(layers):
+        if found[number] == "*" and _is_delta(layer):
+            found[number] = DELTA_SYMBOL
+        elif found[number] == "*" and _mixer_of(layer) is not None:
+            found[number] = PARALLEL_SYMBOL
+    return found
+
+
+def _mixer_of(layer: Any) -> Any:
+    """None: it has none. Megatron-Bridge's Falcon-H1 calls it otherwise."""
+    return getattr(layer, "mixer", None) or getattr(layer, "mamba_mixer", None)
 
 
 def _is_delta(layer: Any) -> bool:
@@ -129,5 +144,5 @@ def _state_shapes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         net = layer.self_attention
         (channels,), (heads,) = net.conv1d.weight.shape[:1], net.dt_bias.shape
         return (channels, net.conv_kernel_dim), (heads, net.value_head_dim, net.key_head_dim)
-    conv, ssm = getattr(layer, "mixer", layer).mamba_state_shapes_per_request()
+    conv, ssm = (_mixer_of(layer) or layer).mamba_state_shapes_per_request()
     return tuple(conv), tuple(ssm)

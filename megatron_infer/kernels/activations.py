@@ -24,6 +24,18 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+class ScaledActivation:
+    """outside * f(inside * x)."""
+
+    __slots__ = ("function", "inside", "outside")
+
+    def __init__(self, function: Activation, inside: float, outside: float) -> None:
+        self.function, self.inside, self.outside = function, inside, outside
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x * self.inside) * self.outside
+
+
 class GatedActivation:
     """f(min(gate, c)) * (clip(up, -c, c) + offset), the general form of megatron-core's gated units."""
 

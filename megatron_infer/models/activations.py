@@ -11,8 +11,16 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.activations import Activation, GatedActivation, quick_gelu, squared_relu, tanh_gelu
+from megatron_infer.kernels.activations import (
+    Activation,
+    GatedActivation,
+    ScaledActivation,
+    quick_gelu,
+    squared_relu,
+    tanh_gelu,
+)
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.bridge_modules import FALCON_H1_MLP, is_of
 
 PLAIN: dict[Any, Activation] = {
     mcore.squared_relu: squared_relu,
@@ -54,6 +62,8 @@ def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activ
         if function is F.gelu:
             function = tanh_gelu
     function = PLAIN.get(function, function)
+    if is_of(mlp, FALCON_H1_MLP):
+        function = ScaledActivation(function, *config.mlp_multipliers)
     if not gated:
         return function
     if function is F.silu and clamp is None and offset == 0.0:

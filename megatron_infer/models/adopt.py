@@ -36,6 +36,7 @@ from megatron_infer.models.adoption_checks import (
     unwrap,
 )
 from megatron_infer.models.attached_lora import ATTACHED
+from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import RecurrentMixer
@@ -120,6 +121,8 @@ class ModelReading:
     """Multiplies embeddings; None: nothing does."""
     logit_softcap: float | None
     """Final logit soft cap c: logits are c * tanh(logit / c). None: they are not capped."""
+    logit_scale: float
+    """Multiplies logits."""
 
     @property
     def specs(self) -> list[AttendSpec]:
@@ -221,6 +224,7 @@ def _read(
         was_adopted=was_adopted,
         embedding_scale=scale_of(live.embedding) if hasattr(live, "embedding") else None,
         logit_softcap=softcap_of(live.output_layer) if live.post_process else None,
+        logit_scale=multipliers_of(live.config).lm_head_multiplier,
     )
 
 
@@ -506,14 +510,16 @@ class AdoptedModel:
         return self._capped(ops, ops.fp32_linear(hidden_SD, self._output_weight(), self._output_bias(), count))
 
     def _capped(self, ops: Ops, logits_SV: Tensor) -> Tensor:
-        cap = self._reading.logit_softcap
+        cap, scale = self._reading.logit_softcap, self._reading.logit_scale
+        logits_SV = logits_SV if scale == 1.0 else logits_SV * scale
         return logits_SV if cap is None else ops.softcap(logits_SV, cap)
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
         """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None: it takes all of them."""
         if self._tp is not None or ops.argmax_linear is None or self._output_bias() is not None:
             return None
-        if self._reading.logit_softcap is not None:  # capping rounds close logits to one, of which the lowest id counts
+        # Capping and scaling round close logits to one, of which the lowest id counts.
+        if self._reading.logit_softcap is not None or self._reading.logit_scale != 1.0:
             return None
         return ops.argmax_linear(hidden_SD, self._output_weight(), count)
 

@@ -9,8 +9,16 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.bridge_modules import TWO_ROPES, embedding_scale, is_capped_output, is_of
-from megatron_infer.models.extended_modules import CappedOutput, ScaledEmbedding, TwoRopes
+from megatron_infer.models.bridge_modules import (
+    FALCON_H1_MODEL,
+    FALCON_H1_STACK,
+    TWO_ROPES,
+    embedding_scale,
+    is_capped_output,
+    is_of,
+)
+from megatron_infer.models.extended_modules import CappedOutput, ScaledEmbedding, ScaledOutput, TwoRopes
+from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.model_chunks import ModelChunks, chunks_of
 from megatron_infer.models.module_guard import (
@@ -71,7 +79,7 @@ def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
             known = "DistributedDataParallel, Float16Module"
             raise AdoptionError("", f"wrapper {qualified(model)} is not known; known are {known}{_within(model)}")
         model = model.module
-    if not isinstance(model, _MODELS):
+    if not isinstance(model, _MODELS) and not is_of(model, FALCON_H1_MODEL):
         known = " or ".join(known.__qualname__ for known in _MODELS)
         raise AdoptionError("", f"{qualified(model)} is not a megatron-core {known}{_within(model)}")
     return model
@@ -96,7 +104,7 @@ def final_norm_of(model: Any) -> tuple[str, Any]:
 
 def check_model(model: Any) -> None:
     """Raise AdoptionError unless embedding, positions, decoder and output layer are the ones the runner reproduces."""
-    base = next(known for known in _MODELS if isinstance(model, known))
+    base = next((known for known in _MODELS if isinstance(model, known)), type(model))
     sharded = next((name for name, one in model.named_parameters() if is_dtensor(one)), None)
     if sharded is not None:
         raise AdoptionError(
@@ -112,7 +120,7 @@ def check_model(model: Any) -> None:
     check_called_by_none(model, "")
     if base is mcore.GPTModel:
         _check_class(model.decoder, "decoder", mcore.TransformerBlock)
-    else:
+    elif not is_of(model.decoder, FALCON_H1_STACK):
         _check_class(model.decoder, "decoder", mcore.HybridStack, TorchHybridStack)
     stages = getattr(model.config, "pipeline_model_parallel_size", 1)
     if stages > 1 and model.pre_process and model.post_process:
@@ -147,7 +155,8 @@ def check_model(model: Any) -> None:
 def scale_of(embedding: Any) -> float | None:
     """What a model's embeddings are multiplied with; None: nothing. Raises AdoptionError for an unknown class."""
     if type(embedding) is mcore.LanguageModelEmbedding:
-        return None
+        scale = multipliers_of(embedding.config).embedding_multiplier
+        return None if scale == 1.0 else scale
     if type(embedding) is ScaledEmbedding:
         return embedding.scale()
     if (scale := embedding_scale(embedding, mcore.LanguageModelEmbedding)) is not None:
@@ -165,7 +174,7 @@ def softcap_of(output_layer: Any) -> float | None:
         return output_layer.softcap
     if is_capped_output(output_layer, mcore.ColumnParallelLinear):
         return output_layer.config.final_logit_softcapping or None
-    _check_class(output_layer, "output_layer", mcore.ColumnParallelLinear)
+    _check_class(output_layer, "output_layer", mcore.ColumnParallelLinear, ScaledOutput)
     return None
 
 

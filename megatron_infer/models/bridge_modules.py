@@ -27,7 +27,16 @@ TWO_ROPES = f"{BRIDGE}gemma.gemma3_provider.Gemma3RotaryEmbedding"
 TWO_ROPE_ATTENTION = f"{BRIDGE}gemma.gemma3_provider.Gemma3SelfAttention"
 WHOLE_HEAD_ATTENTION = f"{BRIDGE}olmoe.olmoe_provider.OLMoESelfAttention"
 """Its norms of queries and keys run over all heads."""
-ATTENTIONS = (TWO_ROPE_ATTENTION, WHOLE_HEAD_ATTENTION)
+_FALCON_H1 = f"{BRIDGE}falcon_h1.modeling_falconh1.falconh1_"
+FALCON_H1_MODEL = f"{_FALCON_H1}model.FalconH1Model"
+"""megatron-core's MambaModel with a stack of its own and factors of embeddings and logits."""
+FALCON_H1_STACK = f"{_FALCON_H1}block.FalconH1Stack"
+FALCON_H1_LAYER = f"{_FALCON_H1}layer.FalconH1Layer"
+"""Attention and a mixer side by side, then an MLP; the three below have factors of their own."""
+FALCON_H1_ATTENTION = f"{_FALCON_H1}layer.FalconH1SelfAttention"
+FALCON_H1_MIXER = f"{_FALCON_H1}layer.FalconH1MambaMixer"
+FALCON_H1_MLP = f"{_FALCON_H1}layer.FalconH1MLP"
+ATTENTIONS = (TWO_ROPE_ATTENTION, WHOLE_HEAD_ATTENTION, FALCON_H1_ATTENTION)
 PATTERNED_CORE = f"{BRIDGE}gemma.gemma3_provider.Gemma3TEDotProductAttention"
 """Transformer Engine's attention with a window of its own."""
 CAPPED_CORES = tuple(

@@ -158,15 +158,17 @@ class TwoRopes(DeviceAgnosticRotary):
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Embeddings times `Extensions.embedding_scale`."""
+    """Embeddings times `Extensions.embedding_scale`, or `embedding_multiplier`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs) * self.scale()
 
     def scale(self) -> float:
-        """Rounded to the dtype of the embeddings."""
-        scale = extensions_of(self.config).embedding_scale
-        assert scale is not None
+        """The former is rounded to the dtype of the embeddings."""
+        extensions = extensions_of(self.config)
+        scale = extensions.embedding_scale
+        if scale is None:
+            return extensions.embedding_multiplier
         return torch.tensor(scale, dtype=self.word_embeddings.weight.dtype).item()
 
 
@@ -184,16 +186,27 @@ class CappedOutput(ColumnParallelLinear):
         return cap
 
 
+class ScaledOutput(ColumnParallelLinear):
+    """Logits times `Extensions.lm_head_multiplier`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        logits, bias = super().forward(*args, **kwargs)
+        return logits * extensions_of(self.config).lm_head_multiplier, bias
+
+
 def extend(model: Any) -> Any:
-    """Give a GPTModel that was built of an ExtendedConfig what its config says of embedding, rope and output layer, and
-    its norms over all heads their group. No parameter and no state-dict key changes.
+    """Give a GPTModel or MambaModel that was built of an ExtendedConfig what its config says of embedding, rope and
+    output layer, and its norms over all heads their group. No parameter and no state-dict key changes.
     """
     extensions = extensions_of(model.config)
     for module in model.modules():
         if isinstance(module, WholeHeadNorm):
             module.tp_group = model.pg_collection.tp
-    if extensions.embedding_scale is not None and hasattr(model, "embedding"):
+    scales = extensions.embedding_scale is not None or extensions.embedding_multiplier != 1.0
+    if scales and hasattr(model, "embedding"):
         model.embedding.__class__ = ScaledEmbedding
+    if extensions.lm_head_multiplier != 1.0 and hasattr(model, "output_layer"):
+        model.output_layer.__class__ = ScaledOutput
     if extensions.logit_softcap is not None and hasattr(model, "output_layer"):
         model.output_layer.__class__ = CappedOutput
     if extensions.local_rotary_base is not None:

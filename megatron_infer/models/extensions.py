@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 
@@ -30,23 +31,49 @@ class Extensions:
     """Which layers attend to the keys that the indexer of an earlier layer chose, and have none; () none."""
     softmax_scores: bool = False
     """Routers add their correction bias to softmax scores, which the config calls sigmoid scores."""
+    embedding_multiplier: float = 1.0
+    """Multiplies embeddings, not rounded."""
+    lm_head_multiplier: float = 1.0
+    """Multiplies logits."""
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    """Of parallel layers: multiply keys, the input and the output of attention."""
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    """Of parallel layers: multiply the input and the output of the mixer."""
+    ssm_multipliers: tuple[float, ...] = (1.0,) * 5
+    """Of parallel layers: multiply the parts z, x, B, C and dt of what the mixer's first projection gives."""
+    mlp_multipliers: tuple[float, ...] = (1.0,) * 2
+    """Multiply the gate of an MLP before its activation, and the output of the MLP."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "index_shared", tuple(self.index_shared))  # JSON has lists
+        for name, length in (("index_shared", None), ("ssm_multipliers", 5), ("mlp_multipliers", 2)):
+            values = tuple(getattr(self, name) or (1.0,) * (length or 0))  # JSON has lists, and null
+            if length not in (None, len(values)):
+                raise ValueError(f"{name} has {len(values)} numbers, it must have {length}")
+            object.__setattr__(self, name, values)
 
-    @property
-    def of_indexers_alone(self) -> bool:
-        """Nothing but the fields of indexers is on."""
-        off = Extensions()
-        return self == replace(
-            off,
-            index_interleaved=self.index_interleaved,
-            index_norm_epsilon=self.index_norm_epsilon,
-            index_shared=self.index_shared,
-        )
+    def has_only(self, names: Iterable[str]) -> bool:
+        """Whether no other field than these is on."""
+        return self == replace(Extensions(), **{name: getattr(self, name) for name in names})
+
+
+OF_INDEXERS = ("index_interleaved", "index_norm_epsilon", "index_shared")
+MULTIPLIERS = tuple(one.name for one in fields(Extensions) if "_multiplier" in one.name)
+"""Falcon-H1's factors, by the names that its config and Megatron-Bridge's have for them."""
 
 
 def extensions_of(config: Any) -> Extensions:
     """Those of a TransformerConfig; all off where it has none."""
     found = getattr(config, "extensions", None)
     return found if isinstance(found, Extensions) else Extensions()
+
+
+def multipliers_of(config: Any) -> Extensions:
+    """The factors of a TransformerConfig that has `Extensions`, or of Megatron-Bridge's config of Falcon-H1; all 1 of
+    another."""
+    found = extensions_of(config)
+    if found == Extensions() and hasattr(config, "key_multiplier"):
+        return Extensions(**{name: getattr(config, name) for name in MULTIPLIERS})
+    return found

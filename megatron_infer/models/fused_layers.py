@@ -514,6 +514,23 @@ class FusedAttention(LayerOps):
         super().__init__(*qkv.flat(), *gather, heads, self.attend, *proj.flat())
 
 
+class AttendAndMix(LayerOps):
+    """Attention and a mixer of the same input; the sum of both, each with a factor."""
+
+    __slots__ = ("factors",)
+
+    def __init__(self, attention: LayerOps, mixer: LayerOps, factors: tuple[float, float]) -> None:
+        super().__init__(attention, mixer)
+        self.factors = factors
+
+    def run(self, step: StepInputs, x_TD: Any, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        attended_TD, mixed_TD = (part.run(step, x_TD, residual_TD)[0] for part in self.operations)
+        return mixed_TD * self.factors[1] + attended_TD * self.factors[0], residual_TD
+
+    def flat(self) -> tuple[LayerOp, ...]:
+        return (self,)
+
+
 def norm_unless_none(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
     """A norm within attention, None where there is none."""
     return None if module is None or type(module) is IdentityOp else FusedNorm(module, name)

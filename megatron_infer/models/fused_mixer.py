@@ -17,7 +17,7 @@ from megatron_infer.kernels.ssm import DeltaSpec, RecurrentSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.delta_net import delta_spec_of
 from megatron_infer.models.fused_layers import FusedLinear, FusedNorm, LayerOp, LayerOps, Parameters
-from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm, spec_of
+from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm, projection_factors, spec_of
 from megatron_infer.models.te_apex import qualified
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -26,14 +26,16 @@ Columns = tuple[Tensor, ...]
 
 
 class SplitColumns(LayerOp):
-    """The projection [T, X] -> `Columns`, which are views of it."""
+    """The projection [T, X], times factors [X] if any, -> `Columns`, which are views of it."""
 
-    __slots__ = ("widths",)
+    __slots__ = ("factors", "widths")
 
-    def __init__(self, spec: RecurrentSpec) -> None:
+    def __init__(self, spec: RecurrentSpec, factors: Tensor | None = None) -> None:
         self.widths = (spec.inner_width, spec.num_channels, spec.num_steps)
+        self.factors = factors
 
     def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Columns, Tensor | None]:
+        x_TX = x_TX if self.factors is None else x_TX * self.factors
         return x_TX.split(self.widths, dim=-1), residual_TD
 
 
@@ -151,7 +153,8 @@ class FusedMixer(RecurrentMixer):
 
     __slots__ = ()
 
-    def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
+    def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None, of_input: float = 1.0) -> None:
+        """of_input: multiplies the input of the mixer."""
         _refuse_unsupported(mixer, name)
         in_proj = FusedLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
         out_proj = FusedLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
@@ -164,7 +167,10 @@ class FusedMixer(RecurrentMixer):
             raise AdoptionError(
                 f"{name}.norm", f"groups of {gated_norm.group_size} do not divide {spec.inner_width} channels"
             )
-        middle = SplitColumns(spec), Scan(layer, spec, weights), gated_norm
+        if of_input != 1.0 and in_proj.parameters["bias"] is not None:
+            raise AdoptionError(f"{name}.in_proj", f"a bias, and a factor of its input ({of_input:g}): not supported")
+        factors = projection_factors(mixer, of_input=of_input)
+        middle = SplitColumns(spec, factors), Scan(layer, spec, weights), gated_norm
         super().__init__(name, spec, weights, (*in_proj.flat(), *middle, *out_proj.flat()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_infer.config.mamba_state import LAYER_SYMBOLS
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.core_attention import TorchNorm
-from megatron_infer.models.extensions import Extensions, extensions_of
+from megatron_infer.models.extensions import MULTIPLIERS, extensions_of
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
@@ -23,8 +23,16 @@ from megatron_infer.models.mcore_compat import (
     TransformerLayerSubmodules,
     get_bias_dropout_add,
     submodules_of,
+    with_module,
 )
-from megatron_infer.models.paged_layers import PagedMambaLayer, PagedMLPLayer, PagedTransformerLayer
+from megatron_infer.models.paged_layers import (
+    PAGED_LAYERS,
+    PagedMambaLayer,
+    PagedMLPLayer,
+    PagedTransformerLayer,
+    paged_attention_class,
+)
+from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer, ParallelLayerSubmodules
 from megatron_infer.models.specs import layer_spec
 
 UNSUPPORTED_SYMBOLS: dict[str, str] = {
@@ -92,15 +100,17 @@ class MixerSubmodules:
     out_proj: Any
 
 
-def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **mixer_options: Any) -> ModuleSpec:
+def hybrid_spec(
+    config: TransformerConfig, *, norm_groups: int | None = None, parallel: bool = False, **mixer_options: Any
+) -> ModuleSpec:
     """A hybrid stack spec with paged layers that also trains without CUDA, triton or Transformer Engine.
 
     Pass it as MambaModel's `mamba_stack_spec` (HybridModel's `hybrid_stack_spec`). Parameter names are those of
     megatron-core's local modules; distributed checkpoints have the keys of its own Transformer Engine spec.
     norm_groups and mixer_options (d_conv, bias, norm_epsilon, dt_limit, ...: options of megatron-core's mixer that are
-    in no config): see `mamba_mixer.TorchMambaMixer`.
+    in no config): see `mamba_mixer.TorchMambaMixer`. parallel: layers that attend have a mixer beside it.
     """
-    if extensions_of(config) != Extensions():
+    if not extensions_of(config).has_only(MULTIPLIERS if parallel else ()):
         raise ConfigError("a hybrid with the extensions of a config is not supported")
     plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
     mixer = ModuleSpec(
@@ -114,12 +124,19 @@ def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
-    attention = TransformerLayerSubmodules(
-        input_layernorm=TorchNorm,
-        self_attention=plain.self_attention,
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-    )
+    attention: dict[str, Any] = {
+        "input_layernorm": TorchNorm,
+        "self_attention": plain.self_attention,
+        "self_attn_bda": get_bias_dropout_add,
+        "sharded_state_dict_keys_map": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    }
+    if parallel:
+        attention["self_attention"] = with_module(plain.self_attention, paged_attention_class(AttentionBesideMixer))
+        attends = ModuleSpec(
+            module=PAGED_LAYERS[ParallelLayer], submodules=ParallelLayerSubmodules(**attention, mixer=mixer)
+        )
+    else:
+        attends = ModuleSpec(module=PagedTransformerLayer, submodules=TransformerLayerSubmodules(**attention))
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=TorchNorm,
         mlp=plain.mlp,
@@ -128,7 +145,7 @@ def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **
     )
     stack = HybridStackSubmodules(
         mamba_layer=ModuleSpec(module=PagedMambaLayer, submodules=mamba),
-        attention_layer=ModuleSpec(module=PagedTransformerLayer, submodules=attention),
+        attention_layer=attends,
         mlp_layer=ModuleSpec(module=PagedMLPLayer, submodules=mlp),
     )
     if config.num_moe_experts is not None:

@@ -15,6 +15,10 @@ from megatron_infer.models.adoption_checks import check_called_by_none, check_un
 from megatron_infer.models.bridge_modules import (
     ATTENTIONS,
     CAPPED_CORES,
+    FALCON_H1_ATTENTION,
+    FALCON_H1_LAYER,
+    FALCON_H1_MIXER,
+    FALCON_H1_MLP,
     PATTERNED_CORE,
     TWO_ROPE_ATTENTION,
     is_local,
@@ -23,8 +27,10 @@ from megatron_infer.models.bridge_modules import (
 from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.delta_net import PagedDeltaNet, paged_delta_class
 from megatron_infer.models.extended_modules import TwoRopeAttention, has_window
+from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.fused_layers import (
     AddResidual,
+    AttendAndMix,
     FusedAttention,
     FusedLayer,
     FusedLinear,
@@ -38,6 +44,7 @@ from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.moe import FusedExperts, LatentMoELayer
 from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_attention_class
+from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer
 from megatron_infer.models.rotary import ropes_of, rotary_dim
 from megatron_infer.models.sparse_module import TorchSparseAttention
 from megatron_infer.models.te_apex import has_norm_inside, is_te_attention, qualified
@@ -61,8 +68,12 @@ class LayerAdoption:
         self.experts: FusedExperts | None = None
         self.fused: FusedLayer | None = None
         """None: a layer class of the user's, around a paged attention or mixer."""
+        self._bindings: list[tuple[Any, LayerOps, dict[type, type]]] = []
+        """(module, its operations, its class now -> its paged class)."""
         _check_untouched(layer, name)
-        if isinstance(layer, mcore.TransformerLayer):
+        if is_of(layer, FALCON_H1_LAYER):
+            self._read_falcon_h1(num_attention, num_mamba)
+        elif isinstance(layer, mcore.TransformerLayer):
             self._read_transformer(num_attention, num_mamba)
         elif isinstance(layer, mcore.MambaLayer):
             self._read_mamba(num_mamba)
@@ -78,18 +89,12 @@ class LayerAdoption:
 
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""
-        if self.attention is not None:
-            found = type(self.layer.self_attention)
-            paged = {} if issubclass(found, PagedAttention) else {found: paged_attention_class(found)}
-            _bind(self.layer.self_attention, self.attention, paged)
-        if self.mixer is not None and hasattr(self.layer, "self_attention"):
-            net = type(self.layer.self_attention)
-            _bind(self.layer.self_attention, self.mixer, {net: paged_delta_class(net)} if _is_stock_delta(net) else {})
-        elif self.mixer is not None:
-            mixer = type(self.layer.mixer)
-            _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
+        for module, operations, classes in self._bindings:
+            module.__class__ = classes.get(type(module), type(module))
+            module.fused = operations
         if self.fused is not None:
-            _bind(self.layer, self.fused, PAGED_LAYERS)
+            self.layer.__class__ = PAGED_LAYERS.get(type(self.layer), type(self.layer))
+            self.layer.fused = self.fused
 
     @property
     def number(self) -> int:
@@ -114,10 +119,19 @@ class LayerAdoption:
         layer, name = self.layer, self.name
         found = type(layer.self_attention)
         attends = found is not mcore.IdentityOp
+        body: LayerOps | None = None
         if _is_stock_delta(found) or isinstance(layer.self_attention, PagedDeltaNet):
-            self.mixer = FusedDeltaNet(layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp)
+            body = self.mixer = FusedDeltaNet(
+                layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp
+            )
+            paged = {found: paged_delta_class(found)} if _is_stock_delta(found) else {}
+            self._bindings.append((layer.self_attention, body, paged))
         elif attends:
-            self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
+            body = self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
+            if isinstance(layer, ParallelLayer):
+                body = self._with_mixer(layer.mixer, "mixer", num_mamba)
+            paged = {} if issubclass(found, PagedAttention) else {found: paged_attention_class(found)}
+            self._bindings.append((layer.self_attention, body, paged))
         if type(layer) not in _KNOWN_LAYERS:
             if attends and isinstance(layer.self_attention, PagedAttention | PagedDeltaNet):
                 return
@@ -133,11 +147,44 @@ class LayerAdoption:
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
         if type(mlp) is FusedExperts:
             self.experts = mlp
-        pairs = ((input_norm, self.attention or self.mixer), (mlp_norm, mlp))
+        pairs = ((input_norm, body), (mlp_norm, mlp))
         blocks = [(norm, body) for norm, body in pairs if norm is not None and body is not None]
         if not blocks:
             raise AdoptionError(name, "a layer with neither attention nor MLP")
         self.fused = FusedLayer(*blocks)
+
+    def _with_mixer(self, mixer: Any, where: str, index: int) -> AttendAndMix:
+        """The layer's attention and its mixer, side by side."""
+        factors, attention = multipliers_of(mixer.config), self.attention
+        assert attention is not None
+        name, given = f"{self.name}.{where}", factors.ssm_in_multiplier
+        self.mixer = FusedMixer(mixer, name, layer=index, tp=self._tp, of_input=given)
+        # the factor of attention's input: the kernels have that of queries and keys in their scale
+        attended = factors.attention_in_multiplier * factors.attention_out_multiplier
+        return AttendAndMix(attention, self.mixer, (attended, factors.ssm_out_multiplier))
+
+    def _read_falcon_h1(self, num_attention: int, num_mamba: int) -> None:
+        """Megatron-Bridge's layer of attention, a mixer and an MLP. No class of its modules is changed: its forward
+        multiplies what their forwards take and give."""
+        layer, name = self.layer, self.name
+        known = {
+            "self_attention": FALCON_H1_ATTENTION,
+            "mamba_mixer": FALCON_H1_MIXER,
+            "mlp": FALCON_H1_MLP,
+        }
+        for part, kind in known.items():
+            if not is_of(module := getattr(layer, part), kind):
+                raise AdoptionError(f"{name}.{part}", f"class {qualified(module)} is not Megatron-Bridge's {kind}")
+        for part in ("self_attention.linear_qkv", "mamba_mixer.in_proj"):
+            if has_norm_inside(layer.get_submodule(part)):
+                raise AdoptionError(f"{name}.{part}", "norms its input, which norm has normed")
+        if (ranks := layer.config.context_parallel_size) > 1:
+            raise AdoptionError(name, f"context_parallel_size={ranks} with Falcon-H1's mixers is not supported")
+        self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
+        body = self._with_mixer(layer.mamba_mixer, "mamba_mixer", num_mamba)
+        norm = FusedNorm(layer.norm, f"{name}.norm")
+        mlp = FusedMLP(layer.mlp, f"{name}.mlp", tp=self._tp, norm_apart=True)
+        self.fused = FusedLayer((norm, body), (FusedNorm(layer.mlp.linear_fc1, f"{name}.mlp.linear_fc1"), mlp))
 
     def _read_mamba(self, index: int) -> None:
         layer, name = self.layer, self.name
@@ -146,6 +193,8 @@ class LayerAdoption:
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
         self.mixer = FusedMixer(layer.mixer, where, layer=index, tp=self._tp)
+        paged = {found: paged_mixer_class(found)} if is_stock_mixer(found) else {}
+        self._bindings.append((layer.mixer, self.mixer, paged))
         if type(layer) not in _KNOWN_LAYERS:
             if isinstance(layer.mixer, PagedMixer):
                 return
@@ -159,7 +208,7 @@ class LayerAdoption:
 def _check_untouched(layer: Any, name: str) -> None:
     """Raise AdoptionError for hooks and the like where no module is called: in a layer of ours, or in the attention or
     mixer of a layer of the user's."""
-    if type(layer) in _KNOWN_LAYERS:
+    if type(layer) in _KNOWN_LAYERS or is_of(layer, FALCON_H1_LAYER):
         check_untouched(layer, name)
         return
     for part in ("self_attention", "mixer"):
@@ -167,11 +216,6 @@ def _check_untouched(layer: Any, name: str) -> None:
             check_called_by_none(module, f"{name}.{part}", runs_hooks=True)
             for child, inner in module.named_children():
                 check_untouched(inner, f"{name}.{part}.{child}")
-
-
-def _bind(module: Any, operations: LayerOps, classes: dict[type, type]) -> None:
-    module.__class__ = classes.get(type(module), type(module))
-    module.fused = operations
 
 
 def _norm_before(
@@ -213,7 +257,9 @@ def _attention(
 
 def _check_attention(attention: Any, where: str) -> None:
     """Raise AdoptionError unless the module is known to compute causal softmax attention."""
-    stock = type(attention) in (*PAGED_ATTENTION, TwoRopeAttention) or is_of(attention, *ATTENTIONS)
+    stock = type(attention) in (*PAGED_ATTENTION, TwoRopeAttention, AttentionBesideMixer) or is_of(
+        attention, *ATTENTIONS
+    )
     if not stock and not isinstance(attention, PagedAttention):
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
@@ -246,6 +292,9 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
     num_kv_heads = attention.num_query_groups_per_partition
     head_dim = attention.hidden_size_per_attention_head
     scale, window, softcap = _softmax_of(core, config, number, where)
+    given = multipliers_of(config).attention_in_multiplier
+    if given != 1.0 and attention.linear_qkv.bias is not None:
+        raise AdoptionError(f"{where}.linear_qkv", f"a bias, and a factor of its input ({given:g}): not supported")
     return AttendSpec(
         num_kv_heads=num_kv_heads,
         # not num_attention_heads_per_partition: where ranks share a kv head it counts the whole group's queries
@@ -284,6 +333,8 @@ def _softmax_of(core: Any, config: Any, number: int, where: str) -> tuple[float,
     # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
     scale = 1.0 / math.sqrt(config.kv_channels) if config.softmax_scale is None else config.softmax_scale
     softcap = core.softcap if is_own else None
+    factors = multipliers_of(config)
+    scale *= factors.key_multiplier * factors.attention_in_multiplier**2
     return scale, _window(core.config if is_of(core, PATTERNED_CORE) else config, number, where), softcap
 
 

@@ -19,6 +19,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.adoption_checks import final_norm_of
+from megatron_infer.models.bridge_modules import FALCON_H1_LAYER, is_of
 from megatron_infer.models.fused_layers import AddResidual, FusedNorm, LayerOp
 from megatron_infer.models.mcore_compat import IdentityOp, MoELayer
 from megatron_infer.models.moe import chosen_ids
@@ -68,7 +69,9 @@ def module_probes(adopted: AdoptedModel) -> list[ModuleProbe]:
 
 def _layer_probes(number: int, layer: Any, num_moe: int) -> Iterator[ModuleProbe]:
     """Norms and the bodies behind them."""
-    names = (("norm", "mixer"),) if hasattr(layer, "mixer") else _TRANSFORMER
+    if is_of(layer, FALCON_H1_LAYER):  # its modules give what its own forward multiplies
+        return
+    names = _TRANSFORMER if hasattr(layer, "self_attention") else (("norm", "mixer"),)
     present = [pair for pair in names if type(getattr(layer, pair[1])) is not IdentityOp]
     for (norm_name, name), (norm, body) in zip(present, layer.fused.blocks, strict=True):
         before, module = getattr(layer, norm_name), getattr(layer, name)

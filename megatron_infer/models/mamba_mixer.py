@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
 
@@ -79,6 +80,19 @@ def spec_of(mixer: Any) -> SsmSpec:
         dt_min=dt_min,
         dt_max=dt_max,
     )
+
+
+def projection_factors(mixer: Any, *, of_input: float = 1.0) -> Tensor | None:
+    """[X] in the model's dtype: `Extensions.ssm_multipliers` of the columns z, x, B, C, dt that `in_proj` gives on this
+    rank, times of_input; None: all are 1."""
+    factors = [of_input * factor for factor in multipliers_of(mixer.config).ssm_multipliers]
+    if factors == [1.0] * 5:
+        return None
+    spec, weight = spec_of(mixer), mixer.in_proj.weight
+    states = spec.num_groups * spec.state_dim
+    widths = (spec.inner_width, spec.inner_width, states, states, spec.num_heads)
+    with torch.inference_mode(False):  # kept, and multiplied with gradients in exact mode
+        return torch.cat([weight.new_full((width,), factor) for width, factor in zip(widths, factors, strict=True)])
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -201,6 +215,8 @@ class TorchMambaMixer(mcore.MegatronModule):
                 "this mixer serves steps of megatron_infer only; megatron-core's own inference needs its MambaMixer"
             )
         projected, _ = self.in_proj(hidden_states)
+        if (factors := projection_factors(self)) is not None:
+            projected = projected * factors
         return self.out_proj(over_sequences(self._mix, projected, packed_seq_params, self.cp_group))
 
     def _mix(self, projected: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig, layer_symbols
 from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
@@ -104,6 +104,7 @@ def _state(
         if given != (conv, ssm):
             raise AdoptionError(mixers[0][0], f"keeps states of {conv} and {ssm}, the state config says {given}")
         kinds = list(getattr(model.decoder, "layer_type_list", config.layer_type_list))
+        kinds = layer_symbols(kinds, model.decoder.layers)
         if kinds != list(config.layer_type_list):
             raise AdoptionError(
                 "decoder", f"layers are {''.join(kinds)!r}, the state config says {''.join(config.layer_type_list)!r}"

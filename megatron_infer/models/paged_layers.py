@@ -26,6 +26,7 @@ from megatron_infer.models.mcore_compat import (
     TransformerLayer,
     moe_layer_classes,
 )
+from megatron_infer.models.parallel_layer import ParallelLayer
 
 SEQUENCE_PARALLEL = (
     "megatron-core's own modules would split the step's tokens over ranks; turn it off around generation: "
@@ -147,7 +148,7 @@ PAGED_LAYERS: dict[type, type] = {
     MambaLayer: PagedMambaLayer,
 } | {
     layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__, "__module__": __name__})
-    for layer in moe_layer_classes()
+    for layer in (ParallelLayer, *moe_layer_classes())
 }
 """Stock layer class -> ours."""
 

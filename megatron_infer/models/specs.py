@@ -11,7 +11,7 @@ from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
 from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet, paged_delta_class
 from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm, TwoRopeAttention
-from megatron_infer.models.extensions import Extensions, extensions_of
+from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
 from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
@@ -216,7 +216,7 @@ def layer_spec(
         return with_inference(spec)
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
-    if config.multi_latent_attention and not extensions.of_indexers_alone:
+    if config.multi_latent_attention and not extensions.has_only(OF_INDEXERS):
         raise ConfigError("latent attention with the extensions of a config is not supported")
     if config.multi_latent_attention:
         layer.self_attention.module = TorchLatentAttention

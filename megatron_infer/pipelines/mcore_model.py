@@ -160,7 +160,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
     def get_num_layers(cls, huggingface_config: ModelDescription) -> int:
         """Attention layers."""
         layers: int = huggingface_config.transformer["num_layers"]
-        return layers if huggingface_config.hybrid is None else huggingface_config.hybrid.pattern.count("*")
+        return layers if huggingface_config.hybrid is None else sum(map(huggingface_config.hybrid.pattern.count, "*P"))
 
     # ------------------------------------------------------------------ by hand
 

@@ -166,18 +166,19 @@ def tiny_hybrid(
 ) -> Any:
     """A MambaModel with the layers of `pattern` in eval mode; otherwise as `tiny_gpt`.
 
-    M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, - MLP, E experts (4, 2 per token). No positions unless
+    M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, P both side by side (then no *), - MLP, E experts (4, 2
+    per token). No positions unless
     position_embedding_type sets them. Recurrences decay as megatron-core initializes them: over 10 to 1000 tokens.
     norm_groups: see `hybrid_spec`. From megatron-core 0.19 on | divides pipeline stages.
     """
     settings = HYBRID | (EXPERTS if "E" in pattern else {}) | overrides | {"num_layers": len(pattern.replace("|", ""))}
     config, model_arguments = _settings(mcore.MambaModel, "tiny_hybrid", "mamba_stack_spec", settings)
     if spec is None:
-        stack_spec = hybrid_spec(config, norm_groups=norm_groups)
+        stack_spec = hybrid_spec(config, norm_groups=norm_groups, parallel="P" in pattern)
     else:
         stack_spec = spec(config) if inspect.isroutine(spec) else spec
-    model_arguments["hybrid_override_pattern"] = pattern
-    return _built(lambda: mcore.MambaModel(config, stack_spec, **model_arguments), seed, randomize)
+    model_arguments["hybrid_override_pattern"] = pattern.replace("P", "*")
+    return _built(lambda: extend(mcore.MambaModel(config, stack_spec, **model_arguments)), seed, randomize)
 
 
 def tiny_mamba(*, num_layers: int = 2, **settings: Any) -> Any:

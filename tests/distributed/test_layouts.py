@@ -13,7 +13,7 @@ import engine_ranks as ranks
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
-from model_kinds import LATENT, SPARSE
+from model_kinds import LATENT, PARALLEL, SPARSE
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
@@ -43,6 +43,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", moe_latent_size=24, **SETTINGS, **sizes),
     "latent": lambda **sizes: gpt(EXPERTS | LATENT, **sizes),
     "sparse": lambda **sizes: gpt(EXPERTS | SPARSE, **sizes),
+    "parallel": lambda stage=0, **sizes: tiny_hybrid("P-P-", **SETTINGS | PARALLEL | sizes),
 }
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -72,6 +73,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "moe": OVERLAPPED,
         "hybrid": BUSY | {"overlap": True},
         "latent": BUSY,
+        "parallel": OVERLAPPED,
     },
     "EP2 x PP2": {"delta": BUSY, "moe": BUSY, "hybrid": DRAFTED, "sparse": DRAFTED},
     "TP2 x EP2": {"delta": BUSY, "moe": DRAFTED, "hybrid": BUSY, "latent": DRAFTED},

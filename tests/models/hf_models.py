@@ -295,6 +295,12 @@ GRANITE = ATTENTION | {
     "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 12, "mamba_d_state": 16, "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+FALCON_H1 = ATTENTION | {
+    "intermediate_size": 80, "num_hidden_layers": 3, "mamba_n_heads": 12, "mamba_d_ssm": 96, "mamba_d_state": 16,
+    "mamba_n_groups": 2, "mamba_chunk_size": 16, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.7, 1.1, 1.2, 0.8, 0.9], "mlp_multipliers": [1.4, 0.6],
+}  # fmt: skip
 NO_CONV_BIAS = {"mamba_conv_bias": False, "mamba_proj_bias": True}
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", MAMBA2),
@@ -341,6 +347,11 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba_yarn": ("BambaConfig", BAMBA | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     "bamba_limits": ("BambaConfig", BAMBA | {"time_step_limit": (0.4, 0.9), "rms_norm_eps": 0.02}),
+    "falcon_h1": ("FalconH1Config", FALCON_H1),
+    "falcon_h1_norm": (
+        "FalconH1Config",
+        FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
     "granite": ("GraniteMoeHybridConfig", GRANITE),
     "granite_rope": ("GraniteMoeHybridConfig", GRANITE | {"position_embedding_type": "rope"}),
     "granite_factors": ("GraniteMoeHybridConfig", GRANITE | FACTORS | {"mamba_n_groups": 1}),

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.kernels.activations import tanh_gelu
+from megatron_infer.kernels.activations import ScaledActivation, tanh_gelu
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.extensions import Extensions
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
 
-KINDS = ("attention", "hybrid", "mamba", "latent", "delta", "softcapped", "sparse")
+KINDS = ("attention", "hybrid", "mamba", "latent", "delta", "softcapped", "sparse", "parallel")
 """Attention with MLPs; Mamba, attention with sinks, MLP and latent experts in one stack; Mamba alone; latent attention
-with MLPs; delta nets and gated attention; all that Gemma's families have; latent attention to chosen keys."""
-RECURRENT = ("hybrid", "mamba", "delta")
+with MLPs; delta nets and gated attention; all that Gemma's families have; latent attention to chosen keys; attention
+and Mamba side by side, with all factors of Falcon-H1."""
+RECURRENT = ("hybrid", "mamba", "delta", "parallel")
 HYBRID_PATTERN = "M*-ME*M"
 UNALIGNED = 2e-5
 """Of fp32 log probabilities computed in other pieces by kernels that round: see test_scan_tolerance."""
@@ -59,6 +61,22 @@ SOFTCAPPED: dict[str, Any] = {
     "share_embeddings_and_output_weights": True,
 }
 """As Gemma 2 and 3: every other layer has a window and a rope of its own."""
+PARALLEL: dict[str, Any] = {
+    "extensions": Extensions(
+        embedding_multiplier=2.5,
+        lm_head_multiplier=0.8,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.9,
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.7,
+        ssm_multipliers=(0.7, 1.1, 1.2, 0.8, 0.9),
+        mlp_multipliers=(1.3, 0.6),
+    ),
+    "activation_func": ScaledActivation(F.silu, 1.3, 0.6),
+    "position_embedding_type": "rope",
+}
+"""As Falcon-H1's."""
 STATES_GIB = 4 / 1024
 """Room for states of a prefix cache, in every kind that keeps them."""
 
@@ -74,6 +92,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         return tiny_gpt(**LATENT | settings)
     if kind == "sparse":
         return tiny_gpt(**SPARSE | settings)
+    if kind == "parallel":
+        return tiny_hybrid("P-P-", **PARALLEL | settings)
     if kind == "delta":
         return tiny_delta(**settings)
     if kind == "softcapped":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.kernels.activations import quick_gelu, squared_relu, tanh_gelu
+from megatron_infer.kernels.activations import ScaledActivation, quick_gelu, squared_relu, tanh_gelu
 from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.loading.head_padding import divisible
 from megatron_infer.models.loading.hf_names import Shard
@@ -199,6 +199,8 @@ def transformer_config(
 
     kwargs = dict(description.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
+    if (factors := description.extensions.mlp_multipliers) != (1.0, 1.0):
+        kwargs["activation_func"] = ScaledActivation(kwargs["activation_func"], *factors)
     if kwargs.get("multi_latent_attention"):
         kwargs |= latent_rope(description)
     make = config_class(kwargs)
@@ -364,6 +366,7 @@ def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: boo
 
 
 def _hybrid(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> MambaModel:
+    from megatron_infer.models.extended_modules import extend
     from megatron_infer.models.hybrid import hybrid_spec
     from megatron_infer.models.mcore_compat import MambaModel
 
@@ -372,6 +375,8 @@ def _hybrid(description: ModelDescription, config: TransformerConfig, **argument
     spec = hybrid_spec(
         config,
         norm_groups=hybrid.norm_groups,
+        parallel="P" in hybrid.pattern,
+        rmsnorm=hybrid.gated_norm,
         norm_epsilon=hybrid.norm_epsilon,
         d_conv=hybrid.conv_width,
         conv_bias=hybrid.conv_bias,
@@ -380,10 +385,11 @@ def _hybrid(description: ModelDescription, config: TransformerConfig, **argument
     )
     rotary = _rope_arguments(description)
     scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # MambaModel takes neither
-    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
+    pattern = hybrid.pattern.replace("P", "*")  # megatron-core's stack puts the spec's layer there
+    model = MambaModel(config, spec, hybrid_override_pattern=pattern, **arguments, **rotary)
     if description.position_embedding == "rope" and (scaled or not _native_rope(description.rope_scaling)):
         _set_frequencies(model, description)
-    return model
+    return extend(model)
 
 
 def _set_latent_norms(model: GPTModel, epsilon: float) -> None:

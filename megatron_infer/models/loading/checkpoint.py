@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.kernels.activations import ScaledActivation
 from megatron_infer.models.bridge_modules import is_bridge
 from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
@@ -288,14 +289,17 @@ def description_from_model(model: nn.Module) -> ModelDescription:
         fields = expert_fields(lambda key: getattr(config, key, None), in_gpt=True)
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
     activations |= dict.fromkeys((quick_gelu, unfused_quick_gelu), "quick_gelu")
-    if config.activation_func not in activations:
-        raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")
+    activation = config.activation_func
+    if isinstance(activation, ScaledActivation):  # its factors are in the extensions
+        activation = activation.function
+    if activation not in activations:
+        raise ModelError(f"activation {activation} is not one of {', '.join(sorted(ACTIVATIONS))}")
     keys = (
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
         "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
     )  # fmt: skip
     transformer: dict[str, Any] = {key: getattr(config, key) for key in keys}
-    transformer |= fields | {"activation": activations[config.activation_func]}
+    transformer |= fields | {"activation": activations[activation]}
     for key in _WHERE_GIVEN:
         value = getattr(config, key, None)
         if value not in (None, 0.0, "vanilla"):

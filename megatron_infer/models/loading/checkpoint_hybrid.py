@@ -8,6 +8,7 @@ from typing import Any
 from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.families import EXPERTS
 from megatron_infer.models.loading.model_description import HybridDescription
+from megatron_infer.models.parallel_layer import ParallelLayer
 
 _MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 _MOE_FIELDS = (
@@ -30,6 +31,8 @@ _MEGATRON_EXPAND = 2
 def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
     """(hybrid part, TransformerConfig fields) of a live MambaModel. Raises ModelError for the rest."""
     config, pattern = model.config, _whole_pattern(model)
+    if any(isinstance(layer, ParallelLayer) for layer in model.decoder.layers):
+        pattern = pattern.replace("*", "P")
     fields = {"is_hybrid_model": True} | {key: getattr(config, key) for key in _MAMBA_FIELDS}
     if "E" in pattern:
         fields |= expert_fields(lambda key: getattr(config, key, None))
@@ -45,7 +48,8 @@ def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
     hybrid = HybridDescription(
         pattern=pattern,
         norm_groups=groups * model.pg_collection.tp.size(),
-        norm_epsilon=epsilon,
+        norm_epsilon=config.layernorm_epsilon if epsilon is None else epsilon,
+        gated_norm=epsilon is not None,
         conv_width=width,
         conv_bias=conv_bias,
         projection_bias=bias,
@@ -73,16 +77,15 @@ def _mixer_of(mixer: Any) -> tuple[Any, ...]:
 
     for wrong, what in (
         (getattr(mixer, "D_has_hdim", False), "one skip factor a channel (D_has_hdim)"),
-        (not getattr(mixer, "rmsnorm", True), "no gated norm (rmsnorm=False)"),
         (getattr(mixer, "norm_before_gate", False), "its norm before the gate (norm_before_gate)"),
     ):
         if wrong:
             raise ModelError(f"the model's Mamba mixers have {what}, which a model description cannot express")
-    norm, (conv, _, conv_bias) = mixer.norm, conv_parameters(mixer)
-    width = norm.weight.shape[0]
+    norm, (conv, _, conv_bias) = getattr(mixer, "norm", None), conv_parameters(mixer)
+    width = 0 if norm is None else norm.weight.shape[0]
     return (
-        width // (norm.group_size or width),
-        float(norm.eps),
+        mixer.ngroups_local_tp if norm is None else width // (norm.group_size or width),
+        None if norm is None else float(norm.eps),
         int(mixer.d_conv),
         conv.get(conv_bias) is not None,
         getattr(mixer.in_proj, "bias", None) is not None,

@@ -24,12 +24,18 @@ def by_keys_of(wanted: Any, held: Mapping[str, Any]) -> Any:
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 
+    # a tensor that is saved in parts has their keys: its own, a dot and the part's name
+    present = {*held, *(key.rpartition(".")[0] for key in held)}
+    halves = any(".mamba_mixer." in key for key in held)
+
     def found(leaf: Any) -> Any:
         key = getattr(leaf, "key", None)
+        if key is not None and halves:
+            key = leaf.key = _of_falcon_h1(key)
         if key is None or key in held:
             return leaf
         for name in _spellings(key):
-            if name in held:
+            if name in present:
                 leaf.key = name
                 return leaf
             layer = re.fullmatch(r"(.*\blayers)\.(\d+)\.(.*)", name)
@@ -46,6 +52,15 @@ def _spellings(key: str) -> Iterator[str]:
         for given, other in ((module, part), (part, module)):
             if given in key:
                 yield key.replace(given, other)
+
+
+def _of_falcon_h1(key: str) -> str:
+    """The key in a checkpoint of Megatron-Bridge's FalconH1Model, whose layers are two of a MambaModel's."""
+    layer = re.fullmatch(r"(decoder\.layers)\.(\d+)\.(.*)", key)
+    if layer is None:
+        return key
+    name = re.sub(r"^(input_layernorm|self_attention\.linear_qkv\.layer_norm)[._]", "norm.", layer[3])
+    return f"{layer[1]}.{int(layer[2]) // 2}.{re.sub('^mixer', 'mamba_mixer', name)}"
 
 
 def _in_stack(leaf: Any, key: str, layer: int, num_layers: int) -> Any:

@@ -128,6 +128,8 @@ def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage:
     total = attends * (of.norm + of.qkv + of.proj) + of.num_mlps * (of.norm + of.mlp)
     total += of.num_moes * (of.norm + of.router + of.num_experts * of.expert + of.shared_experts)
     total += of.num_mixers * (of.norm + of.mixer)
+    if description.hybrid is not None:
+        total -= description.hybrid.pattern[begin:end].count("P") * of.norm  # one for both
     total -= sum(description.extensions.index_shared[begin:end]) * of.indexer
     if is_first:
         positions = description.max_sequence_length if description.position_embedding == "learned_absolute" else 0
@@ -151,9 +153,10 @@ def step_counter(description: ModelDescription, *, dtype: str, kv_element_bytes:
 
 
 def _symbols(description: ModelDescription, begin: int, end: int) -> str:
-    """megatron-core's symbols of these layers; one of a model that is no hybrid attends, then has an MLP or experts."""
+    """megatron-core's symbols of these layers; one of a model that is no hybrid attends, then has an MLP or experts. A
+    layer that attends and mixes side by side has both symbols."""
     if description.hybrid is not None:
-        return description.hybrid.pattern[begin:end]
+        return description.hybrid.pattern[begin:end].replace("P", "*M")
     layers = description.transformer
     has_experts = expert_layers(layers["num_layers"], layers.get("moe_layer_freq", 1))
     seconds = ["E" if layers.get("num_moe_experts") and one else "-" for one in has_experts[begin:end]]
@@ -167,6 +170,7 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
     biased, has_head_norms = _biased(description), bool(layers.get("qk_layernorm"))
 
     kind = "G" if description.hybrid is None else "M"  # of the recurrent layers
+    without = "" if description.hybrid is None or description.hybrid.gated_norm else "mixer.norm"
 
     def count(*modules: str) -> int:
         layouts = [(LAYOUTS[one], one in biased or LAYOUTS[one].bias in biased) for one in modules]
@@ -192,7 +196,9 @@ def _layer_parameters(description: ModelDescription, begin: int, end: int) -> La
         router=count("mlp.router", *latent),
         expert=count("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"),
         shared_experts=count(*shared),
-        mixer=count(*(one for one, layout in LAYOUTS.items() if layout.layers == kind and one != "norm")),
+        mixer=count(
+            *(one for one, layout in LAYOUTS.items() if kind in layout.layers and one not in ("norm", without))
+        ),
         num_mlps=symbols.count("-"),
         num_moes=symbols.count("E"),
         num_mixers=symbols.count(kind),

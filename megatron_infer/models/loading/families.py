@@ -93,6 +93,8 @@ class Pattern:
     attention: str = ""
     """The key of the indices of the layers that attend; the others are mixers."""
     allowed: str = "M*-E"
+    others: str = "M"
+    """The symbol of a layer of which no key says what it is."""
     two_blocks: bool = False
     """Whether a layer is two blocks: the named one, then an MLP or a mixture of experts."""
 
@@ -1485,6 +1487,17 @@ _TWO_BLOCK_MIXER = {
     "hybrid.projection_bias": Key("mamba_proj_bias", False, "flag"),
     **_LIMITS,
 }
+_PARALLEL_FACTORS = tuple(
+    f"extensions.{name}_multiplier"
+    for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+)
+
+
+def _falcon_width(v: Values) -> int:
+    """The width of Falcon-H1's mixers."""
+    return int(v["_widening"] * v["hidden_size"]) if v["_inner"] is None else int(v["_inner"])
+
+
 _BAMBA = Family(
     model_type="bamba",
     fields=_DECODER
@@ -1531,6 +1544,54 @@ _BAMBA = Family(
         ),
     ),
 )
+_UNBIASED = (None, False), "projections with biases are not mapped"
+_FALCON_H1 = Family(
+    model_type="falcon_h1",
+    fields={"_widening": Key("mamba_expand", 2, "positive"), "_inner": Key("mamba_d_ssm", 1024, "nullable")}
+    | {name: source for name, source in (_DECODER | _MIXER | _TWO_BLOCK_MIXER).items() if name != "_expand"}
+    | {name: Key(name.rpartition(".")[2], 1.0, "real", null=1.0) for name in _PARALLEL_FACTORS}
+    | {
+        "vocab_size": Key("vocab_size", 128000),
+        "num_query_groups": _kv_heads(8),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 8192),
+        "mamba_head_dim": Key("mamba_d_head", lambda v: _falcon_width(v) // v["mamba_num_heads"], "auto"),
+        "hybrid.gated_norm": Key("mamba_rms_norm", False, "flag"),
+        "_gates_last": Key("mamba_norm_before_gate", True, "flag"),
+        "extensions.ssm_multipliers": Key("ssm_multipliers", None, "any"),
+        "extensions.mlp_multipliers": Key("mlp_multipliers", None, "any"),
+    },
+    tensors=_BAMBA.tensors,
+    blocks_per_layer=2,
+    is_written=True,
+    written=_LIMITS_WRITTEN
+    | {
+        "num_hidden_layers": lambda v: v["num_layers"] // 2,
+        "mamba_d_ssm": lambda v: v["mamba_num_heads"] * v["mamba_head_dim"],
+        "mamba_norm_before_gate": lambda v: False,
+    },
+    rope=Rope(),
+    pattern=Pattern(allowed="P", others="P", two_blocks=True),
+    ignored_keys=(
+        *_HYBRID_IGNORED, "mamba_chunk_size", "layers_block_type", "layer_types", "mlp_expansion_factor",
+        "mamba_use_mlp", "attn_layer_indices",  # the modelling file reads neither: every layer has all three
+    ),
+    required={
+        "hidden_act": _SILU,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), _UNBIASED),
+        "sliding_window": ((None,), "the modelling file has no sliding windows"),
+    },
+    refusals=(
+        (
+            lambda v: v["hybrid.gated_norm"] and v["_gates_last"],
+            "mamba_norm_before_gate=True with mamba_rms_norm=True is not supported: the norm comes after the gate here",
+        ),
+        (
+            lambda v: v["mamba_num_heads"] * v["mamba_head_dim"] != _falcon_width(v),
+            "{mamba_num_heads} heads of {mamba_head_dim} are not the mixer's width (mamba_d_ssm or mamba_expand)",
+        ),
+    ),
+)  # fmt: skip
 _GRANITE_MOE_HYBRID = Family(
     model_type="granitemoehybrid",
     fields=_DECODER
@@ -1732,6 +1793,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE_HYBRID,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "BambaForCausalLM": _BAMBA,
+    "FalconH1ForCausalLM": _FALCON_H1,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "Mamba2ForCausalLM": _MAMBA2,
     "Phi3ForCausalLM": _PHI3,
@@ -1767,7 +1829,6 @@ REFUSED = {
     "ZambaForCausalLM": "its attention blocks are shared between layers and its mixers are Mamba-1",
     "JambaForCausalLM": "its mixers are Mamba-1",
     "MambaForCausalLM": "its mixers are Mamba-1",
-    "FalconH1ForCausalLM": "attention and mixer run side by side in one layer, which MambaModel does not do",
     "FalconMambaForCausalLM": "its mixers are Mamba-1",
 }
 """Architecture -> why it is refused."""

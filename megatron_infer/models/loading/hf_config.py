@@ -483,7 +483,7 @@ def _pattern(keys: Keys, rule: Pattern, values: Mapping[str, Any]) -> str:
     elif num_layers is None:
         raise ModelError(f"config.json: neither {rule.types[0]!r} nor {rule.text!r} says what each layer is")
     else:
-        symbols = "".join("*" if layer in attends else "M" for layer in range(num_layers))
+        symbols = "".join("*" if layer in attends else rule.others for layer in range(num_layers))
     if num_layers is not None and (len(symbols) != num_layers or not set(symbols) <= set(rule.allowed)):
         raise ModelError(f"config.json: {rule.types[0]} must say mamba or attention for each of {num_layers} layers")
     if not rule.two_blocks:

@@ -55,11 +55,14 @@ class HybridDescription:
     """A hybrid decoder: the kind of each layer, and the fields of its mixers that TransformerConfig does not have."""
 
     pattern: str
-    """megatron-core's symbol of each layer: M Mamba, * attention, - MLP, E mixture of experts."""
+    """megatron-core's symbol of each layer: M Mamba, * attention, - MLP, E mixture of experts; and P, which attends and
+    mixes side by side (`models.parallel_layer`)."""
     norm_groups: int
     """Groups of channels that the mixer's gated norm normalises separately, over all ranks."""
     norm_epsilon: float = 1e-5
     """The gated norm's; TransformerConfig has that of the other norms."""
+    gated_norm: bool = True
+    """Whether a mixer norms its gated result."""
     conv_width: int = 4
     conv_bias: bool = True
     projection_bias: bool = False

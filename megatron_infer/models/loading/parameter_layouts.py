@@ -53,7 +53,7 @@ _NORM = Layout(rows=("hidden",), cut="nothing")
 _FC1 = Layout(rows=("ffn",), columns=("hidden",), layers="-", gated=True, bias="fc1")
 _FC2 = Layout(rows=("hidden",), columns=("ffn",), cut="columns", layers="-", bias="fc2", scale="residual")
 _EXPERT = Layout(rows=(), layers="E", bias="experts")
-_PER_HEAD = Layout(rows=("mamba_heads",), layers="M")
+_PER_HEAD = Layout(rows=("mamba_heads",), layers="MP")
 _VOCABULARY = Layout(rows=("vocabulary",), columns=("hidden",), cut="vocabulary")
 LAYOUTS = {
     "embedding.word_embeddings": replace(_VOCABULARY, scale="embedding"),
@@ -61,35 +61,35 @@ LAYOUTS = {
     "decoder.final_layernorm": _NORM,
     "output_layer": replace(_VOCABULARY, scale="logits"),
     "norm": replace(_NORM, layers="M"),
-    "input_layernorm": replace(_NORM, layers="*"),
+    "input_layernorm": replace(_NORM, layers="*P"),
     "pre_mlp_layernorm": replace(_NORM, layers="-E"),
-    "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="whole heads", layers="*"),
-    "self_attention.k_layernorm": Layout(rows=("k_norm",), cut="whole heads", layers="*"),
+    "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="whole heads", layers="*P"),
+    "self_attention.k_layernorm": Layout(rows=("k_norm",), cut="whole heads", layers="*P"),
     "self_attention.linear_qkv": Layout(
-        rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*", bias="qkv"
+        rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*P", bias="qkv"
     ),
-    "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*"),
+    "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*P"),
     "self_attention.core_attention.indexer.linear_wq_b": Layout(
-        rows=("index_queries",), columns=("q_rank",), cut="nothing", layers="*"
+        rows=("index_queries",), columns=("q_rank",), cut="nothing", layers="*P"
     ),
     "self_attention.core_attention.indexer.linear_wk": Layout(
-        rows=("index_key",), columns=("hidden",), cut="nothing", layers="*"
+        rows=("index_key",), columns=("hidden",), cut="nothing", layers="*P"
     ),
-    "self_attention.core_attention.indexer.k_norm": Layout(rows=("index_key",), cut="nothing", layers="*"),
+    "self_attention.core_attention.indexer.k_norm": Layout(rows=("index_key",), cut="nothing", layers="*P"),
     "self_attention.core_attention.indexer.linear_weights_proj": Layout(
-        rows=("index_heads",), columns=("hidden",), cut="nothing", layers="*"
+        rows=("index_heads",), columns=("hidden",), cut="nothing", layers="*P"
     ),
     "self_attention.linear_proj": Layout(
-        rows=("hidden",), columns=("mixed",), cut="columns", layers="*", bias="proj", scale="residual"
+        rows=("hidden",), columns=("mixed",), cut="columns", layers="*P", bias="proj", scale="residual"
     ),
-    "self_attention.linear_proj.post_layernorm": replace(_NORM, layers="*"),
+    "self_attention.linear_proj.post_layernorm": replace(_NORM, layers="*P"),
     "mlp.linear_fc2.post_layernorm": replace(_NORM, layers="-"),
-    "self_attention.linear_q_proj": Layout(rows=("queries",), columns=("hidden",), layers="*"),
-    "self_attention.linear_q_down_proj": Layout(rows=("q_rank",), columns=("hidden",), layers="*"),
-    "self_attention.linear_q_up_proj": Layout(rows=("queries",), columns=("q_rank",), layers="*"),
-    "self_attention.linear_kv_down_proj": Layout(rows=("kv_down",), columns=("hidden",), layers="*"),
-    "self_attention.kv_layernorm": Layout(rows=("kv_rank",), cut="nothing", layers="*"),
-    "self_attention.linear_kv_up_proj": Layout(rows=("kv_up",), columns=("kv_rank",), layers="*"),
+    "self_attention.linear_q_proj": Layout(rows=("queries",), columns=("hidden",), layers="*P"),
+    "self_attention.linear_q_down_proj": Layout(rows=("q_rank",), columns=("hidden",), layers="*P"),
+    "self_attention.linear_q_up_proj": Layout(rows=("queries",), columns=("q_rank",), layers="*P"),
+    "self_attention.linear_kv_down_proj": Layout(rows=("kv_down",), columns=("hidden",), layers="*P"),
+    "self_attention.kv_layernorm": Layout(rows=("kv_rank",), cut="nothing", layers="*P"),
+    "self_attention.linear_kv_up_proj": Layout(rows=("kv_up",), columns=("kv_rank",), layers="*P"),
     "mlp.linear_fc1": _FC1,
     "mlp.linear_fc2": _FC2,
     "mlp.router": Layout(rows=("experts",), columns=("hidden",), cut="nothing", layers="E", bias="router"),
@@ -119,14 +119,14 @@ LAYOUTS = {
     "self_attention.out_proj": Layout(rows=("hidden",), columns=("delta_values",), cut="columns", layers="G"),
     # in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds.
     "mixer.in_proj": Layout(
-        rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="M"
+        rows=("inner", "inner", "states", "states", "mamba_heads"), columns=("hidden",), layers="MP"
     ),
-    "mixer.conv1d": Layout(rows=("inner", "states", "states"), columns=("one", "taps"), layers="M"),
+    "mixer.conv1d": Layout(rows=("inner", "states", "states"), columns=("one", "taps"), layers="MP"),
     "mixer.dt_bias": _PER_HEAD,
     "mixer.A_log": _PER_HEAD,
     "mixer.D": _PER_HEAD,
-    "mixer.norm": Layout(rows=("inner",), layers="M"),
-    "mixer.out_proj": Layout(rows=("hidden",), columns=("inner",), cut="columns", layers="M", scale="residual"),
+    "mixer.norm": Layout(rows=("inner",), layers="MP"),
+    "mixer.out_proj": Layout(rows=("hidden",), columns=("inner",), cut="columns", layers="MP", scale="residual"),
 }
 """megatron-core's module or bare parameter -> its layout. `Family.tensors` has the names in files."""
 
@@ -181,7 +181,7 @@ def check_split(description: ModelDescription, *, tensor: int, expert: int = 1, 
     expert, expert_tensor: expert-parallel ranks, and ranks that each expert is split over.
     """
     layers, hybrid = description.transformer, description.hybrid
-    symbols = "*-G" if hybrid is None else hybrid.pattern
+    symbols = "*-G" if hybrid is None else hybrid.pattern.replace("P", "*M")
     dense = {
         "*": ("num_attention_heads", "num_query_groups"),
         "-": ("ffn_hidden_size",),
@@ -197,7 +197,7 @@ def check_split(description: ModelDescription, *, tensor: int, expert: int = 1, 
         # ranks may share kv heads, where each rank has one
         if count and count % ranks and not (key == "num_query_groups" and ranks % count == 0):
             raise ModelError(f"{description.name}: {key} {count} cannot be split over {ranks} {kind} ranks")
-    if hybrid is not None and tensor > 1 and hybrid.norm_groups % tensor:
+    if hybrid is not None and hybrid.gated_norm and tensor > 1 and hybrid.norm_groups % tensor:
         raise ModelError(
             f"{description.name}: the gated norm runs over {hybrid.norm_groups} groups of channels, "
             f"which cannot be split over {tensor} tensor-parallel ranks"

@@ -196,7 +196,8 @@ def whole_name(name: str) -> str:
     found = _LAYER.fullmatch(name)
     if found is None:
         return name
-    part = _ALIASES.get(found[2], found[2])
+    part = re.sub(r"^mamba_mixer\.", "mixer.", found[2])  # Megatron-Bridge's Falcon-H1
+    part = _ALIASES.get(part, part)
     grouped = _GROUPED_EXPERT.fullmatch(part)
     if grouped is not None:
         part = f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
@@ -296,7 +297,8 @@ def _parts(model: Any, name: str, whole: str, length: int) -> Sequence[int]:
     if whole.endswith((".linear_fc1", ".linear_fc1.weight", ".linear_fc1.bias")) and model.config.gated_linear_unit:
         return length // 2, length // 2
     if whole.endswith(".mixer.in_proj") or ".mixer.in_proj." in whole or ".mixer.conv1d." in whole:
-        mixer = model.decoder.layers[int(name.split(".")[2])].mixer
+        layer = model.decoder.layers[int(name.split(".")[2])]
+        mixer = getattr(layer, "mixer", None) or layer.mamba_mixer
         state = mixer.ngroups_local_tp * mixer.d_state
         channels = (mixer.d_inner_local_tp, state, state)
         parts = channels if ".conv1d." in whole else (mixer.d_inner_local_tp, *channels, mixer.nheads_local_tp)

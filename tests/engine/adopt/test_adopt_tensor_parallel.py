@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import start_ranks
-from model_kinds import SOFTCAPPED
+from model_kinds import PARALLEL, SOFTCAPPED
 
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.extensions import Extensions, extensions_of
@@ -32,6 +32,7 @@ MODELS = {
     ),
     "groups": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),
     "delta": tiny_delta,
+    "parallel": functools.partial(tiny_hybrid, "P-P-", **PARALLEL),
     "gated": functools.partial(tiny_gpt, attention_output_gate=True),
     "norm_over_two_groups_each": functools.partial(tiny_hybrid, "MM", mamba_num_groups=4, norm_groups=2),
 }

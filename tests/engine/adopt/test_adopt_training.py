@@ -8,7 +8,7 @@ import functools
 import paged_step
 import pytest
 import torch
-from model_kinds import LATENT, SOFTCAPPED
+from model_kinds import LATENT, PARALLEL, SOFTCAPPED
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models import mcore_compat as mcore
@@ -58,6 +58,7 @@ def latent_gpt():
 
 MODELS = {name: functools.partial(tiny_gpt, spec=unpaged_spec, **settings) for name, settings in GPT.items()} | {
     "delta": tiny_delta,
+    "parallel": functools.partial(tiny_hybrid, "P-P-", **PARALLEL),
     "latent": latent_gpt,
     "mamba": functools.partial(tiny_hybrid, "MMM"),
     "hybrid": functools.partial(tiny_hybrid, "M*-M", position_embedding_type="rope"),

@@ -65,6 +65,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta bf16": ("delta", {**EXPERTS, **BF16}),
     "latent": ("latent", {}),
     "latent bf16": ("latent", {**EXPERTS, **SIGMOID, **BF16, "q_lora_rank": None}),
+    "parallel": ("parallel", {}),
+    "parallel bf16": ("parallel", BF16),
 }
 """Kind, and what its model is built with."""
 make_engine = partial(engines.make_engine, max_sequence_length=256, batch_invariant=True)

@@ -65,6 +65,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 delta": ("delta", {**EXPERTS, **GATED, **BF16}),
     "fp32 latent": ("latent", {}),
     "bf16 latent": ("latent", BF16),
+    "fp32 parallel": ("parallel", {}),
+    "bf16 parallel": ("parallel", BF16),
 }
 """Kind, and what its model is built with."""
 

@@ -81,7 +81,7 @@ def test_state_config_of_a_live_model_is_its_own(model):
     config = MambaInferenceStateConfig.from_model(torch.nn.ModuleDict({"module": model}))
     state = engines.make_engine(model).shape.state
     assert (config.mamba_conv_states_shape, config.mamba_ssm_states_shape) == (state.conv_shape, state.ssm_shape)
-    assert sum(symbol in "MG" for symbol in config.layer_type_list) == state.num_layers
+    assert sum(symbol in "MGP" for symbol in config.layer_type_list) == state.num_layers
     assert MambaInferenceStateConfig.from_model(make_model("attention")) is None
     chosen = dataclasses.replace(config, ssm_states_dtype="bfloat16")
     store = inspect(engines.make_engine(model, mamba_inference_state_config=chosen)).runner.store
