@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def attach_lora(
     dropout: float = 0.0,
     rslora: bool = False,
     seed: int = 0,
+    description: ModelDescription | None = None,
 ) -> AttachedLoRA:
     """Put a pair of low-rank factors on each target of a live model and freeze everything else, in place.
 
@@ -54,13 +56,15 @@ def attach_lora(
     optimizer are built, on every rank. targets: ends of megatron-core's names: linear_qkv, linear_proj, linear_fc1,
     linear_fc2 (of shared experts too), in_proj, out_proj; routed experts have no pairs. dropout: of a pair's input, in
     training only. rslora: scale alpha / sqrt(rank) in the place of alpha / rank. seed: of the first values, which are
-    PEFT's (a uniform, b zero) and the same in every parallel layout.
+    PEFT's (a uniform, b zero) and the same in every parallel layout. description: the base model's, by whose family
+    `save` names the linears; None: that of the source of `build_model`, or else the model's own with Llama's names.
     Raises ConfigError and AdoptionError with nothing changed.
     """
     _check(rank, alpha, dropout, targets)
     live = _bare(model)
     unpack_weights(live, for_good=True)
     names = _targets(live, targets)
+    _check_names(live, names, description)
     linears = {path: live.get_submodule(name) for path, name in names.items()}
     scale = scale_of(float(alpha), rank, rslora=rslora)
     groups = live.config.num_query_groups or 1
@@ -71,7 +75,7 @@ def attach_lora(
         pairs[path] = LinearLoRA(linear, rank=rank, scale=scale, dropout=float(dropout), sections=sections)
         share = true_share if path.endswith(".linear_proj") else 1.0
         _initialise(pairs[path], path, linear.tp_group, seed, share)
-    return AttachedLoRA(live, linears, pairs, rank=rank, alpha=float(alpha), rslora=rslora)
+    return AttachedLoRA(live, linears, pairs, rank=rank, alpha=float(alpha), rslora=rslora, description=description)
 
 
 class AttachedLoRA:
@@ -86,8 +90,10 @@ class AttachedLoRA:
         rank: int,
         alpha: float,
         rslora: bool,
+        description: ModelDescription | None = None,
     ) -> None:
         """linears, pairs: by path in the whole model; of this rank."""
+        self._description = description
         self.model, self._linears, self._pairs = model, dict(linears), dict(pairs)
         self.alpha, self.rank, self.scale, self._rslora = alpha, rank, scale_of(alpha, rank, rslora=rslora), rslora
         self._merged: dict[str, Tensor] = {}
@@ -177,13 +183,12 @@ class AttachedLoRA:
         """Write a PEFT directory, which vLLM and transformers read too. Collective; the first rank of the first
         data-parallel replica writes, and its ModelError is one of all ranks of that replica.
 
-        description: the base model's, whose family names the linears; None: that of the source of `build_model`, or
-        else the model's own with Llama's names. base: name of the base model in the file.
+        description: see `attach_lora`, which may have been given it. base: name of the base model in the file.
         """
         adapter, groups, failure = self.to_adapter(), self.model.pg_collection, ""
         if not any(group_rank(getattr(groups, name, None)) for name in ("tp", "pp", "dp_cp")):
             try:
-                linears = AdaptedLinears.of(self.model, description=description)
+                linears = AdaptedLinears.of(self.model, description=description or self._description)
                 write_adapter(directory, adapter, linears, alpha=self.alpha, rslora=self._rslora, base=base)
             except ModelError as error:
                 failure = str(error)
@@ -300,6 +305,18 @@ def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:
     if not found and live.pre_process and live.post_process:
         raise ConfigError(f"targets {', '.join(targets)}: no layer has such a linear outside of its routed experts")
     return found
+
+
+def _check_names(live: Any, names: Mapping[str, str], description: ModelDescription | None) -> None:
+    """Raise ConfigError for a linear that `AttachedLoRA.save` could not name; warn where it needs a description."""
+    remedy = "give attach_lora() the base model's description: open_source(directory).config()"
+    try:
+        known = AdaptedLinears.of(live, description=description).by_path
+    except ModelError as error:
+        warnings.warn(f"save() of the adapter would fail: {error}; {remedy}", stacklevel=3)
+        return
+    if unnamed := [path for path in names if path not in known]:
+        raise ConfigError(f"{unnamed[0]}: no Hugging Face name is known for it, which save() needs; {remedy}")
 
 
 @torch.no_grad()

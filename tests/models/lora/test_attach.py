@@ -78,6 +78,26 @@ def test_a_saved_adapter_is_the_trained_one_in_peft(kind, tmp_path):
     assert (got - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
 
 
+def test_pairs_of_shared_experts_without_a_name_are_refused_before_they_train(tmp_path):
+    """A live model's own description has Llama's names, which has no experts."""
+    peft = pytest.importorskip("peft")
+    model = built(tmp_path, "qwen2_moe")
+    description = model.source_description
+    del model.source_description
+    with pytest.raises(ConfigError, match=r"shared_experts\.linear_fc1: no Hugging Face name is known"):
+        attach_lora(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for targets, given in ((["linear_qkv", "linear_proj"], None), (TARGETS[:4], description)):
+        adapter = attach_lora(model, rank=4, targets=targets, description=given)
+        randomise(adapter)
+        adapter.save(tmp_path / "out")
+        got = full_logits(model, IDS[0].tolist())
+        wrapped = peft.PeftModel.from_pretrained(random_model("qwen2_moe"), tmp_path / "out").eval()
+        expected = logits_of(wrapped, IDS[0].tolist())
+        assert (got - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+        adapter.detach()
+
+
 @pytest.mark.parametrize(
     ("how", "match"),
     [
