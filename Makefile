@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | census | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | frameworks | census | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -36,7 +36,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install load-tools census census-packages demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
+.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -56,6 +56,22 @@ $(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
 	$(PYTHON) -m venv $(VENV)/load
 	$(VENV)/load/bin/python -m pip install -q "$(TORCH_SPEC)" -r requirements/load.txt 2>/dev/null \
 		|| $(VENV)/load/bin/python -m pip install -q --extra-index-url $(TORCH_INDEX) "$(TORCH_SPEC)" -r requirements/load.txt
+	@touch $@
+
+# Each framework in an environment of its own, on top of this one: requirements/frameworks-NAME.txt, installed without
+# dependencies, and the tests that run the framework's own code, tests/rl/test_framework_NAME.py.
+FRAMEWORKS ?= $(patsubst requirements/frameworks-%.txt,%,$(wildcard requirements/frameworks-*.txt))
+
+frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/.installed)
+	for name in $(FRAMEWORKS); do \
+		$(TEST_ENV) $(VENV)/frameworks/$$name/bin/python -m pytest -q -n0 -m "" tests/rl/test_framework_$$name.py || exit 1; \
+	done
+
+$(VENV)/frameworks/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-deps -r $<
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	@touch $@
 
 # What tools/census.py builds models by: Megatron-Bridge and a megatron-core that it works with, in a folder of their own.

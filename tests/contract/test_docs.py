@@ -95,7 +95,12 @@ def missing_names(text: str) -> list[str]:
             try:
                 found = importlib.import_module(".".join(parts))
                 break
-            except ModuleNotFoundError:
+            except ModuleNotFoundError as error:
+                if str(error.name).partition(".")[0] != "megatron_infer":  # of a framework that is not installed
+                    stem = "/".join(parts)
+                    attributes = [] if {f"{stem}.py", f"{stem}/__init__.py"} & set(files()) else [parts[-1]]
+                    found = None
+                    break
                 attributes.insert(0, parts.pop())
         if attributes and not hasattr(found, attributes[0]):
             wrong.append(name)

@@ -32,6 +32,7 @@ NOT_RUN = {
     "megatron-infer serve smollm2 --coordinator tcp://127.0.0.1:5757": "the coordinator of another page",
     "torchrun --nnodes 2": "two hosts; tests/distributed/test_agents.py has them",
     "from trl import GRPOTrainer": "TRL and a data set; tests/rl/test_framework_trl.py runs it with TRL",
+    "python -m verl.trainer.main_ppo": "verl and data; tests/rl/test_framework_verl.py runs it with verl",
     "from trl.experimental.async_grpo import AsyncGRPOTrainer": "TRL, a data set and flash-attn",
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/distributed/test_ray.py runs it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; test_ray.py runs it likewise",
