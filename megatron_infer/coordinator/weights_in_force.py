@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+AS_BYTES = ("write_weights", "receive_weights")
+"""Commands whose tensors cannot be read again."""
 Source = tuple[str, str]
 """A path, and the fingerprint of its files when they were read (`weight_paths.fingerprint`)."""
 
@@ -55,13 +57,13 @@ class WeightsInForce:
 
     def record(self, command: str, args: Mapping[str, Any], value: Any, stamp: float) -> None:
         """A weight command was carried out. value: of a replica that did."""
-        if command in ("begin_weights", "load_weights", "write_weights") and not self.is_open:
+        if command in ("begin_weights", "load_weights", *AS_BYTES) and not self.is_open:
             self.is_open = True
             self._sources = ()
         if command == "load_weights" and self._sources is not None:
             files = value.get("files") if isinstance(value, dict) else None
             self._sources = None if not isinstance(files, str) else (*self._sources, (str(args["path"]), files))
-        elif command == "write_weights":
+        elif command in AS_BYTES:
             self._sources = None
         elif command == "finish_weights":
             self.before = self.if_cancelled

@@ -119,6 +119,29 @@ class WeightCommands(Protocol):
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> Any:
         """Write a piece of one tensor of the whole model; all its pieces in order, before those of the next tensor."""
 
+    def join_weight_group(self, name: str, where: dict[str, Any], num_ranks: int) -> Any:
+        """Become a member of a group in which a trainer broadcasts weights; a group of that name is left before.
+
+        where: fields of `rl.trainer_group.GroupAddress`. num_ranks: ranks of all engines together.
+        """
+
+    def leave_weight_group(self, name: str) -> Any:
+        """Leave a group; nothing happens where there is none of that name."""
+
+    def receive_weights(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        buffer_bytes: int | None = None,
+    ) -> Any:
+        """Write tensors of the whole model that a trainer broadcasts in a group, in this order. An error ends the
+        membership in the group.
+
+        buffer_bytes: None: one broadcast for each tensor. Else they are packed (`rl.trainer_group.tensors`).
+        """
+
     def finish_weights(self, version: int, running: str = "keep") -> Any:
         """The engine has the new weights; `cancel_weights` can still restore the old ones."""
 
@@ -243,6 +266,9 @@ _ROWS = (
     _row(WeightCommands.load_weights, Group.WEIGHTS, within_update=True),
     _row(WeightCommands.begin_weights, Group.WEIGHTS, within_update=True),
     _row(WeightCommands.write_weights, Group.WEIGHTS, within_update=True),
+    _row(WeightCommands.join_weight_group, Group.WEIGHTS),
+    _row(WeightCommands.leave_weight_group, Group.WEIGHTS),
+    _row(WeightCommands.receive_weights, Group.WEIGHTS, within_update=True),
     _row(WeightCommands.finish_weights, Group.WEIGHTS, within_update=True),
     _row(WeightCommands.settle_weights, Group.WEIGHTS, ends_another=True),
     _row(WeightCommands.cancel_weights, Group.WEIGHTS, ends_another=True),

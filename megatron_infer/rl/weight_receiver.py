@@ -2,7 +2,8 @@
 
     load_weights(path)                                    finish_weights(version) -> settle_weights()
     begin_weights(), write_weights(a piece) ...           cancel_weights(): as it was before, also after a finish
-    restore_weights(sources, version)                     a whole update of before, for an engine that has missed it
+    join_weight_group(name), receive_weights(name) ...    restore_weights(sources, version): a whole update of before,
+                                                          for an engine that has missed it
 
 `load_weights` reads below `weights_root` only, an option of the process; without one it reads nothing.
 An update can be cancelled until `settle_weights`, so that a controller of several replicas finishes it on all or on
@@ -32,6 +33,7 @@ from megatron_infer.rl.updates import WeightUpdate, as_source
 from megatron_infer.rl.updates.digest import checksum_of, model_digests
 from megatron_infer.rl.updates.sources import LazyTensors, StreamSource
 from megatron_infer.rl.updates.target import UpdateTarget
+from megatron_infer.rl.weight_groups import EngineGroups
 
 CALL = "weights()"
 MAX_NAMES = 8
@@ -86,6 +88,7 @@ class WeightReceiver:
         self._update: WeightUpdate | None = None
         self._partial: _PartialTensor | None = None
         self._snapshot: dict[str, int] | None = None
+        self._groups = EngineGroups(engine)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The commands of `Group.WEIGHTS`, by name."""
@@ -188,6 +191,28 @@ class WeightReceiver:
             return None
         self._partial = None
         return partial_tensor.tensor
+
+    def join_weight_group(self, name: str, where: dict[str, Any], num_ranks: int) -> None:
+        self._groups.join(name, where, num_ranks)
+
+    def leave_weight_group(self, name: str) -> None:
+        self._groups.leave(name)
+
+    def receive_weights(
+        self,
+        group: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        buffer_bytes: int | None = None,
+    ) -> None:
+        update = self._open_update("receive_weights")
+        receive = partial(self._groups.receive_into, update, group, names, dtypes, shapes, buffer_bytes)
+        try:
+            update.check(receive)
+        except InferenceError:
+            self._groups.leave(group)
+            raise
 
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, Any]:
         update = self._open_update("finish_weights")

@@ -57,6 +57,9 @@ class ServerConfig:
     lora_root: str | None = option(None, is_common=True)
     """Directory below which LoRA adapters may be loaded over HTTP (/v1/load_lora_adapter), also without control. Needs
     an API key beyond loopback. None: none is loaded over HTTP."""
+    trainer_host: tuple[str, ...] = ()
+    """Where the engines may meet a trainer that broadcasts weights: names, addresses or networks (10.0.0.0/8), besides
+    the address that asks for the group. Only with control."""
     max_weight_bytes: int = option(512 << 20, least=1)
     """Most bytes in one body of new weights; send a larger update in several."""
     strict_fields: bool = False
@@ -167,6 +170,11 @@ class ServerConfig:
                 raise ConfigError(
                     f"allow_origin is {origin!r}; an origin is like https://app.example:8443, without a path"
                 )
+        for host in self.trainer_host:
+            try:
+                ipaddress.ip_network(host if "/" in host else "0.0.0.0")
+            except ValueError as error:
+                raise ConfigError(f"trainer_host: {error}") from None
         if self.otlp_traces_endpoint is not None:
             object.__setattr__(self, "otlp_traces_endpoint", _traces_url(self.otlp_traces_endpoint))
         if self.weights_root is not None and not Path(self.weights_root).is_dir():

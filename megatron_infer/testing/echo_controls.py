@@ -28,6 +28,7 @@ class EchoControls:
         self.num_requeued = 0
         self.torn = False
         """A weight update is in progress or has ended half-way."""
+        self.weight_groups: set[str] = set()
         self._abort_all = abort_all
         self._lifecycle = Lifecycle()
         self._returns_to = EngineState.RUNNING
@@ -123,6 +124,28 @@ class EchoControls:
         self._require_update("write_weights")
         self._fault("write_weights")
         self._hash.update(f"{name} {dtype} {shape} {offset}".encode() + data)
+
+    def join_weight_group(self, name: str, where: dict[str, Any], num_ranks: int) -> None:
+        """There is no trainer: the tensors that come are their names."""
+        self._fault("join_weight_group")
+        self.weight_groups.add(name)
+
+    def leave_weight_group(self, name: str) -> None:
+        self.weight_groups.discard(name)
+
+    def receive_weights(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        buffer_bytes: int | None = None,
+    ) -> None:
+        self._require_update("receive_weights")
+        self._fault("receive_weights")
+        if group not in self.weight_groups:
+            raise WeightUpdateError(f"there is no group {group!r}")
+        self._hash.update(f"{names} {dtypes} {shapes} {buffer_bytes}".encode())
 
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, int]:
         self._require_update("finish_weights")

@@ -174,6 +174,8 @@ def test_a_command_is_carried_out_with_the_parameters_of_the_table(name):
 
 ADAPTER = {"lora_name": "a", "lora_path": "adapter"}
 DIFFERS = {"lora_name": "differs", "lora_path": "adapter"}
+JOIN = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g"}
+TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
 CALLS = (
     ("/pause", None, {"pause"}),
     ("/resume", None, {"unpause"}),
@@ -182,8 +184,11 @@ CALLS = (
     ("/update_weight_version", {"new_version": "2"}, {"set_weight_version"}),
     ("/reset_prefix_cache", None, {"reset_prefix_cache"}),
     ("/start_profile", None, {"profile"}),
+    ("/init_weights_update_group", JOIN, {"join_weight_group"}),
     ("/start_weight_update", None, {"begin_weights"}),
     ("/update_weights", safetensors(**WEIGHTS), {"write_weights"}),
+    ("/update_weights_from_distributed", TENSORS, {"receive_weights"}),
+    ("/destroy_weights_update_group", {"group_name": "g"}, {"leave_weight_group"}),
     ("/cancel_weight_update", None, {"cancel_weights"}),
     ("/update_weights_from_disk", {"model_path": "step1"}, {"load_weights", "finish_weights", "settle_weights"}),
     ("/weights_checker", {"action": "checksum"}, {"check_weights"}),

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import base64
+
 import httpx
 import pytest
-from control_case import NAMES, STATES, call, enter_state, get, put_weights, serving_with_control, state_of
+from control_case import (
+    NAMES,
+    STATES,
+    WEIGHTS,
+    call,
+    enter_state,
+    get,
+    put_weights,
+    safetensors,
+    serving_with_control,
+    state_of,
+)
 from server_case import serving
 
 from megatron_infer.coordinator.protocol import Answer
-from megatron_infer.server.control import fanout, sglang_routes, vllm_routes
-from megatron_infer.server.control.sglang_routes import CHANNELS
+from megatron_infer.server.control import fanout, sglang_routes, vllm_routes, weight_group_routes
 from megatron_infer.testing.echo import EchoEngine
 
+GROUP = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g"}
+TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
+IN_BODY = {"serialized_named_tensors": [base64.b64encode(safetensors(**WEIGHTS)).decode()]}
+PUBLISHED = {"source_dir": ".", "local_checkpoint_dir": "/local", "target_version": 1}
+SLEEP = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}}
+WAKE = {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": ["kv_cache"]}}
 SHORT = {"max_new_tokens": 1, "temperature": 0}
 WAITS = 0
 """No answer yet: the request is queued until the engines go on."""
@@ -21,6 +39,9 @@ AT_ALL = (200, 200, 200, 200, 409, 409)
 WHOLE = (200, 200, 200, 409, 409, 200)
 BRACKET = (409, 409, 409, 409, 200, 409)
 VERSIONS = (200, 200, 200, 409, 409, 409)
+JOINS = (200, 200, 200, 200, 409, 200)
+RECEIVES = (409, 200, 409, 409, 400, 200)
+"""In UPDATING no engine has joined."""
 DRAWS = (200, WAITS, 503, 503, WAITS, WAITS)
 
 TABLE = [
@@ -66,6 +87,17 @@ TABLE = [
     ("POST", "/resume_memory_occupation", {"tags": ["weights"]}, (409, 409, 409, 200, 409, 409)),
     ("POST", "/update_weights_from_disk", {"model_path": "step1"}, WHOLE),
     ("POST", "/update_weight_version", {"new_version": "step-200", "abort_all_requests": True}, VERSIONS),
+    ("POST", "/init_weights_update_group", GROUP, JOINS),
+    ("POST", "/areal_init_weights_update_group", GROUP, JOINS),
+    ("POST", "/update_weights_from_distributed", TENSORS, RECEIVES),
+    ("POST", "/areal_init_weights_update_group", GROUP, JOINS),
+    ("POST", "/areal_set_update_weight_meta", TENSORS, ALWAYS),
+    ("POST", "/areal_update_weights_xccl", {}, RECEIVES),
+    ("POST", "/update_weights_from_tensor", IN_BODY, (409, 200, 409, 409, 200, 200)),
+    ("POST", "/destroy_weights_update_group", {"group_name": "g"}, ALWAYS),
+    ("POST", "/pull_weights", PUBLISHED, ALWAYS),
+    ("POST", "/collective_rpc", SLEEP, AT_ALL),
+    ("POST", "/collective_rpc", WAKE, (409, 409, 200, 200, 409, 409)),
     ("GET", "/get_weight_version", None, ALWAYS),
     ("POST", "/weight_checker", {"action": "checksum"}, WHOLE),
     ("POST", "/shutdown_weight_transfer_engine", None, ALWAYS),
@@ -111,8 +143,8 @@ def answer(case, method, path, body, *, timeout):
     ids=STATES,
 )
 def test_every_route_answers_as_in_the_table(place, tmp_path):
-    path = put_weights(tmp_path)
-    wrong = []
+    path, wrong = put_weights(tmp_path), []
+    put_weights(tmp_path, "weight_v000001")
     with serving_with_control(EchoEngine(), EchoEngine(), weights_root=str(tmp_path)) as case:
         for method, route, body, expected in TABLE:
             enter_state(case, STATES[place], path)
@@ -161,20 +193,23 @@ def test_table_has_every_route_of_control():
     listed |= {("POST", path) for path in ("/start_profile", "/stop_profile")}  # test_control_engine.py
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
     listed |= {("POST", path) for path in adapters}  # tests/models/lora/test_serve.py
-    refused = {("POST", path) for path in (*CHANNELS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)}
+    refused = {
+        ("POST", path)
+        for path in (*weight_group_routes.NO_ADAPTERS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)
+    }
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 
 
 def test_refusal_of_an_unserved_control_names_what_is_served():
     with serving_with_control() as case:
-        for path in CHANNELS:
-            assert "/update_weights_from_disk" in call(case, path, {"names": ["a"]}, expected=501)["error"]["message"]
+        for path in weight_group_routes.NO_ADAPTERS:
+            assert "--lora-root" in call(case, path, {"names": ["a"]}, expected=501)["error"]["message"]
         for path, reason in (sglang_routes.NOT_SERVED | vllm_routes.NOT_SERVED).items():
             error = call(case, path, expected=501)["error"]
             assert error["code"] == "not_served" and reason in error["message"]
-        for info in ({"backend": "nccl"}, {"master_address": "10.0.0.1", "master_port": 1, "world_size": 2}):
+        for name, info in (("nccl", {"backend": "nccl"}), ("handles", {"backend": "disk", "handles": 1})):
             error = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
-            assert ("nccl" in error["message"] or "master_address" in error["message"]) and "disk" in error["message"]
+            assert name in error["message"] and "disk" in error["message"] and "master_address" in error["message"]
         assert state_of(case) == "SERVING"
 
 

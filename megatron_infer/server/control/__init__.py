@@ -18,9 +18,11 @@ from megatron_infer.server.control import (
     trl_routes,
     vllm_generate,
     vllm_routes,
+    weight_group_routes,
 )
 from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.control.trainer_groups import TrainerGroups
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
@@ -32,10 +34,12 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     """Every control route; without `ServerConfig.control` the server only knows their paths."""
     machine, control_routes = ControlMachine(client, max_waiting=settings.max_queue), ControlRoutes(routes, settings)
     updates = WeightUpdates(machine)
+    groups = TrainerGroups(machine, updates, settings.trainer_host)
     if settings.control:
         client.admission_hooks.append(machine.admit)
     adapter_routes.register(control_routes, machine)
-    vllm_routes.register(control_routes, machine, updates)
+    vllm_routes.register(control_routes, machine, updates, groups)
+    weight_group_routes.register(control_routes, machine, updates, groups)
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)
     profile_routes.register(control_routes, machine)

@@ -8,7 +8,6 @@ from typing import Any
 from megatron_infer import __version__
 from megatron_infer.server.control.control_routes import ControlRoutes, query_text
 from megatron_infer.server.control.state_machine import ControlMachine
-from megatron_infer.server.control.vllm_routes import ranks_of
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import bad_request
 
@@ -42,9 +41,9 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
 def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
     client = machine.client
     replicas = client.replicas
-    ranks = ranks_of(replicas)
+    ranks = machine.ranks
     model = client.model_names[0]
-    backends = ["disk", "http"] if reads_files else ["http"]
+    backends = [*(["disk"] if reads_files else []), "http", "broadcast"]
     dtype = next((replica["dtype"] for replica in replicas if replica["dtype"]), None)
     return {
         "server": "megatron-infer",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.server.body_types import Body
@@ -17,6 +20,7 @@ from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.utils.json_file import read_json
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (KV_CACHE,), "cuda_graph": (GRAPHS,)}
 PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "retract"}
@@ -75,6 +79,14 @@ class DiskBody(Body, kw_only=True):
     abort_all_requests: bool | None = None
 
 
+class PullBody(Body, kw_only=True):
+    source_dir: str
+    """Where a trainer publishes whole checkpoints as weight_v000001, ..., below --weights-root."""
+    local_checkpoint_dir: str
+    """What /update_weights_from_disk calls the version afterwards; nothing is copied there."""
+    target_version: Annotated[int, Meta(ge=1, le=10**9)]
+
+
 class CheckerBody(Body):
     action: str | None = None
     """None: checksum."""
@@ -102,7 +114,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         add(method, "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
         checker: dict[str, Any] = {"body": CheckerBody, "fields": CHECKER_FIELDS}
         add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
-    resume = replying(routes.reply, "Generation continued successfully.", machine.resume)
+    resume = replying(routes.reply, "Generation continued successfully.", routes.resume)
     resuming: dict[str, Any] = {"body": ContinueBody, "fields": CONTINUE_FIELDS}
     load: dict[str, Any] = {"body": DiskBody, "fields": DISK_FIELDS, "optional_body": False}
     for prefix, weights in (("/", "update_weights_from_disk"), ("/areal_", "update_weights")):
@@ -114,29 +126,19 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     begin = replying(routes.reply, "The weight update has begun.", updates.start)
     beginning: dict[str, Any] = {"body": BeginUpdateBody, "fields": UPDATE_FIELDS}
     add("POST", "/begin_weight_update", begin, "Begin a weight update", **beginning)
+    pulling: dict[str, Any] = {"body": PullBody, "optional_body": False}
+    add("POST", "/pull_weights", routes.pull, "Choose a version that a trainer has published", **pulling)
     add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
-    control_routes.add_not_served(dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)
+    control_routes.add_not_served(NOT_SERVED)
 
 
-NO_CHANNEL = (
-    "there is no channel of tensors to other processes; take /update_weights_from_disk, or send safetensors bytes to "
-    "/update_weights"
-)
-CHANNELS = (
-    *(f"/update_weights_from_{name}" for name in ("tensor", "distributed", "ipc")),
-    *(f"/{verb}_weights_update_group" for verb in ("init", "destroy")),
-    "/pull_weights",
-    "/areal_init_weights_update_group",
-    "/areal_set_update_weight_meta",
-    "/areal_update_weights_xccl",
-)
-"""Routes of SGLang, slime and AReaL that bring weights through a channel between processes."""
 NOT_SERVED = {
+    "/update_weights_from_ipc": "memory of another process is not mapped; /init_weights_update_group brings tensors",
     "/post_process_weights": "derived copies of the weights are made again when an update is finished",
     "/get_weights_by_name": "weights are not sent out; /weights_checker has their checksum",
     "/slow_down": "engines are not slowed down; /pause_generation stops them",
 }
-"""Further routes that are answered with 501 -> why."""
+"""Routes that are answered with 501 -> why."""
 
 
 class SglangRoutes:
@@ -144,6 +146,8 @@ class SglangRoutes:
 
     def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
         self._machine, self._updates, self._settings = machine, updates, settings
+        self._pulled: dict[str, str] = {}
+        """local_checkpoint_dir -> the published version that it stands for; one at a time."""
 
     def reply(self, message: str, **figures: Any) -> Reply:
         state = self._machine.status.name
@@ -153,6 +157,11 @@ class SglangRoutes:
         mode = checked_mode(call.body.mode or "abort", PAUSE_MODES)
         count = await self._machine.pause(PAUSE_MODES[mode])
         return self.reply("Generation paused successfully.", num_aborted=count)
+
+    async def resume(self) -> None:
+        """An update that tensors have begun is finished first: slime and AReaL send no other end of it."""
+        await self._updates.end_received()
+        await self._machine.resume()
 
     async def abort(self, call: Call) -> Reply:
         """rid: of the /generate body, an id of a reply, or X-Request-Id."""
@@ -187,12 +196,21 @@ class SglangRoutes:
         root = self._settings.weights_root
         version = checked_version(body.weight_version)
         self._machine.require("load_update")
-        path = await self._machine.client.run_in_thread(checked_path, body.model_path, root)
+        given = self._pulled.get(body.model_path, body.model_path)
+        path = await self._machine.client.run_in_thread(checked_path, given, root)
         # flush_cache needs no action: prefixes cached with other weights are never matched.
         version = await self._updates.load(path, version, abort=bool(body.abort_all_requests))
         message = "Succeeded to update model weights."
         num_paused = self._machine.client.num_calls if self._machine.status.state is ControlState.PAUSED else 0
         return self.reply(message, weight_version=str(version), num_paused_requests=num_paused)
+
+    async def pull(self, call: Call) -> Reply:
+        """slime has each host copy a version. Engines here read it where it was published."""
+        body: PullBody = call.body
+        published = f"{body.source_dir}/weight_v{body.target_version:06d}"
+        path = await self._machine.client.run_in_thread(_whole_version, published, self._settings.weights_root)
+        self._pulled = {body.local_checkpoint_dir: path}
+        return self.reply("Success.")
 
     async def end(self, call: Call) -> Reply:
         version = await self._updates.finish(checked_version(call.body.weight_version))
@@ -216,3 +234,13 @@ class SglangRoutes:
         if not found["equal"]:
             raise ApiError(500, f"the replicas have different weights: {found['replicas']}", code="weights_differ")
         return self.reply("Success.", **found)
+
+
+def _whole_version(path: str, root: str | None) -> str:
+    """`checked_path` of a published version. Raises ApiError 400 for one that has only what has changed."""
+    found = checked_path(path, root)
+    index = Path(found) / "model.safetensors.index.json"
+    if index.exists() and "delta_encoding" in (read_json(index).get("metadata") or {}):
+        text = "source_dir has deltas, which are not applied here; have the trainer publish whole checkpoints"
+        raise bad_request(text, "source_dir", "delta_refused")
+    return found

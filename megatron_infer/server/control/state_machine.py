@@ -276,6 +276,11 @@ class ControlMachine:
         there = [int(replica["weight_version"]) for replica in self.client.replicas if not is_outdated(replica)]
         return max(there, default=int(self.client.stats.get("weight_version", 0)))
 
+    @property
+    def ranks(self) -> list[int]:
+        """How many ranks each engine has."""
+        return [replica["limits"].get("num_ranks", 1) for replica in self.client.replicas]
+
     def shown_version(self, number: int | None = None) -> Version:
         """A version under the name that its caller gave it. None: the version of the weights now."""
         return self.labels.shown(self.version if number is None else number)

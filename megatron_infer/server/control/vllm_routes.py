@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, RUNNING_CHOICES, TAGS, WEIGHTS
 from megatron_infer.server import request_body
@@ -21,6 +21,7 @@ from megatron_infer.server.control.control_routes import (
 )
 from megatron_infer.server.control.control_states import ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
+from megatron_infer.server.control.trainer_groups import GroupFields, TrainerGroups
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
 from megatron_infer.server.control.weight_updates import WeightUpdates
@@ -31,7 +32,13 @@ from megatron_infer.server.server_config import ServerConfig
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (GRAPHS, KV_CACHE)}
 PAUSE_MODES = ("abort", "wait", "keep")
+T = TypeVar("T", bound=Body)
 OCTETS = b"application/octet-stream"
+GROUP = "the group of vLLM's routes"
+PACKED_BYTES = 1 << 30
+"""vLLM's size of a buffer of joined tensors."""
+BROADCAST = ("nccl", "skyrl_nccl", "gloo", None)
+"""Backends of an init_info that names where a trainer is: clients name the protocol so, whatever carries it."""
 
 
 class VllmAbortBody(Body):
@@ -47,6 +54,30 @@ class ResetBody(Body):
 
 class InitBody(Body):
     init_info: dict[str, Any] | None = None
+
+
+BufferBytes = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class GroupInfo(GroupFields, kw_only=True):
+    """The init_info of a group with a trainer."""
+
+    packed: bool | None = None
+    """Tensors come joined to buffers."""
+    packed_buffer_size_bytes: BufferBytes | None = None
+    packed_num_buffers: int | None = None
+    """It has no effect: how many of its buffers are under way is the trainer's."""
+
+
+class TensorsInfo(Body, kw_only=True):
+    """The update_info of tensors that the trainer broadcasts. The last fields: as vLLM before 0.28 has them here."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: BufferBytes | None = None
+    packed_num_buffers: int | None = None
 
 
 class UpdateBody(Body):
@@ -73,8 +104,10 @@ class VllmCheckerBody(Body, kw_only=True):
     """Checksums of an earlier reply, to compare with."""
 
 
-def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
-    routes = VllmRoutes(machine, updates, control_routes.settings)
+def register(
+    control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates, groups: TrainerGroups
+) -> None:
+    routes = VllmRoutes(machine, updates, groups, control_routes.settings)
     add = control_routes.add
     done = partial(replying, routes.reply)
     pausing = {"query": ("mode", "clear_cache")}
@@ -105,7 +138,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("POST", "/update_weight_version", routes.set_version, "Set the weight version", **versions)
     add("GET", "/weight_info", routes.weight_info, "Version and state of the weights")
     add("POST", "/weight_checker", routes.check, "Checksums of the weights", body=VllmCheckerBody, optional_body=False)
-    add("POST", "/shutdown_weight_transfer_engine", routes.shut_transfer, "Nothing has to be shut down")
+    add("POST", "/shutdown_weight_transfer_engine", routes.shut_transfer, "Leave the trainer's group")
     add("POST", "/release_kv_cache_memory", routes.release_cache, "Release the memory of the cache")
     for path in ("/reset_mm_cache", "/reset_encoder_cache"):
         add("POST", path, done("ok"), "There is no such cache")
@@ -113,7 +146,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
 
 
 NOT_SERVED = {
-    "/collective_rpc": "functions of the engines' processes are not called by name; see the other control routes",
+    "/fetch_weights": "deltas of checkpoints are not applied here; send update_info {path} of a whole one",
     "/v1/chat/completions/render": "send the messages to /tokenize, which has the token ids of their prompt",
     "/start_draft_weight_update": "there is no draft model with weights of its own",
     **dict.fromkeys(
@@ -127,8 +160,11 @@ NOT_SERVED = {
 class VllmRoutes:
     """Handlers. Replies are vLLM's, with the state and figures added."""
 
-    def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
-        self._machine, self._updates, self._settings = machine, updates, settings
+    def __init__(
+        self, machine: ControlMachine, updates: WeightUpdates, groups: TrainerGroups, settings: ServerConfig
+    ) -> None:
+        self._machine, self._updates, self._groups, self._settings = machine, updates, groups, settings
+        self._buffer_bytes: int | None = None
 
     def reply(self, status: str, **figures: Any) -> Reply:
         return Reply({"status": status, "state": self._machine.status.name, **figures})
@@ -194,21 +230,27 @@ class VllmRoutes:
     # ------------------------------------------------------------------ weights
 
     async def init_transfer(self, call: Call) -> Reply:
-        """Weights come from files or request bodies; backends with a channel between processes are refused."""
+        """Weights come from files, request bodies, or a trainer's broadcasts, for which the engines join its group."""
         info = dict(call.body.init_info or {})
-        backend = info.pop("backend", "disk")
-        if backend not in ("disk", "http") or info:
-            is_known = backend in ("disk", "http")
-            named = ", ".join(sorted(info))[:200] if is_known else f"backend {str(backend)[:40]!r}"
+        backend = info.pop("backend", None if "master_address" in info else "disk")
+        if "master_address" in info and backend in BROADCAST:
+            given = _converted(info, GroupInfo)
+            given.backend = backend if backend == "gloo" else None
+            await self._groups.join(call, GROUP, given, kind="stateless")
+            self._buffer_bytes = _buffer_bytes(given)
+        elif backend not in ("disk", "http") or info:
+            named = ", ".join(sorted(info))[:200] if backend in ("disk", "http") else f"backend {str(backend)[:40]!r}"
             text = (
-                f"init_info: {named} is not served; there are disk (update_info: path, below --weights-root) and http "
-                "(safetensors bytes to /update_weights), which need nothing else"
+                f"init_info: {named} is not served; there are disk (update_info: path, below --weights-root), http "
+                "(safetensors bytes to /update_weights) and a group with the trainer (master_address, master_port, "
+                "rank_offset, world_size)"
             )
             raise bad_request(text, "init_info", "unsupported_backend")
-        return Reply({"message": "Weight transfer initialized", "backend": backend})
+        return Reply({"message": "Weight transfer initialized", "backend": backend or "broadcast"})
 
     async def shut_transfer(self, call: Call) -> Reply:
         """Files and request bodies need no channel that could be shut down."""
+        await self._updates.leave(GROUP)
         return Reply({"message": "Weight transfer shut down"})
 
     async def update_weights(self, call: Call) -> Reply:
@@ -224,11 +266,16 @@ class VllmRoutes:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_validation(error, UpdateBody) from None
         info = dict(body.update_info or {})
+        self._machine.require("write_weights")
+        if "names" in info:
+            given = _converted(info, TensorsInfo)
+            size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
+            await self._updates.receive(GROUP, given.names, given.dtype_names, given.shapes, buffer_bytes=size)
+            return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
         path = info.pop("path", None)
         if not isinstance(path, str) or info:
-            text = "update_info has a path and nothing else; tensors themselves come as application/octet-stream"
-            raise bad_request(text, "update_info", "invalid_value")
-        self._machine.require("write_weights")
+            text = "update_info has a path, or the names, dtype_names and shapes of tensors that the trainer broadcasts"
+            raise bad_request(f"{text}; else they come as application/octet-stream", "update_info", "invalid_value")
         root = self._settings.weights_root
         await self._updates.read(await self._machine.client.run_in_thread(checked_path, path, root))
         return self.reply("ok", message="Weights updated")
@@ -276,12 +323,19 @@ class VllmRoutes:
     async def world_size(self, call: Call) -> Reply:
         query_switch(call, "include_dp")
         await self._machine.client.refresh()
-        return Reply({"world_size": sum(ranks_of(self._machine.client.replicas))})
+        return Reply({"world_size": sum(self._machine.ranks)})
 
 
-def ranks_of(replicas: Iterable[Mapping[str, Any]]) -> list[int]:
-    """How many ranks each engine has."""
-    return [replica["limits"].get("num_ranks", 1) for replica in replicas]
+def _buffer_bytes(info: GroupInfo | TensorsInfo) -> int | None:
+    return (info.packed_buffer_size_bytes or PACKED_BYTES) if info.packed else None
+
+
+def _converted(info: dict[str, Any], kind: type[T]) -> T:
+    """Raises ApiError 400."""
+    try:
+        return msgspec.convert(info, kind)
+    except msgspec.ValidationError as error:
+        raise of_validation(error, kind) from None
 
 
 def _tags_of(call: Call) -> list[str]:

@@ -6,13 +6,22 @@ SPOILED until the next update finishes.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus
-from megatron_infer.server.control.state_machine import ControlMachine, as_change
+from megatron_infer.server.control.state_machine import ControlMachine, as_change, wrong_state
 from megatron_infer.server.control.version_labels import Version
 from megatron_infer.server.control.weight_files import TensorEntry
 from megatron_infer.server.http_errors import ApiError, bad_request
+
+log = logging.getLogger("megatron_infer.server")
+
+IDLE_S = 300.0
+"""Seconds without a call after which an update is cancelled, where the server has groups with trainers."""
 
 
 class WeightUpdates:
@@ -22,6 +31,12 @@ class WeightUpdates:
         self._machine, self._fanout = machine, machine.fanout
         self.change = machine.change
         self._version_before = 0
+        self._groups: set[str] = set()
+        """Those with trainers."""
+        self._ends_at_resume = False
+        """The first tensors that came have begun the update, and no call will finish it."""
+        self._version_of_tensors: Version | None = None
+        self._idle: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ an update
 
@@ -32,9 +47,99 @@ class WeightUpdates:
     @as_change("write_weights")
     async def write(self, entries: list[TensorEntry], data: bytes) -> None:
         """Write tensors of the whole model, with megatron-core's or Hugging Face names; a failure ends the update."""
+        await self._write(entries, data)
+
+    @as_change("receive_weights")
+    async def write_first(self, entries: list[TensorEntry], data: bytes, *, version: Version | None) -> None:
+        """Like `write`; the first tensors begin an update that `end_received` finishes, unless one has begun."""
+        await self._begin_with_tensors(version)
+        await self._write(entries, data)
+
+    async def _write(self, entries: list[TensorEntry], data: bytes) -> None:
         for entry in entries:
             for chunk in entry.chunks(data):
                 await self._step("write_weights", "write", **chunk)
+
+    @as_change("join_group")
+    async def join(self, name: str, where: dict[str, Any], num_ranks: int) -> None:
+        """Have all engines join a trainer's group, or none. A trainer that begins again ends the update it has left."""
+        machine = self._machine
+        if machine.status.state is ControlState.UPDATING:
+            if not self._groups:
+                raise wrong_state(
+                    f"a group of weights while the engines are {machine.status.name}: finish or cancel it"
+                )
+            await self._cancel("a trainer begins again")
+        try:
+            await self._fanout.run(
+                "join_weight_group", "join", machine.status.name, name=name, where=where, num_ranks=num_ranks
+            )
+        except ApiError:
+            await self._leave(name)
+            raise
+        self._groups.add(name)
+
+    @as_change("leave_group")
+    async def leave(self, name: str) -> None:
+        await self._leave(name)
+
+    async def _leave(self, name: str) -> None:
+        self._groups.discard(name)
+        await self._fanout.end("leave_weight_group", name=name)
+
+    @as_change("receive_weights")
+    async def receive(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        buffer_bytes: int | None = None,
+        version: Version | None = None,
+    ) -> None:
+        """Receive tensors in a group. The first begin an update that `end_received` finishes, unless one has begun.
+
+        version: for that. A failure ends the update, and the group, in which the trainer is ahead then.
+        """
+        await self._begin_with_tensors(version)
+        given: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "buffer_bytes": buffer_bytes}
+        try:
+            await self._step("receive_weights", "receive", group=group, **given)
+        except ApiError:
+            await self._leave(group)
+            raise
+
+    async def _begin_with_tensors(self, version: Version | None) -> None:
+        if self._machine.status.state is not ControlState.UPDATING:
+            await self._begin("begin_weights", "begin")
+            self._ends_at_resume = True
+        self._version_of_tensors = version
+
+    async def end_received(self) -> None:
+        """Finish the update that received tensors have begun, if one is under way."""
+        if self._ends_at_resume:
+            await self.finish(self._version_of_tensors)
+
+    def _watch(self, *, is_on: bool = True) -> None:
+        """From now on the next call of the update is waited for. A trainer that has died sends none."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if is_on and self._groups:
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(IDLE_S, lambda: loop.create_task(self._give_up()))
+
+    async def _give_up(self) -> None:
+        waited = self._idle
+
+        async def cancel() -> None:
+            if self._idle is waited:
+                log.warning("no call of the weight update came for %g s: it is cancelled", IDLE_S)
+                await self._cancel("idle")
+
+        with contextlib.suppress(ApiError):
+            await self.change("cancel_update", cancel())
 
     @as_change("write_weights")
     async def read(self, path: str) -> None:
@@ -66,16 +171,20 @@ class WeightUpdates:
             await machine.quiesce()
         self._version_before = machine.version
         machine.status = ControlStatus(state=ControlState.UPDATING, before=before)
+        self._ends_at_resume = False
         await self._step(command, phase, **args)
 
     async def _step(self, command: str, phase: str, **args: Any) -> dict[str, Any]:
         """Run a command of an update; on failure the update is undone before the error is raised."""
         before = self._before
+        self._watch(is_on=False)
         try:
-            return await self._fanout.run(command, f"weight update ({phase})", before.name, **args)
+            values = await self._fanout.run(command, f"weight update ({phase})", before.name, **args)
         except ApiError as error:
             await self._cancel(phase, error)
             raise
+        self._watch()
+        return values
 
     async def _finish(self, version: Version | None, running: str) -> Version:
         labels = self._machine.labels
@@ -104,6 +213,8 @@ class WeightUpdates:
         await self._return_to(before)
 
     async def _return_to(self, status: ControlStatus) -> None:
+        self._ends_at_resume = False
+        self._watch(is_on=False)
         if status.state is ControlState.SERVING:
             await self._machine.unpause(SERVING)
         else:

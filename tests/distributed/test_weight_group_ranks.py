@@ -1,0 +1,100 @@
+"""Two tensor-parallel ranks of an engine are both members of a trainer's group, and take their parts or neither."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from broadcasting_trainer import Trainer, described
+from coordinator_case import coordinator, wait_for
+from engine_ranks import make_engine, part_of_model, whole_model
+from gloo_ranks import new_groups, run_on_ranks
+from test_remote_weights_ranks import PARAMS, PROMPT, answer, changed
+
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.replica import Replica
+from megatron_infer.rl.updates import apply
+from megatron_infer.rl.weight_receiver import WeightReceiver
+
+
+def where(trainer):
+    place = {"address": "127.0.0.1", "port": trainer.port, "world_size": trainer.world_size, "rank_offset": 1}
+    return {**place, "backend": "", "kind": trainer.kind, "prefix": trainer.name}
+
+
+def steer(client, expected):
+    small, one = Trainer(world_size=2), Trainer(world_size=3)
+    with pytest.raises(protocol.ControlFailed, match="a world_size of 3 at least"):
+        client.control("join_weight_group", name="g", where=where(small), num_ranks=2)
+    one.begin()
+    client.control("join_weight_group", name="g", where=where(one), num_ranks=2)
+    one.joined()
+    new = expected["weights"]
+    for count, outcome in ((len(new) - 1, "old"), (len(new), "new")):
+        client.pause()
+        client.control("begin_weights")
+        part = dict(list(new.items())[:count])
+        one.send(part.values())
+        client.control("receive_weights", group="g", **described(part))
+        assert one.sent()
+        if outcome == "old":
+            with pytest.raises(protocol.ControlFailed, match="no value came for"):
+                client.control("finish_weights", version=1)
+            client.control("cancel_weights", version=0)
+        else:
+            client.control("finish_weights", version=1)
+            client.control("settle_weights")
+        client.unpause()
+        assert answer(client) == expected[outcome]
+    one.end()
+    client.pause()
+    client.control("begin_weights")
+    with pytest.raises(protocol.ControlFailed, match="did not come from the trainer"):
+        client.control("receive_weights", group="g", **described(new))
+    client.control("cancel_weights", version=1)
+    client.unpause()
+    assert answer(client) == expected["new"]
+
+
+def serve(rank, size, folder):
+    new_groups(tensor_model_parallel_size=size)
+    engine = make_engine(part_of_model("attention", str(folder), rank, size))
+    weights = WeightReceiver(engine)
+    if rank:
+        engine.follow(weights.followed())
+        return
+    expected, failures = torch.load(folder / "expected.pt"), []
+
+    def talk(address, replica):
+        try:
+            with InferenceClient(address) as client:
+                wait_for(lambda: client.stats()["replicas"])
+                steer(client, expected)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            replica.stop()
+
+    served = {"control": True, "commands": weights.commands()}
+    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, **served) as replica:
+        thread = threading.Thread(target=talk, args=(one.address, replica))
+        thread.start()
+        replica.run()
+        thread.join()
+    engine.dismiss()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.long
+def test_two_ranks_receive_a_trainers_broadcasts_and_give_them_back(tmp_path):
+    model = whole_model("attention")
+    engine, new = make_engine(model), changed(model)
+    expected = {"weights": new, "old": engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids}
+    apply(engine, new)
+    expected["new"] = engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids
+    assert expected["new"] != expected["old"]
+    torch.save(expected, tmp_path / "expected.pt")
+    run_on_ranks(serve, 2, tmp_path)
