@@ -202,6 +202,13 @@ class ParallelGroups:
         return _texts_of(self.engine, text, _TEXT_BYTES)
 
 
+def lockstep_over(group: ProcessGroup, *, timeout_s: float) -> Lockstep:
+    """Link the ranks of a group; a rank that lives may be late. Every rank of it calls this."""
+    gather = partial(_texts_of, group, limit=_TEXT_BYTES)
+    links = connect(group.rank(), group.size(), gather, timeout_s=timeout_s, hosts=list(own_addresses()))
+    return Lockstep(links, timeout_s=timeout_s, patient=True)
+
+
 class TimeLimit:
     """Between `enter` and `leave`, collectives of an engine's groups wait at most `timeout_s`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from megatron_infer.distributed.groups import ParallelGroups, TimeLimit
+from megatron_infer.distributed.groups import ParallelGroups, TimeLimit, lockstep_over
 from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
 
 
@@ -32,6 +32,13 @@ class RankGroup:
         """These ranks and those of the engines that context parallelism has beside theirs. Every rank calls it."""
         lockstep = self.groups.context_lockstep(timeout_s=timeout_s)
         return self if lockstep is None else RankGroup(self.groups, timeout_s=timeout_s, lockstep=lockstep)
+
+    def with_ranks(self, group: Any, *, timeout_s: float) -> RankGroup:
+        """All ranks of a process group, these and those of engines beside theirs; None: only these. Every rank of the
+        group calls it. They wait for each other's rollouts as long as all live."""
+        if group is None:
+            return self
+        return RankGroup(self.groups, timeout_s=timeout_s, lockstep=lockstep_over(group, timeout_s=timeout_s))
 
     @property
     def size(self) -> int:

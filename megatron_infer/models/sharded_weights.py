@@ -1,4 +1,5 @@
-"""Weights that a trainer's FSDP holds in shards over data-parallel ranks: gathered for generation, released afterwards.
+"""Weights that are gathered for generation and released afterwards: those that a trainer's FSDP holds in shards over
+data-parallel ranks, and those of a model that generates in another layout (`rl.generation_weights`).
 
     released   the trainer's state: parameters are DTensors, FSDP's hooks gather them where a module is called
     gathered   parameters are plain tensors of the dtype that the training forward computes with, all at once
@@ -161,16 +162,18 @@ class ShardedWeights:
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, (what, found), group=group)
             if {name for name, _ in parts} != {what}:
-                raise ModelError(f"ranks of one FSDP model are in different calls: {', '.join(n for n, _ in parts)}")
+                raise ModelError(
+                    f"ranks that gather weights together are in different calls: {', '.join(n for n, _ in parts)}"
+                )
             found = {rank: own for _, part in parts for rank, own in part.items()}
         return found
 
 
 class Shards(Protocol):
-    """One kind of FSDP around a model."""
+    """One kind of weights that are not there all the time, such as FSDP's around a model."""
 
     groups: list[Any]
-    """Process groups over which weights are sharded or replicated, each once, in the same order on all ranks."""
+    """Process groups whose ranks gather together, each once, in the same order on all ranks."""
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,7 @@
-"""Rollouts of a model whose training divides sequences over context-parallel ranks.
+"""Rollouts of several engines within one replica of the trainer: ranks that train on the same data, and whose engines
+divide the prompts of a call.
 
-Such ranks hold equal weights: each is an engine of its own, and they divide the prompts of a call.
+Context parallelism has such engines, and a model that generates in a smaller layout than the trainer's.
 
     digests of all ranks' prompts ─▶ equal: engine i draws prompts i, i + size, ... ─▶ all groups on all ranks
                                      other: each engine draws its own prompts, and its ranks have those groups
@@ -71,7 +72,7 @@ class ContextRollout(Rollout):
         super().__init__(engine, on_delivered=on_delivered)
         group = engine.rank_group.groups.engine
         own = dist.get_rank() if group is None else dist.get_process_group_ranks(group)[0]
-        self._leaders = [int(text) for text in ranks.lockstep.gather("the engines of context-parallel ranks", str(own))]
+        self._leaders = [int(text) for text in ranks.lockstep.gather("the engines of one replica", str(own))]
         """The leader of each rank's engine."""
         self._over = ranks
         engines = sorted(set(self._leaders))
@@ -150,7 +151,7 @@ class ContextRollout(Rollout):
     def part_of_batch(self, groups: int) -> int:
         if groups % self._size:
             raise ConfigError(
-                f"groups_per_step is {groups}, and {self._size} context-parallel engines divide a batch; give a "
+                f"groups_per_step is {groups}, and {self._size} engines of one replica divide a batch; give a "
                 f"multiple of {self._size}"
             )
         return groups // self._size
@@ -304,7 +305,7 @@ def _check_versions(versions: Sequence[int]) -> None:
     if len(set(versions)) > 1:
         named = ", ".join(f"rank {rank} has {version:,}" for rank, version in enumerate(versions))
         raise LockstepError(
-            f"context-parallel ranks have weights of other versions: {named}; give all of them the same one "
+            f"engines of one replica have weights of other versions: {named}; give all of them the same one "
             "(session.update_weights(version=...) on every rank)"
         )
 
@@ -314,7 +315,7 @@ def _num_equal(read: Sequence[Sequence[str]]) -> int:
     together = list(zip(*read, strict=False))
     if any(len(set(digests)) > 1 for digests in together):
         raise PromptsDiffer(
-            "context-parallel engines have read other prompts, or parameters: collect() and RolloutQueue divide one "
+            "engines of one replica have read other prompts, or parameters: collect() and RolloutQueue divide one "
             "sequence of prompts; give every rank the same"
         )
     return len(together)

@@ -177,6 +177,8 @@ class LayerSearch:
             engine = self._session.engine
             if engine.rank_group.groups.pp is not None:
                 return not_located("sequences are not replayed over pipeline stages; try it with one stage")
+            if engine.model is not self._session.model:
+                return not_located("generation_model has layers of another layout than those that are scored")
             if engine.relay.own_requests:
                 return not_located("with dp_attention=True each rank has a cache of its own; try it without")
             if engine.rank_group.groups.cp is not None:

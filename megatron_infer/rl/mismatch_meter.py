@@ -172,8 +172,8 @@ class MismatchMeter:
         self._kept.clear()
 
     def measure(self, *, skip: bool = False) -> MismatchReport | None:
-        """Measure the samples that all ranks have kept since the last call, as `observe` does. Of several
-        context-parallel engines, those of the first rank.
+        """Measure the samples that all ranks have kept since the last call, as `observe` does. Of several engines of
+        one replica, those of the first rank.
 
         None until the calls since the last report have enough tokens for one. On every rank, within generating(); skip:
         on any rank, nothing is measured on any. Of a sample the last SESSION_TOKENS tokens are compared. Where the

@@ -26,7 +26,7 @@ class ModeChanges:
         try:
             with rank_group.together("switching the model to generation"):
                 self._switch.to_inference()
-                if self._switch.sharded is not None:
+                if self._switch.gathered is not None:
                     engine.weights.gathered()
                 engine.weights.check_modules()
             if self._switch.have_changed:
@@ -68,17 +68,17 @@ class ModeChanges:
 
     def to_training(self) -> None:
         """The model is as the trainer left it; the engine is suspended where that takes weights from it."""
-        if self._switch.sharded is not None:
+        if self._switch.gathered is not None:
             self._engine.weights.released()
         self._switch.to_training()
 
     def gather_again(self) -> None:
-        """In generating(): what FSDP's shards are now is what the engine will read. On every rank.
+        """In generating(): what the trainer's weights are now is what the engine will read. On every rank.
 
         Where that fails the engine is suspended, without weights, until the next generating().
         """
         engine, switch = self._engine, self._switch
-        if switch.sharded is None or switch.holds_shards:
+        if switch.gathered is None or not switch.gathered.is_gathered:
             return
         engine.drain()
         try:
@@ -86,7 +86,7 @@ class ModeChanges:
                 switch.gather_again()
                 engine.weights.gathered()
         except BaseException as error:
-            switch.sharded.release()
+            switch.gathered.release()
             engine.weights.released()
             with failures_noted_on(error, "suspending the engine"):
                 engine.suspend(self._suspend_mode)

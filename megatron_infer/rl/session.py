@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.speculative import refuse_synthetic
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.requests.input_processor import TextCodec
@@ -26,6 +27,7 @@ from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.rl.context_rollout import ContextRollout
+from megatron_infer.rl.generation_weights import GenerationWeights
 from megatron_infer.rl.mismatch_meter import AUTO, meter_of
 from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
@@ -34,6 +36,7 @@ from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, Train
 from megatron_infer.rl.training_step import ATTACHED, BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
 from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
 from megatron_infer.rl.update_report import UpdateReport
+from megatron_infer.rl.updates import ReshardReport
 
 MICRO_BATCH_TOKENS = 8192
 
@@ -69,6 +72,7 @@ class RolloutSession:
         eos_ids: Sequence[int] = (),
         model_name: str = "model",
         meter: Mapping[str, Any] | str | None = AUTO,
+        generation_model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     ) -> None:
         """model: as the trainer has it, within DDP and Float16Module, or the list of its chunks; adopted in place.
         config: an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
@@ -79,6 +83,9 @@ class RolloutSession:
         is reloaded. State that is on the host anyway is not moved.
         meter: compares a small share of the delivered samples with `score`, before the weights change: see
         `MismatchMeter`, of which it may have arguments ({"share": 0.1, "sinks": [...]}); None: no meter.
+        generation_model: the same model in another layout (see `generation_groups`), or dtype, which generates in place
+        of `model`; its weights have memory, and those of `model`, within generating() only. config.pg_collection is of
+        its groups. Engines within one replica of the trainer divide the replica's prompts.
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
@@ -90,23 +97,41 @@ class RolloutSession:
         self.tokenizer = tokenizer
         self._suspend_mode = _suspend_mode(suspend_mode)
         self._optimizer = OptimizerOffload(optimizer, self.model) if offload_optimizer else None
-        self._switch = TrainModeSwitch(self._chain, self._optimizer)
+        generation = None
+        if generation_model is not None:
+            if options.get("batch_invariant") or getattr(self.model.config, "batch_invariant_mode", False):
+                raise ConfigError(
+                    "batch_invariant=True with generation_model: scores are of the trainer's layout, which may sum in "
+                    "another order; leave one of them out"
+                )
+            generation = GenerationWeights(self.model, generation_model, options.get("pg_collection"))
+            meter = _meter_option(meter, shares_scores=generation.ranks.shares_scores)
+        self._generation = generation
+        self._switch = TrainModeSwitch(self._chain, self._optimizer, generation)
         self._rng = GlobalRngState(self._switch.device)
         self._switch.to_inference()
         try:
             engine = self.engine = DynamicInferenceEngine(
-                self.model, config, tokenizer=tokenizer, eos_ids=eos_ids, model_name=model_name
+                self.model if generation is None else generation.model,
+                config,
+                tokenizer=tokenizer,
+                eos_ids=eos_ids,
+                model_name=model_name,
             )
-            if self._switch.sharded is not None:
+            if self._switch.gathered is not None:
                 engine.suspend(self._suspend_mode)
                 engine.weights.released()
         finally:
             self._switch.to_training()
         self._changes = ModeChanges(engine, self._switch, suspend_mode=self._suspend_mode)
-        self.ranks = engine.rank_group.with_context_ranks(timeout_s=engine.config.collective_timeout_s)
-        """Those that hold parts of the model or of its sequences: the engine's, and with context parallelism those of
-        the engines that its ranks have beside it."""
-        self._trainer = TrainerStep(self._chain, self._switch, engine, self.ranks)
+        limit = {"timeout_s": engine.config.collective_timeout_s}
+        if generation is None:
+            trainer = self.ranks = engine.rank_group.with_context_ranks(**limit)
+        else:
+            trainer = RankGroup(generation.ranks.trainer, **limit).with_context_ranks(**limit)
+            self.ranks = engine.rank_group.with_ranks(generation.ranks.replica, **limit)
+        """Those that share the groups of a rollout: the engine's, and those of the engines that divide its prompts."""
+        self._trainer = TrainerStep(self._chain, self._switch, engine, trainer)
         self.meter = meter_of(self, meter)
         keep = None if self.meter is None else self.meter.keep
         self._rollout = (
@@ -126,6 +151,11 @@ class RolloutSession:
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state that are offloaded to the host now; see offload_optimizer."""
         return 0 if self._optimizer is None else self._optimizer.num_bytes
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """Bytes and seconds of the last time that generation_model got its weights; None without generation_model."""
+        return None if self._generation is None else self._generation.report
 
     @contextmanager
     def generating(self, *, restore_rng: bool = True) -> Iterator[Rollout]:
@@ -182,8 +212,8 @@ class RolloutSession:
         with self._switch.gathered_parameters():
             self._changes.gather_again()
             report = self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
-        if self._switch.sharded is not None:
-            self._switch.sharded.announce()
+        if self._switch.gathered is not None:
+            self._switch.gathered.announce()
         self._trainer.weights_written()
         return report
 
@@ -208,10 +238,10 @@ class RolloutSession:
                 "transition() within training() would resume the engine; take update_weights() here, or call it later",
                 state=self.engine.state.value,
             )
-        if self._switch.holds_shards:
+        if self._switch.gathered is not None and not self._switch.gathered.is_gathered:
             raise WrongState(
-                "transition() outside of generating() would resume the engine while FSDP holds the weights in shards; "
-                "take update_weights() here, or call it in generating()",
+                "transition() outside of generating() would resume the engine while it has no weights; take "
+                "update_weights() here, or call it in generating()",
                 state=self.engine.state.value,
             )
         chosen = self._suspend_mode if mode is None else _suspend_mode(mode)
@@ -320,7 +350,14 @@ class RolloutSession:
             self.meter.measure(skip=skip)
 
     def _check_shards(self, source: Any, *, checksum: bool = False) -> None:
-        """Raise ConfigError for an update that cannot be made of weights in shards."""
+        """Raise ConfigError for an update that cannot be made of weights that are gathered for generation."""
+        if self._generation is not None and (source is not None or checksum):
+            what = "update_weights(source)" if source is not None else "checksum=True"
+            raise ConfigError(
+                f"{what} with generation_model, whose weights are the trainer's: take "
+                "megatron_infer.rl.updates.apply(session.model, source) or verify_update(session.model, source), and "
+                "update_weights() after a change"
+            )
         if self._switch.sharded is None:
             return
         if source is not None:
@@ -369,6 +406,18 @@ class RolloutSession:
         elif self._mode is SessionMode.GENERATING:
             self._changes.stop_generating()
         self._mode = mode
+
+
+def _meter_option(option: Mapping[str, Any] | str | None, *, shares_scores: bool) -> Mapping[str, Any] | str | None:
+    """None in place of "auto" where no meter can be: ranks that score together have different samples."""
+    if shares_scores or option is None:
+        return option
+    if option == AUTO:
+        return None
+    raise ConfigError(
+        "meter with generation_model, for a trainer whose experts are divided over ranks that no engine spans: each "
+        "rank draws its own samples, and all score the same ones; meter=None"
+    )
 
 
 def _suspend_mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:

@@ -20,6 +20,7 @@ from megatron_infer.models.trainer_state import (
     whole_parameters,
 )
 from megatron_infer.models.weights.change_guard import OffloadedWeights
+from megatron_infer.rl.generation_weights import GenerationWeights
 
 log = logging.getLogger("megatron_infer")
 
@@ -38,18 +39,27 @@ def uninterrupted() -> Iterator[None]:
 class TrainModeSwitch:
     """Switches a model to inference and back.
 
-        to_inference   gather parameters -> offload optimizer state -> gather FSDP's weights
+        to_inference   gather parameters -> offload optimizer state -> gather the engine's weights
                        -> eval mode, flags, attributes, no autograd
         to_training    the same steps undone in reverse; each is undone even if another fails
 
     Gradients (.grad, main_grad) are not touched.
     """
 
-    def __init__(self, chain: Sequence[Any], optimizer: OptimizerOffload | None) -> None:
-        """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state is offloaded; None: no optimizer's."""
+    def __init__(
+        self,
+        chain: Sequence[Any],
+        optimizer: OptimizerOffload | None,
+        generation: GenerationWeights | None = None,
+    ) -> None:
+        """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state is offloaded; None: no optimizer's.
+        generation: of the model that generates; None: the chain's."""
         self._chain, self._optimizer = chain, optimizer
+        self._roots = [chain[0]] if generation is None else [chain[0], generation.model]
         self.sharded = ShardedWeights.of(chain)
         """Weights that FSDP holds in shards; None: they are whole."""
+        self.gathered = self.sharded if generation is None else ShardedWeights(generation)
+        """Weights that the engine has in `to_inference` only; None: it always has those of the trainer."""
         self.have_changed = False
         """Whether shards were written after their version was announced, as the last `to_inference` found."""
         self._memory, self._flags = ExitStack(), ExitStack()
@@ -63,9 +73,9 @@ class TrainModeSwitch:
                 if self._optimizer is not None:
                     self._memory.callback(self._optimizer.reload)
                     self._optimizer.offload()
-                if self.sharded is not None:
-                    self._memory.callback(self.sharded.release)
-                    self.have_changed = self.sharded.gather()
+                if self.gathered is not None:
+                    self._memory.callback(self.gathered.release)
+                    self.have_changed = self.gathered.gather()
                 self._set_flags()
                 self._in_inference = True
         except BaseException as error:
@@ -117,18 +127,18 @@ class TrainModeSwitch:
     @property
     def moves_memory(self) -> bool:
         """Whether `to_training` takes memory that a running engine may need, or takes weights from it."""
-        return self._optimizer is not None or self.sharded is not None
+        return self._optimizer is not None or self.gathered is not None
 
     @property
     def holds_shards(self) -> bool:
-        """Whether this rank has a part of the weights now."""
+        """Whether this rank has a part of the trainer's weights now."""
         return self.sharded is not None and not self.sharded.is_gathered
 
     def gather_again(self) -> None:
-        """While FSDP's weights are gathered: the trainer has written its shards."""
-        assert self.sharded is not None
-        self.sharded.release()
-        self.sharded.gather()
+        """While weights are gathered: the trainer has written its own."""
+        assert self.gathered is not None
+        self.gathered.release()
+        self.gathered.gather()
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
@@ -145,9 +155,9 @@ class TrainModeSwitch:
             self._optimizer.reload()
 
     def _set_flags(self) -> None:
-        model = self._chain[0]
-        self._flags.enter_context(inference_attributes(model))
-        self._flags.enter_context(evaluation(model))
+        for model in self._roots:
+            self._flags.enter_context(inference_attributes(model))
+            self._flags.enter_context(evaluation(model))
         self._flags.enter_context(inference_flag(True))
         self._flags.enter_context(torch.set_grad_enabled(False))
 

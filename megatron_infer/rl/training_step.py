@@ -96,13 +96,16 @@ class TrainerStep:
     def __init__(
         self, chain: Sequence[Any], switch: TrainModeSwitch, engine: DynamicInferenceEngine, ranks: RankGroup
     ) -> None:
-        """chain: `models.trainer_state.wrapper_chain`. ranks: of the model, context-parallel ones too."""
-        self._chain, self._switch, self._weights = chain, switch, engine.weights
+        """chain: `models.trainer_state.wrapper_chain`. engine: may run another model. ranks: of the chain's model,
+        context-parallel ones too."""
+        self._chain, self._switch = chain, switch
+        self._weights = engine.weights if engine.model is chain[-1] else None
         self._rank_group = ranks
         self._groups = ranks.groups
         self._exact = engine.config.batch_invariant
+        shape = replace(engine.shape, padded_vocab_size=chain[-1].vocab_size)
         self._scorer = Scorer(
-            chain[-1], shape=engine.shape, groups=self._groups, device=lambda: switch.device, exact=self._exact
+            chain[-1], shape=shape, groups=self._groups, device=lambda: switch.device, exact=self._exact
         )
         self._num_chunks = len(chunks_of(chain[-1]))
         self._is_count = is_interleaved_count(chain[-1].config, self._groups.pp_size) if self._num_chunks > 1 else None
@@ -270,7 +273,7 @@ class TrainerStep:
             with self._rank_group.together("comparing the model's modules"):
                 check()
                 check_not_replaying(self._chain[-1], call)
-                if not self._switch.holds_shards:  # they are compared when generating() gathers them
+                if self._weights is not None and not self._switch.holds_shards:  # else generating() compares them
                     self._weights.check_modules(calls=False)
             yield
 

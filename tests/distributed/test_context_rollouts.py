@@ -162,7 +162,7 @@ def check_choices(session: Any, rank: int) -> None:
         with pytest.raises(RolloutShortage, match="of 9 groups accepted") as shortage:
             roll.collect(9, PROMPTS, PARAMS)
         assert len(shortage.value.accepted) == 6
-        with pytest.raises(ConfigError, match="groups_per_step is 3, and 2 context-parallel engines"):
+        with pytest.raises(ConfigError, match="groups_per_step is 3, and 2 engines of one replica"):
             RolloutQueue(roll, PROMPTS, PARAMS, groups_per_step=3)
         queue = RolloutQueue(roll, PROMPTS * 2, PARAMS, groups_per_step=4, lag=1)
     batches = []

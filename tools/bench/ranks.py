@@ -2,6 +2,7 @@
 experts on two ranks whose requests are shared or each rank's own.
 
     python tools/bench/ranks.py --part reshard [--model smollm2] [--dtype bfloat16] [--bucket-mib 16] [--rounds 5]
+    python tools/bench/ranks.py --part generation [--model smollm2] [--dtype bfloat16] [--requests 32] [--tokens 24]
     python tools/bench/ranks.py --part stages [--stages 2] [--requests 32] [--tokens 24]
         [--device-ms 4 --per-token-us 4000]
     python tools/bench/ranks.py --part experts [--tokens 24] [--prompt 512] [--rounds 5] [--dtype float32]
@@ -12,6 +13,10 @@ reshard: a trainer's weights into an engine's model of another layout, against w
 "must" is what targets want and their own ranks do not have, over both ranks; "gloo" sends as many bytes in the same
 directions in messages as large, and does nothing else. Medians of the same run. A training step lies between two
 updates, so that nothing is in a cache by accident. The plan is made in the first update.
+
+generation: sessions of one trainer with TP2, that generate with TP2 and, by `generation_model`, with TP1 on each rank,
+in turns. Seconds until the block of generating() has begun and has ended, and of the rollout between; MiB of weights on
+a rank within the block and outside. A training step lies between two blocks.
 
 stages: pipeline stages with one micro-batch in flight, and with one for each stage. Without --device-ms the layers are
 computed, which takes a core for each stage: on a smaller machine stages wait for the core, not for each other. With
@@ -137,6 +142,81 @@ def reshard(rank: int, args: argparse.Namespace) -> None:
                 f"{seconds[0] * 1e3:8.0f}{update * 1e3:8.0f}{gloo * 1e3:8.0f}{gloo / update:10.0%}",
                 flush=True,
             )
+
+
+# ---------------------------------------------------------------------- generation
+
+
+def weights_mib(*models: Any) -> float:
+    tensors = {id(one): one for model in models for one in model.parameters()}
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors.values()}
+    return sum(storages.values()) / MIB
+
+
+def timed_block(session: Any, args: argparse.Namespace, models: Any) -> dict[str, float]:
+    """Seconds and MiB of one block of generating()."""
+    from megatron_infer.config.sampling_params import SamplingParams
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 1000, (16,), generator=generator).tolist() for _ in range(args.requests)]
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+    at, figures = [], {}
+    dist.barrier()
+    at.append(time.perf_counter())
+    with session.generating() as roll:
+        dist.barrier()
+        at.append(time.perf_counter())
+        assert len(roll.generate(prompts, params)) == args.requests
+        dist.barrier()
+        at.append(time.perf_counter())
+        figures["within, MiB"] = weights_mib(*models)
+    dist.barrier()
+    at.append(time.perf_counter())
+    with session.training():
+        with torch.no_grad():
+            for parameter in session.model.parameters():
+                parameter.mul_(1.001)
+        session.update_weights()
+    begins, rollout, ends = (later - earlier for earlier, later in zip(at, at[1:], strict=False))
+    report = session.reshard_report
+    moved = 0.0 if report is None else report.bytes_received / MIB
+    reshard = 0.0 if report is None else report.seconds
+    seconds = {"begin, s": begins, "of that reshard, s": reshard, "rollout, s": rollout, "end, s": ends}
+    return figures | {"outside, MiB": weights_mib(*models), "received, MiB": moved} | seconds
+
+
+def generation(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    from megatron_infer.distributed.generation_groups import generation_groups
+    from megatron_infer.models.loading.build_model import build_model
+    from megatron_infer.models.loading.sources import open_source
+    from megatron_infer.rl.session import RolloutSession
+
+    options = {"buffer_size_gb": 0.5, "max_requests": args.requests, "max_sequence_length": 512}
+    trainers = {name: build_layout(args, {"tensor": RANKS}, experts=False) for name in ("TP2", "TP1 on each rank")}
+    other = build_model(
+        open_source(args.model).config(), dtype=args.dtype, pg_collection=generation_groups(trainers["TP2"])
+    )
+    models = {"TP2": [trainers["TP2"]], "TP1 on each rank": [trainers["TP1 on each rank"], other]}
+    sessions = {
+        name: RolloutSession(
+            trainers[name], options, meter=None, suspend_mode="recompute", generation_model=own[1] if own[1:] else None
+        )
+        for name, own in models.items()
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sessions}
+    for turn in range(args.rounds + 1):
+        for name, session in sessions.items():
+            figures = timed_block(session, args, models[name])
+            if turn:  # the first round plans and warms up
+                found[name].append(figures)
+    if rank == 0:
+        print(f"{args.model}, {args.dtype}, {args.requests} requests of 16 and {args.tokens} tokens, rank 0, medians")
+        for figure in found["TP2"][0]:
+            values = [
+                f"{name} {statistics.median(one[figure] for one in rounds):9.3f}" for name, rounds in found.items()
+            ]
+            print(f"{figure:<20}" + "   ".join(values))
 
 
 # ---------------------------------------------------------------------- stages
@@ -432,18 +512,27 @@ def prompts_of_ranks(rank: int, args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------- command line
 
 
+PARTS = {
+    "reshard": reshard,
+    "generation": generation,
+    "stages": stages,
+    "experts": experts,
+    "context": context,
+    "prompts": prompts_of_ranks,
+}
+
+
 def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
-    parts = {"reshard": reshard, "stages": stages, "experts": experts, "context": context, "prompts": prompts_of_ranks}
-    parts[args.part](rank, args)
+    PARTS[args.part](rank, args)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["reshard", "stages", "experts", "context", "prompts"], required=True)
+    parser.add_argument("--part", choices=list(PARTS), required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=16.0)

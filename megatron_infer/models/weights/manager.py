@@ -141,8 +141,8 @@ class WeightManager:
         log.info("weights changed: version %d", version)
 
     def released(self) -> None:
-        """The trainer holds the weights in shards until `gathered`: no step may run, and `accept` reads nothing. Copies
-        derived from the weights are freed."""
+        """The weights are not there until `gathered`: no step may run, and `accept` reads nothing. Copies derived from
+        the weights are freed."""
         self._are_released = True
         self.derived.release()
 
@@ -151,16 +151,25 @@ class WeightManager:
         self._are_released = False
         self.guard.new_address(list(self._tensors()))
 
+    def require_present(self) -> None:
+        """Raise WrongState while the weights are not there."""
+        if self._are_released:
+            raise WrongState(
+                "the engine has weights within session.generating() only: outside their memory is given back",
+                state="released weights",
+            )
+
     def _adopt_changed(self, tick: Tick) -> None:
         """Adopt modules that changed, on all ranks or, where one refuses, on none. The weights count as moved then."""
         with self._rank_group.together("adopting modules that changed"):
             tick("the model's modules")
-            if self._are_released or self._adopted.is_sharded():
+            if self._adopted.is_sharded():
                 raise WrongState(
                     "the trainer's FSDP holds the weights in shards; the engine runs within session.generating(). "
                     "There model.state_dict() puts the shards back: call session.update_weights() to gather them again",
                     state="released weights",
                 )
+            self.require_present()
             reading = self._adopted.read_changed()
         if reading is not None:
             self.guard.invalidate()

@@ -39,7 +39,7 @@ from megatron_infer.rl.updates.reshard_plan import (
     messages_of,
     reshard_plan,
 )
-from megatron_infer.rl.updates.sources import WeightSink
+from megatron_infer.rl.updates.sources import RowSink
 from megatron_infer.rl.updates.target import UpdateTarget
 
 
@@ -134,7 +134,7 @@ class ReshardSource:
         if self._plan.any_dropped:
             self._raise_any(self._gather([self._lost_values()]))
 
-    def write_into(self, update: WeightSink) -> None:
+    def write_into(self, update: RowSink) -> None:
         """Take part in the exchange and write this rank's target tensors."""
         locals_ = update.target.inventory.tensors
         tensors: dict[int, Tensor] = {}

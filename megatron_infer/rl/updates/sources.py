@@ -27,18 +27,10 @@ from megatron_infer.rl.updates.target import UpdateTarget
 _SHOWN = 8
 
 
-class WeightSink(Protocol):
-    """Takes a source's tensors: a `WeightUpdate` writes them, a `Comparison` compares them."""
+class RowSink(Protocol):
+    """Takes a source's tensors in pieces."""
 
     target: UpdateTarget
-
-    def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
-        """Take a tensor of the whole model or this rank's part of it, under a megatron-core or Hugging Face name."""
-        ...
-
-    def put(self, local: LocalTensor, value: Tensor) -> None:
-        """Take the value of one of this rank's tensors, in its own shape."""
-        ...
 
     def writable(self, local: LocalTensor) -> Tensor:
         """The live tensor, for a source that writes all of it in pieces."""
@@ -46,6 +38,18 @@ class WeightSink(Protocol):
 
     def count_received(self, num_bytes: int) -> None:
         """Add to the bytes that came from other processes."""
+        ...
+
+
+class WeightSink(RowSink, Protocol):
+    """Takes a source's tensors: a `WeightUpdate` writes them, a `Comparison` compares them."""
+
+    def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
+        """Take a tensor of the whole model or this rank's part of it, under a megatron-core or Hugging Face name."""
+        ...
+
+    def put(self, local: LocalTensor, value: Tensor) -> None:
+        """Take the value of one of this rank's tensors, in its own shape."""
         ...
 
 

@@ -33,6 +33,8 @@ class UpdateTarget:
     @classmethod
     def of(cls, engine_or_model: Any) -> UpdateTarget:
         is_engine = isinstance(engine_or_model, DynamicInferenceEngine)
+        if is_engine:
+            engine_or_model.weights.require_present()
         model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if not is_engine:
