@@ -13,7 +13,6 @@ loaded as `megatron-infer generate DIRECTORY` does. Stand-ins of GPU packages (t
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import logging
 import multiprocessing
@@ -21,7 +20,6 @@ import os
 import re
 import sys
 import tempfile
-import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from census_families import FAMILIES, OUT_OF_SCOPE, SAME_FAMILY, Family
+from census_page import Outcome, add_arguments, figure, finish, reasons, table_of, tried
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models_census.md"
@@ -59,38 +58,6 @@ PROMPTS = [list(range(3, 23)), [7, 250, 9, 9, 31], [(5 * i + 2) % 256 for i in r
 NUM_TOKENS = 12
 GUARD = 5e-4
 """Largest difference of log probabilities from transformers of a model that counts as the family."""
-SAME = 1e-4
-"""Largest difference of log probabilities from the model's own forward."""
-
-
-def figure(value: float) -> str:
-    """A difference rounded up to a power of ten: what another CPU gives too."""
-    power = next((power for power in range(8, 0, -1) if value <= 10.0**-power), 0)
-    return "0" if value < 1e-9 else f"1e-{power}" if power else f"{value:.1f}"
-
-
-@dataclass
-class Outcome:
-    """What one way to the answers gave. reason: why it is refused, or what went wrong."""
-
-    kind: str = "failed"
-    reason: str = ""
-    difference: float = 0.0
-    tokens_wrong: int = 0
-    checks: dict[str, bool] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        if self.kind != "served":
-            return self.kind
-        wrong = [name for name, is_kept in self.checks.items() if not is_kept]
-        wrong += [f"{self.tokens_wrong} tokens"] if self.tokens_wrong else []
-        return figure(self.difference) + (f" wrong: {', '.join(wrong)}" if wrong else "")
-
-    @property
-    def holds(self) -> bool:
-        return self.kind == "served" and self.difference <= SAME and not self.tokens_wrong and all(self.checks.values())
-
-
 WAYS = ("live model", "its checkpoint", "directory", "torch_dist and back")
 """Columns of the table, each with an outcome."""
 
@@ -303,9 +270,7 @@ def compare(engine: Any, forward: Callable[[Any], Any], outcome: Outcome) -> lis
     given = answers(engine)
     for prompt, ids, logprobs in given:
         expected = log_probs(forward, prompt + ids)[len(prompt) - 1 : -1]
-        for at, id, logprob in zip(expected, ids, logprobs, strict=True):
-            outcome.difference = max(outcome.difference, abs(at[id].item() - logprob))
-            outcome.tokens_wrong += int(at.argmax()) != id and (at.max() - at[id]).item() > SAME
+        outcome.add(expected, ids, logprobs)
     return [ids for _, ids, _ in given]
 
 
@@ -381,35 +346,26 @@ def there_and_back(folder: Path) -> Outcome:
     return Outcome("served", reason, difference, checks={"all names": not left_out, "bits": difference == 0})
 
 
-def tried(run: Callable[[], Any], folder: Path) -> tuple[Any, Outcome]:
-    """(what `run` gives, or None and the outcome with the reason): a refusal is an error of the package's own."""
-    from megatron_infer.errors import InferenceError
-
-    try:
-        return run(), Outcome()
-    except Exception as error:
-        is_refused = isinstance(error, InferenceError)
-        text = f"{'' if is_refused else type(error).__name__ + ': '}{error}".replace(f"{folder}: ", "")
-        text = re.sub("; supported: .*", "", text.replace(str(folder), "DIRECTORY"))
-        text = re.sub("it can be written as .*", "only directories of other families are written", text)
-        reason = " ".join(text.split())
-        if os.environ.get("CENSUS_TRACEBACK"):
-            traceback.print_exc()
-        return None, Outcome(kind="refused" if is_refused else "failed", reason=reason)
+def tried_in(run: Callable[[], Any], folder: Path) -> tuple[Any, Outcome]:
+    """As `tried`, without the lists of what else there is, which change with every family."""
+    found, outcome = tried(run, folder=folder)
+    text = re.sub("; supported: .*", "", outcome.reason)
+    outcome.reason = re.sub("it can be written as .*", "only directories of other families are written", text)
+    return found, outcome
 
 
 def row_of(name: str, folder: Path) -> Row:
     row, family = Row(name), FAMILIES[name]
-    theirs, no_reference = tried(lambda: reference_model(family, folder), folder)
+    theirs, no_reference = tried_in(lambda: reference_model(family, folder), folder)
 
     def forward(ids: Any) -> Any:
         return theirs(ids, use_cache=False).logits
 
-    bridge, unknown = tried(lambda: bridge_of(family, folder), folder)
-    model, not_built = tried(lambda: recipe_model(bridge), folder) if bridge is not None else (None, unknown)
+    bridge, unknown = tried_in(lambda: bridge_of(family, folder), folder)
+    model, not_built = tried_in(lambda: recipe_model(bridge), folder) if bridge is not None else (None, unknown)
     if model is not None and theirs is not None:
         with sigmoid_scores(theirs) if family.sigmoid_scores else nullcontext():
-            row.guard, not_loaded = tried(lambda: guard_of(bridge, model, forward), folder)
+            row.guard, not_loaded = tried_in(lambda: guard_of(bridge, model, forward), folder)
         row.guard = f"Megatron-Bridge does not load it: {not_loaded.reason}" if row.guard is None else row.guard
     elif model is not None:
         row.guard = no_reference.reason
@@ -424,7 +380,7 @@ def row_of(name: str, folder: Path) -> Row:
         if model is None and way in WAYS[:2]:
             row.ways[way] = Outcome("not built", not_built.reason)
         else:
-            outcome, wrong = tried(run, folder)
+            outcome, wrong = tried_in(run, folder)
             row.ways[way] = wrong if outcome is None else outcome
     return row
 
@@ -470,10 +426,7 @@ def guard_of(bridge: Any, model: Any, forward: Callable[[Any], Any]) -> float:
 # ---------------------------------------------------------------------- the table
 
 
-def table_of(rows: list[Row]) -> list[str]:
-    header = ["family", "own, transformers", *WAYS]
-    lines = [header, ["---"] * len(header), *(row.cells for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in lines]
+HEADER = ["family", "own, transformers", *WAYS]
 
 
 INTRODUCTION = """# Census of models
@@ -507,9 +460,9 @@ def page_of(rows: list[Row]) -> str:
     notes = unguarded | {row.name: FAMILIES[row.name].differs for row in rows if FAMILIES[row.name].differs}
     parts = [
         INTRODUCTION.format(families=len(counted), adopted=adopted, served=served, guard=GUARD),
-        *table_of(rows),
+        *table_of(HEADER, [row.cells for row in rows]),
         "",
-        *[line for way in WAYS for line in (f"## Why not: {way}", "", *reasons(rows, way), "")],
+        *[line for way in WAYS for line in (f"## Why not: {way}", "", *why_not(rows, way), "")],
         "## Compared with transformers",
         "",
         *[f"* {name}: {text}" for name, text in notes.items()],
@@ -522,18 +475,13 @@ def page_of(rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
-def reasons(rows: list[Row], way: str) -> list[str]:
-    """A line for each reason, with the families that it keeps out."""
-    named: dict[str, list[str]] = {}
+def why_not(rows: list[Row], way: str) -> list[str]:
+    found = []
     for row in rows:
-        if reason := row.ways[way].reason.replace(f"'{FAMILIES[row.name].architecture}'", "..."):
-            named.setdefault(reason, []).append(row.name)
-    return [f"* {', '.join(names)}: {reason}" for reason, names in named.items()]
-
-
-def masked(page: str) -> str:
-    """A page without the figures that differ from CPU to CPU; the sums say which of them are small enough to count."""
-    return re.sub(r"\| (0|1e-[3-9]) (?=\|)", "| same ", page)
+        outcome = row.ways[way]
+        reason = outcome.reason.replace(f"'{FAMILIES[row.name].architecture}'", "...")
+        found.append((row.name, replace(outcome, reason=reason)))
+    return reasons(found)
 
 
 def check_complete() -> None:
@@ -554,8 +502,7 @@ def main() -> int:
         help="folders with Megatron-Bridge and its megatron-core",
         default=os.environ.get("MEGATRON_INFER_CENSUS", PACKAGES),
     )
-    parser.add_argument("--write", action="store_true", help=f"renew {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="compare with that page or its rows of these families")
+    add_arguments(parser, PAGE)
     options = parser.parse_args()
     folders = [Path(folder).resolve() for folder in str(options.packages).split(os.pathsep)]
     if not any((folder / "megatron" / "bridge").is_dir() for folder in folders):
@@ -577,19 +524,8 @@ def main() -> int:
     rows = []
     for row in rows_of(chosen):
         rows.append(row)
-        print(table_of(rows)[-1], flush=True)
-    page = page_of(rows)
-    print("\n" + page)
-    if options.write:
-        PAGE.write_text(page)
-    if options.check:
-        committed, now = (masked(text).splitlines() for text in (PAGE.read_text(), page))
-        if options.families:  # the rows of these families alone
-            committed, now = ([line for line in text if line.startswith(rows_begin)] for text in (committed, now))
-        difference = list(difflib.unified_diff(committed, now, "committed", "now", lineterm=""))
-        print("\n".join(difference))
-        return int(bool(difference))
-    return 0
+        print(table_of(HEADER, [row.cells])[-1], flush=True)
+    return finish(options, PAGE, page_of(rows), only_rows=rows_begin if options.families else None)
 
 
 if __name__ == "__main__":

@@ -157,15 +157,17 @@ def megatron_step(trainer: Any, sequences: Batch, groups: Sequence[Sequence[int]
     """A step of a trainer of `trainers` -> (loss, norm of the gradients). how: see `megatron_backward`."""
     from megatron.core.distributed import finalize_model_grads
 
-    finalize = finalize_model_grads if hasattr(trainer.model, "zero_grad_buffer") else None
-    trainer.model.train()
+    roots = trainer.model if isinstance(trainer.model, list) else [trainer.model]
+    finalize = finalize_model_grads if hasattr(roots[0], "zero_grad_buffer") else None
+    for root in roots:
+        root.train()
     with cpu_shim(4):
         loss = megatron_backward(trainer.model, sequences, groups, finalize=finalize, **how)
-        norm = torch.cat([grad.flatten() for grad in gradients(trainer.model).values()]).norm()
+        norm = torch.cat([grad.flatten() for root in roots for grad in gradients(root).values()]).norm()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        if finalize is not None:
-            trainer.model.zero_grad_buffer()
+        for root in roots if finalize is not None else ():
+            root.zero_grad_buffer()
     return loss, float(norm)
 
 
