@@ -51,6 +51,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("rl", "rollouts, weight updates and the mismatch meter of a training loop"),
     ("server.audio", "speech tokens to sound: blocks, audio decoders, voices"),
     ("server", "OpenAI-compatible HTTP"),
+    ("mcore", "megatron-core's inference surface, for its scripts as they are"),
     ("pipelines", "one configuration tree over engines and servers, and pipelines of models of one's own"),
     ("testing", "tiny models and stand-ins for tests"),
     ("cli", "the megatron-infer command"),
@@ -110,7 +111,7 @@ OPTIONAL = (
 )
 """What an engine may do without; no module of `PATH` imports it, but for annotations."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "megatron": ("models", "distributed.groups", "rl.updates", "testing"),
+    "megatron": ("models", "distributed.groups", "rl.updates", "mcore", "testing"),
     "pydantic": ("pipelines",),
     "torch.cuda": (
         "memory.device",

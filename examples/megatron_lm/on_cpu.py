@@ -1,6 +1,7 @@
 """Run a script of Megatron-LM, which asks for CUDA and NCCL, on CPU ranks that talk over gloo.
 
     torchrun --nproc-per-node 2 examples/megatron_lm/on_cpu.py SCRIPT [its arguments]
+    torchrun --nproc-per-node 2 examples/megatron_lm/on_cpu.py -m megatron_infer.mcore SCRIPT [its arguments]
 
 For trying a script on a machine without a GPU: `torch.cuda` answers as if there were devices, and tensors
 stay where they are. Nothing of Megatron-LM is changed.
@@ -51,6 +52,11 @@ def is_available() -> bool:
     return sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.training")
 
 
+def ranges() -> SimpleNamespace:
+    """torch.cuda.nvtx, which names parts of a trace."""
+    return SimpleNamespace(**dict.fromkeys(("range_push", "range_pop", "mark"), lambda *_: None))
+
+
 def over_gloo(*args: Any, **kwargs: Any) -> None:
     kwargs.pop("device_id", None)
     begin(*args, **kwargs | {"backend": "gloo"})
@@ -67,20 +73,26 @@ def main() -> None:
         "memory_stats": lambda *_: collections.defaultdict(int),
         "reset_peak_memory_stats": lambda *_: None,
         "manual_seed": lambda *_: None,
+        "memory_snapshot": lambda **_: [],
+        "nvtx": ranges(),
+        "LongTensor": torch.LongTensor,
         "Event": Event,
     }
     sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    sizes += ("device_memory_used", "utilization")
     answers |= dict.fromkeys(sizes, lambda *_: 0)
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # of Python 3.12, which Megatron-LM needs for nothing else
-    sys.argv = sys.argv[1:]
+    is_module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[1 + is_module :]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     with (
         cpu_shim(),
         mock.patch.object(dist, "init_process_group", over_gloo),
         mock.patch.multiple(torch.cuda, **answers),
     ):
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run = runpy.run_module if is_module else runpy.run_path
+        run(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

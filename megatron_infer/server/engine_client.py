@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.engine.metrics.server_meter import ServerMeter
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server import call_limits
 from megatron_infer.server.call_limits import EngineLimits
 from megatron_infer.server.endpoint import CALLER, Call
@@ -101,6 +102,8 @@ class EngineClient:
         """Connects one of several HTTP processes with their parent; None: this is the only one."""
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
         """Awaited before requests are submitted: each may wait, or raise ApiError."""
+        self.reply_hooks: list[Callable[[str, list[RequestOutput]], None]] = []
+        """Called with the id and the outputs of each whole reply before it is sent."""
         self._processes = processes
         self._limits: EngineLimits | None = None
         self._is_draining = False

@@ -113,6 +113,8 @@ class Generator:
             return Events(events, named=dialect.named_events)
         async with self._client.submit(prepared.requests, abort_ids=reply.abort_ids) as inflight:
             outputs = await inflight.results()
+        for hook in self._client.reply_hooks:
+            hook(reply.id, outputs)
         if num_entries(outputs) <= INLINE_TOKENS:
             return Reply(reply.whole(outputs))
         return Reply(msgspec.Raw(await self._client.run_in_thread(_whole_as_json, reply, outputs)))

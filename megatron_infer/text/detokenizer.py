@@ -191,7 +191,7 @@ class _Spelling(Enum):
 
 @lru_cache(maxsize=8)
 def _spelling(tokenizer: Tokenizer) -> _Spelling:
-    decoder = tokenizer.backend.decoder
+    decoder = getattr(getattr(tokenizer, "backend", None), "decoder", None)  # another library's tokenizer has none
     if decoder is None:
         return _Spelling.OTHER
     state = json.loads(decoder.__getstate__())

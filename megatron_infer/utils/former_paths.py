@@ -28,7 +28,6 @@ MOVED = {
     "model_loader.description_shape": "models.loading.description_shape",
     "model_loader.model_description": "models.loading.model_description",
     "model_loader.sources": "models.loading.sources",
-    "rl.adapters.megatron_rl": "rl.frameworks.megatron_rl",
     "rl.adapters.trl": "rl.frameworks.trl",
     "rl.adapters.vllm_like": "rl.frameworks.vllm_like",
     "rl.weights": "rl.updates",

@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 """Without docs/results: reports of runs, which stay as they were."""
 FOREIGN_FILES = (
-    *("slime/rollout/sglang_rollout.py", "server_control.py"),
+    *(
+        "slime/rollout/sglang_rollout.py",
+        "server_control.py",
+        "examples/inference/advanced/gpt_dynamic_inference.py",
+        "examples/inference/advanced/gpt_dynamic_inference_with_coordinator.py",
+        "examples/inference/offline_inference.py",
+        "gpt_static_inference.py",
+        "run_text_generation_server.py",
+        "tools/run_dynamic_text_generation_server.py",
+        "train_rl.py",
+    ),
     *(
         "pretrain_gpt.py",
         "pretrain_and_generate.py",

