@@ -367,6 +367,7 @@ GRPO = {
     f"{A}.actor.ppo_mini_batch_size": 4,
     f"{A}.actor.ppo_micro_batch_size_per_gpu": 2,
     f"{A}.actor.fsdp_config.model_dtype": "fp32",
+    f"++{A}.actor.fsdp_config.mixed_precision": "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
     f"{A}.actor.use_torch_compile": False,
     f"{A}.actor.fsdp_config.use_torch_compile": False,
     f"{A}.rollout.name": "megatron_infer",
@@ -385,6 +386,7 @@ GRPO = {
     "trainer.save_freq": -1,
     "trainer.device": "cpu",
     "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "+ray_kwargs.ray_init.num_cpus": 16,
     "+ray_kwargs.ray_init.num_gpus": 1,
 }
