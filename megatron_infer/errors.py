@@ -161,14 +161,16 @@ class PromptsDiffer(LockstepError):
 
 
 class RankFailure(InferenceError, RuntimeError):
-    """A rank of the engine died, stalled or failed alone. The engine cannot continue on any rank.
+    """A rank of the engine, or of the trainer's job, died, stalled or failed alone. The engine cannot continue on any
+    rank.
 
-    `rank` counts within the engine, `phase` is what the engine was doing when the failure was noticed.
+    `rank` counts within the engine, or in the world if `is_of_job`: a rank of another data-parallel replica. `phase` is
+    what the engine was doing when the failure was noticed.
     """
 
-    def __init__(self, rank: int, phase: str, reason: str) -> None:
-        super().__init__(f"rank {rank} of the engine failed in {phase}: {reason}")
-        self.rank, self.phase, self.reason = rank, phase, reason
+    def __init__(self, rank: int, phase: str, reason: str, *, is_of_job: bool = False) -> None:
+        super().__init__(f"rank {rank} of the {'job' if is_of_job else 'engine'} failed in {phase}: {reason}")
+        self.rank, self.phase, self.reason, self.is_of_job = rank, phase, reason, is_of_job
 
 
 def brief(error: BaseException) -> str:

@@ -362,8 +362,8 @@ class InferenceConfig:
     plan the same step. For debugging; costs time."""
     collective_timeout_s: int | float = option(120, above=0)
     """Seconds that a rank of a distributed engine may be late or silent before the other ranks raise RankFailure.
-    Bounds the engine's own collectives, too; between its calls the process groups keep the timeouts they were made
-    with."""
+    Bounds the collectives of the engine's calls, and those among its ranks in a session's; between calls the process
+    groups keep the timeouts they were made with."""
     offset_sampling_seed_by_dp_rank: bool = option(True, since="0.19")
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure
+
+_GLOO = re.compile(r"/gloo/|caused pair closure")
 
 
 class StageLost(InferenceError, RuntimeError):
@@ -22,6 +25,16 @@ def has_abandoned_collective(error: BaseException) -> bool:
     return any(isinstance(one, CollectiveAbandoned) for one in causes(error))
 
 
+def mark_shared(error: BaseException) -> None:
+    """All ranks that compute together know of the error, and raise too."""
+    vars(error)["is_shared"] = True
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether all ranks that compute together raise, this error or one that names its rank."""
+    return isinstance(error, RankFailure | LockstepError | OtherRankFailed) or vars(error).get("is_shared", False)
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """The error, what it was raised from or on top of, and so on."""
     found: BaseException | None = error
@@ -34,14 +47,20 @@ def is_of_collective(error: BaseException) -> bool:
     """Whether the error comes from torch.distributed, itself or by its cause.
 
     The group cannot be used any more then: its ranks are at different places, and gloo closes a connection that timed
-    out. gloo raises plain RuntimeErrors of many wordings, so what counts is where an error comes from.
+    out. gloo raises plain RuntimeErrors of many wordings: what counts is where an error comes from, or that a work's
+    wait() was told of gloo. An error of a function that torch.distributed has called is of that function.
     """
-    for found in causes(error):
-        if isinstance(found, StageLost | dist.DistError):
-            return True
-        frame = found.__traceback__
-        while frame is not None:
-            if frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed."):
-                return True
-            frame = frame.tb_next
-    return False
+    return any(_is_of_collective(found) for found in causes(error))
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    if isinstance(error, StageLost | dist.DistError):
+        return True
+    if type(error) is RuntimeError and _GLOO.search(str(error)):
+        return True
+    frame, within = error.__traceback__, False
+    while frame is not None:
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        within = module.startswith("torch.distributed.") or (within and module.startswith("torch."))
+        frame = frame.tb_next
+    return within

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -166,24 +166,27 @@ class ParallelGroups:
         )
         return Lockstep(links, timeout_s=timeout_s, within=engine, ranks=[every.index(rank) for rank in own])
 
-    def context_lockstep(self, *, timeout_s: float) -> Lockstep | None:
-        """Link the engine's ranks and those of the engines that context parallelism has beside it, by global rank;
-        None: there are none beside it. They wait for each other's rollouts as long as all live. Every rank calls it.
-        """
-        if self.cp is None:
-            return None
-        own = torch.distributed.get_rank()
-        ranks = list(self._gather_with_context(""))
-        if len(ranks) == self.engine_size:
-            return None
+    @property
+    def engine_ranks(self) -> list[int]:
+        """Of the engine's ranks, the ranks in the world."""
+        if self.engine is None:
+            return [torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
+        return torch.distributed.get_process_group_ranks(self.engine)
+
+    def context_ranks(self) -> list[int]:
+        """`engine_ranks`, and those of the engines that context parallelism has beside it. Every rank calls it."""
+        return self.engine_ranks if self.cp is None else list(self._gather_with_context(""))
+
+    def context_lockstep(self, ranks: Sequence[int], *, timeout_s: float, give_up: Callable[[], bool]) -> Lockstep:
+        """Link `context_ranks`. They wait for each other's rollouts as long as all live. Every rank calls it."""
         links = connect(
-            ranks.index(own),
+            ranks.index(torch.distributed.get_rank()),
             len(ranks),
             lambda text: list(self._gather_with_context(text).values()),
             timeout_s=timeout_s,
             hosts=list(own_addresses()),
         )
-        return Lockstep(links, timeout_s=timeout_s, patient=True)
+        return Lockstep(links, timeout_s=timeout_s, give_up=give_up, patient=True)
 
     def _gather_with_context(self, text: str) -> dict[int, str]:
         """The texts of the engine's ranks and of those beside it, by global rank."""
@@ -216,18 +219,22 @@ class TimeLimit:
     """
 
     def __init__(self, groups: Iterable[ProcessGroup], timeout_s: float) -> None:
-        self._groups, self._limit = tuple(groups), timedelta(seconds=timeout_s)
+        self._usual, self._limit = tuple(groups), timedelta(seconds=timeout_s)
+        self._groups = self._usual
         self._before: list[timedelta] | None = None
         self._lock = threading.Lock()
         self.was_cut = False
         """Collectives were aborted: their results on the device are undefined."""
 
-    def enter(self) -> None:
-        if self._before is None:
+    def enter(self, groups: Iterable[ProcessGroup] | None = None) -> bool:
+        """groups: in place of the engine's -> whether this call has begun the limit."""
+        if has_begun := self._before is None:
+            self._groups = self._usual if groups is None else tuple(groups)
             before = [_backend(group).options._timeout for group in self._groups]
             for group in self._groups:
                 _backend(group)._set_default_timeout(self._limit)
             self._before = before
+        return has_begun
 
     def leave(self) -> None:
         if self._before is not None:
@@ -253,6 +260,13 @@ class TimeLimit:
             # Kernels end at once, but a communicator lives until the last CUDA graph with it is destroyed.
             threading.Thread(target=_abort, args=(backends,), daemon=True, name="megatron_infer abort").start()
         return True
+
+
+def groups_among(ranks: Collection[int]) -> Iterator[ProcessGroup]:
+    """Every group of several of these ranks that this process has, a trainer's own too."""
+    for group, found in dist.distributed_c10d._world.pg_group_ranks.items():
+        if len(found) > 1 and found.keys() <= set(ranks) and _backend(group).name() in ("gloo", "nccl"):
+            yield group
 
 
 def _texts_of(group: ProcessGroup, text: str, limit: int) -> list[str]:

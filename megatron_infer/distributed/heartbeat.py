@@ -37,9 +37,11 @@ class Heartbeat:
         self._links, self._timeout_s, self._give_up = links, timeout_s, give_up
         self.phase = "start"
         """What this rank is doing, for errors here and on the other ranks."""
+        self.trouble = ""
+        """See `Lockstep.trouble`."""
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         self._silences = {rank: Silence(2 * self._interval_s) for rank in links}
-        self._phases = dict.fromkeys(links, "start")
+        self._phases, self._troubles = dict.fromkeys(links, "start"), dict.fromkeys(links, "")
         self._lost: tuple[int, str, bool] | None = None
         """Rank, reason, and whether it said goodbye."""
         self._has_given_up = False
@@ -65,7 +67,14 @@ class Heartbeat:
 
     def phase_of(self, rank: int) -> str:
         """What a rank was doing at its last heartbeat."""
-        return self._phases.get(rank, "an unknown phase")
+        return self._phases.get(rank, "an unknown phase") + self._after(rank)
+
+    def _after(self, rank: int) -> str:
+        return f" ({self._troubles[rank]})" if self._troubles.get(rank) else ""
+
+    def reason_of(self, rank: int) -> str:
+        """Why a rank is lost whose connection has ended."""
+        return f"its process has ended{self._after(rank)}"
 
     def check(self, *, goodbyes: bool = True) -> None:
         """Raise RankFailure if a rank is lost. goodbyes: also for a rank that left with a goodbye."""
@@ -106,7 +115,7 @@ class Heartbeat:
         for rank, silence in self._silences.items():
             if (silent := silence.seconds()) > self._timeout_s:
                 self._lose(rank, f"no sign of life for {silent:.1f} s")
-        message: dict[str, Any] = {"phase": self.phase}
+        message: dict[str, Any] = {"phase": self.phase, "trouble": self.trouble}
         if self._lost is not None:
             message["lost"] = self._lost
         for rank, link in self._links.items():
@@ -136,14 +145,14 @@ class Heartbeat:
             while (message := link.receive(0.0)) is not None:
                 self._silences[rank].heard()
                 if message.get("bye"):
-                    self._lose(rank, "it has closed its engine", goodbye=True)
+                    self._lose(rank, f"it has closed its engine{self._after(rank)}", goodbye=True)
                 if "phase" in message:
-                    self._phases[rank] = message["phase"]
+                    self._phases[rank], self._troubles[rank] = message["phase"], message["trouble"]
                 if message.get("lost") is not None:
                     lost, reason, goodbye = message["lost"]
                     self._lose(lost, reason, goodbye=goodbye)
         except LinkClosed:
-            self._lose(rank, "its process has ended")
+            self._lose(rank, self.reason_of(rank))
 
     def _lose(self, rank: int, reason: str, *, goodbye: bool = False) -> None:
         if goodbye:

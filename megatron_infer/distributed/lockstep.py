@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.distributed.collective_errors import is_of_collective, mark_shared
 from megatron_infer.distributed.heartbeat import Heartbeat
 from megatron_infer.distributed.rank_links import RankLinks
 from megatron_infer.distributed.wire import LinkClosed
@@ -59,6 +61,8 @@ class _RoundReport(NamedTuple):
     """Must be equal on all ranks, unless it is empty."""
     text: str = ""
     failed: bool = False
+    of_collective: bool = False
+    """What it raised is of a collective, and the sign of a failure elsewhere."""
     other_prompts: str = ""
     """See `Lockstep.meet`."""
     commands: Sequence[dict[str, Any]] = ()
@@ -94,8 +98,14 @@ class LocalLockstep:
     def least(self, what: str, values: Sequence[int]) -> list[int]:
         return list(values)
 
-    def together(self, what: str) -> AbstractContextManager[None]:
+    def together(self, what: str, **_: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def raised(self, error: BaseException, seconds: float, *, of_collective: bool) -> None:
+        """No other rank computes with this one."""
+
+    def left(self, trouble: str) -> None:
+        """No other rank waits for this one."""
 
     def check_alive(self, *, goodbyes: bool = True) -> None:
         """No other rank can be gone."""
@@ -127,8 +137,6 @@ class Lockstep:
         engine, of which these are some, whose heartbeats it shares. ranks: their numbers there, for errors."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self._ranks = ranks or range(links.size)
-        self.trouble = ""
-        """Why this rank may leave the calls that the others make; the error of ranks in different calls has it."""
         self._links = links
         self._patient = patient
         if within is None:
@@ -146,6 +154,11 @@ class Lockstep:
     @phase.setter
     def phase(self, phase: str) -> None:
         self._watch.phase = phase
+
+    @property
+    def trouble(self) -> str:
+        """Why this rank may leave the calls that the others make; errors of the other ranks have it. See `left`."""
+        return self._watch.trouble
 
     @property
     def is_leader(self) -> bool:
@@ -210,21 +223,56 @@ class Lockstep:
         return [min(column) for column in zip(*rows, strict=True)]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, *, has_collectives: bool = False) -> Iterator[None]:
         """The body succeeds on all ranks or fails on all: with its own error where it raised, elsewhere with
-        OtherRankFailed, which names the rank. The body makes no rounds of its own."""
+        OtherRankFailed, which names the rank. The body makes no rounds of its own.
+
+        has_collectives: other ranks may wait in one for a rank that raises. It names itself with RankFailure where they
+        do not come, before their collectives end.
+        """
         try:
             yield
         except (RankFailure, LockstepError):
             raise
         except BaseException as error:
             text = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
-            self._round(_RoundReport(what, text=text, failed=True))
+            of_collective = has_collectives and is_of_collective(error)
+            alone = None
+            if has_collectives and not of_collective:
+                alone = RankFailure(self._ranks[self.rank], self.phase, text)
+            report = _RoundReport(what, text=text, failed=True, of_collective=of_collective)
+            self._check_collectives(self._round(report, alone=alone, alone_s=self._alone_s))
+            mark_shared(error)
             raise
         answer = self._round(_RoundReport(what))
+        self._check_collectives(answer)
         if answer["failed"]:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
             raise OtherRankFailed(reasons, ranks=[rank for rank, _ in answer["failed"]])
+
+    def _check_collectives(self, answer: dict[str, Any]) -> None:
+        """Raise RankFailure where a collective of any rank has failed: its group is of no use."""
+        if answer["broken"]:
+            rank, text = answer["failed"][0]
+            self._fail(RankFailure(self._ranks[rank], self.phase, text))
+
+    @property
+    def _alone_s(self) -> float:
+        return max(ALONE_S, self.timeout_s / 2)
+
+    def raised(self, error: BaseException, seconds: float, *, of_collective: bool) -> None:
+        """This rank raised in what it computes with the others, after `seconds`. Returns if all ranks raised errors of
+        their own: then none waits in a collective. Else RankFailure names the rank that raised first."""
+        what = f"{type(error).__name__}: {error}"
+        shown: BaseException = error if of_collective else OtherRankFailed("an error of its own", ranks=[])
+        cause = "" if of_collective else what
+        self.step_failed(shown, seconds, fatal=of_collective, own=not of_collective, cause=cause)
+
+    def left(self, trouble: str) -> None:
+        """Send the others why this rank may leave the calls that they make."""
+        if trouble != self._watch.trouble:
+            self._watch.trouble = trouble
+            self._watch.catch_up()
 
     def check_alive(self, *, goodbyes: bool = True) -> None:
         """Raise RankFailure if a rank has ended or is silent: for waits that are not rounds.
@@ -271,7 +319,8 @@ class Lockstep:
         if here is not None and fatal:
             self._check_broken()
             self._fail(here)
-        report = _RoundReport(FAILED_STEP, text=json.dumps([what, seconds, fatal, cause]), failed=True)
+        text = json.dumps([what, seconds, fatal, cause])
+        report = _RoundReport(FAILED_STEP, text=text, failed=True, of_collective=fatal and not own)
         texts = [json.loads(text) for text in self._round(report, alone=here)["texts"]]
         if len({message for message, *_ in texts}) == 1 and not any(final for *_, final, _ in texts):
             return
@@ -286,13 +335,29 @@ class Lockstep:
             raise self._broken
 
     def _round(
-        self, mine: _RoundReport, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
+        self,
+        mine: _RoundReport,
+        content: Any = None,
+        *,
+        patient: bool = False,
+        alone: RankFailure | None = None,
+        alone_s: float | None = None,
     ) -> dict[str, Any]:
-        """alone: raised if a rank does not come within ALONE_S; None: it has the usual time and is named as failed."""
+        """alone: raised if a rank does not come within `alone_s` (None: ALONE_S); None: it has the usual time and is
+        named as failed."""
         self._check_broken()
         mine = mine._replace(trouble=self.trouble)
+        patience_s = self._watch.patience_s
+        if alone is not None:
+            patience_s = min(ALONE_S if alone_s is None else alone_s, patience_s)
+        elif patient or (self._patient and not mine.failed):
+            patience_s = math.inf
         try:
-            answer = self._lead(mine, content, alone) if self.is_leader else self._report(mine, patient, alone)
+            answer = (
+                self._lead(mine, content, alone, patience_s)
+                if self.is_leader
+                else self._report(mine, alone, patience_s)
+            )
         except RankFailure as failure:
             self._fail(failure)
         if "lost" in answer:
@@ -304,10 +369,10 @@ class Lockstep:
             raise PromptsDiffer(answer["other prompts"])
         return answer
 
-    def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None) -> dict[str, Any]:
+    def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None, patience_s: float) -> dict[str, Any]:
         reports = [mine]
         try:
-            reports += [self._receive(rank, mine.call, alone) for rank in range(1, self.size)]
+            reports += [self._receive(rank, mine.call, alone, patience_s) for rank in range(1, self.size)]
         except RankFailure as failure:
             self._answer({"lost": [failure.rank, failure.reason]})
             raise
@@ -315,20 +380,20 @@ class Lockstep:
         self._answer(answer)
         return answer
 
-    def _receive(self, rank: int, call: str, alone: RankFailure | None) -> _RoundReport:
-        patience_s, link = self._watch.patience_s, self._links.calls[rank]
-        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
+    def _receive(self, rank: int, call: str, alone: RankFailure | None, patience_s: float) -> _RoundReport:
+        link = self._links.calls[rank]
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 message = link.receive(SLICE_S)
             except LinkClosed:
                 self._watch.catch_up()  # the reason may have arrived
                 self._watch.check()
-                raise RankFailure(self._ranks[rank], self.phase, "its process has ended") from None
+                raise RankFailure(self._ranks[rank], self.phase, self._watch.reason_of(self._ranks[rank])) from None
             if message is not None:
                 return _RoundReport(*message)
             self._watch.check()
-            if time.monotonic() > deadline and (alone is not None or not self._patient):
+            if time.monotonic() > deadline:
                 raise alone or RankFailure(self._ranks[rank], self.phase, self._late(rank, call))
 
     def _answer(self, answer: dict[str, Any]) -> None:
@@ -338,11 +403,10 @@ class Lockstep:
             except LinkClosed:
                 continue  # the next round misses it
 
-    def _report(self, mine: _RoundReport, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
+    def _report(self, mine: _RoundReport, alone: RankFailure | None, patience_s: float) -> dict[str, Any]:
         # The leader may wait for other ranks first, for each as long as for this one.
-        patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
-        patient = patient or self._patient
-        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
+        link = self._links.calls[0]
+        deadline = time.monotonic() + (patience_s if alone is not None else self.size * patience_s)
         lost = False
         try:
             link.send(mine)
@@ -354,14 +418,14 @@ class Lockstep:
             except LinkClosed:
                 self._watch.catch_up()
                 self._watch.check()
-                raise RankFailure(self._ranks[0], self.phase, "its process has ended") from None
+                raise RankFailure(self._ranks[0], self.phase, self._watch.reason_of(self._ranks[0])) from None
             if message is not None:
                 return message
             self._watch.check()
             if not lost and alone is not None and time.monotonic() > deadline:
                 raise alone
-            if lost or (not patient and time.monotonic() > deadline):
-                reason = "its process has ended" if lost else self._late(0, mine.call)
+            if lost or time.monotonic() > deadline:
+                reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
                 raise RankFailure(self._ranks[0], self.phase, reason)
 
     def _late(self, rank: int, call: str) -> str:
@@ -386,8 +450,10 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
     calls = {report.call for _, report in named}
     if len(calls) > 1:
         if FAILED_STEP in calls:
-            rank, report = next((rank, report) for rank, report in named if report.call == FAILED_STEP)
-            return {"lost": [rank, json.loads(report.text)[0]]}
+            failed = [(rank, report) for rank, report in named if report.failed]
+            rank, report = min(failed, key=lambda one: (one[1].of_collective, one[1].call != FAILED_STEP, one[0]))
+            what, *_, cause = json.loads(report.text) if report.call == FAILED_STEP else [report.text, ""]
+            return {"lost": [rank, cause or what]}
         where = (f"rank {rank}: {report.call}{report.trouble and f' ({report.trouble})'}" for rank, report in named)
         return {"differ": f"ranks are in different calls: {', '.join(where)}"}
     if len({report.digest for _, report in named}) > 1:
@@ -400,7 +466,10 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
         "call": reports[0].call,
         "flag": any(report.flag for report in reports),
         "texts": [report.text for report in reports],
-        "failed": [(rank, report.text) for rank, report in named if report.failed],
+        "failed": [
+            (rank, report.text) for rank, report in sorted(named, key=lambda one: one[1].of_collective) if report.failed
+        ],
+        "broken": any(report.of_collective for report in reports) and reports[0].call != FAILED_STEP,
     }
     if content is None:
         return answer

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_infer.distributed.groups import ParallelGroups, TimeLimit, lockstep_over
+import torch.distributed as dist
+
+from megatron_infer.distributed.collective_errors import is_of_collective, is_shared, mark_shared
+from megatron_infer.distributed.groups import ParallelGroups, TimeLimit, groups_among, lockstep_over, own_addresses
 from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
+from megatron_infer.distributed.peer_reports import PeerReports, Report
+from megatron_infer.errors import RankFailure
+
+BLAME_S = 3.0
+"""Seconds in which the end of a process is noticed, after a collective with it has failed."""
+_SLICE_S = 0.3
 
 
 class RankGroup:
     """Decides once for all ranks of an engine."""
 
-    def __init__(self, groups: ParallelGroups, *, timeout_s: float, lockstep: Lockstep | None = None) -> None:
-        """Links the ranks; every rank of the engine calls it. lockstep: of these ranks and others, linked already."""
-        self.groups = groups
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        *,
+        timeout_s: float,
+        context_ranks: list[int] | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
+        """Links the ranks; every rank of the engine calls it. context_ranks: see `with_context_ranks`. lockstep: of
+        these ranks, linked already."""
+        self.groups, self.ranks = groups, context_ranks or groups.engine_ranks
         self._time_limit = TimeLimit(groups.inner, timeout_s)
-        self.lockstep: Lockstep | LocalLockstep = lockstep or groups.lockstep(
-            timeout_s=timeout_s, give_up=self._time_limit.cut
+        how: dict[str, Any] = {"timeout_s": timeout_s, "give_up": self._time_limit.cut}
+        self.lockstep: Lockstep | LocalLockstep = lockstep or (
+            groups.lockstep(**how) if context_ranks is None else groups.context_lockstep(context_ranks, **how)
         )
         self.sharing = self.lockstep
         """Of the ranks that compute the same requests."""
         self._timeout_s = timeout_s
+        self._reports: PeerReports | None = None
 
     def divide_requests(self, groups: ParallelGroups) -> None:
         """Expert-parallel ranks have requests of their own from now on. Every rank calls it. groups: with these."""
@@ -30,24 +51,25 @@ class RankGroup:
 
     def with_context_ranks(self, *, timeout_s: float) -> RankGroup:
         """These ranks and those of the engines that context parallelism has beside theirs. Every rank calls it."""
-        lockstep = self.groups.context_lockstep(timeout_s=timeout_s)
-        return self if lockstep is None else RankGroup(self.groups, timeout_s=timeout_s, lockstep=lockstep)
+        ranks = self.groups.context_ranks()
+        return self if len(ranks) == self.size else RankGroup(self.groups, timeout_s=timeout_s, context_ranks=ranks)
 
     def with_ranks(self, group: Any, *, timeout_s: float) -> RankGroup:
         """All ranks of a process group, these and those of engines beside theirs; None: only these. Every rank of the
         group calls it. They wait for each other's rollouts as long as all live."""
         if group is None:
             return self
-        return RankGroup(self.groups, timeout_s=timeout_s, lockstep=lockstep_over(group, timeout_s=timeout_s))
+        ranks, lockstep = dist.get_process_group_ranks(group), lockstep_over(group, timeout_s=timeout_s)
+        return RankGroup(self.groups, timeout_s=timeout_s, context_ranks=ranks, lockstep=lockstep)
 
     @property
     def size(self) -> int:
         """Ranks of the engine."""
         return self.lockstep.size
 
-    def together(self, what: str) -> AbstractContextManager[None]:
+    def together(self, what: str, *, has_collectives: bool = False) -> AbstractContextManager[None]:
         """The body succeeds on every rank or fails on every rank (see `Lockstep.together`)."""
-        return self.lockstep.together(what)
+        return self.lockstep.together(what, has_collectives=has_collectives)
 
     def any_rank(self, flag: bool) -> bool:
         return self.lockstep.agree(flag)
@@ -79,3 +101,82 @@ class RankGroup:
             self._time_limit.enter()
         else:
             self._time_limit.leave()
+
+    # ------------------------------------------------------------------ a trainer's calls
+
+    @contextmanager
+    def computing(self, phase: str) -> Iterator[None]:
+        """Every rank computes the block, with collectives that wait no longer than these ranks wait for each other.
+
+        Raises RankFailure where a rank raises alone or ends: the others wait for that rank in a collective. An error
+        that all raise is raised as it is, and they go on. phase: for the errors of all ranks.
+        """
+        self.lockstep.phase = phase
+        started = time.perf_counter()
+        with self.naming(phase):
+            is_first = self._time_limit.enter(groups_among(self.ranks) if self.size > 1 else ())
+            try:
+                yield
+            except BaseException as error:
+                if not is_shared(error):
+                    self._tell(phase, error)
+                    of_collective = is_of_collective(error)
+                    if of_collective:
+                        self._blame(error)
+                    self.lockstep.raised(error, time.perf_counter() - started, of_collective=of_collective)
+                    mark_shared(error)
+                raise
+            finally:
+                if is_first:
+                    self._time_limit.leave()
+
+    @contextmanager
+    def naming(self, phase: str) -> Iterator[None]:
+        """Where the block raises because another rank of the job has failed, that is RankFailure, which names the rank;
+        another error is reported to the other ranks."""
+        if self._reports is not None:
+            self._reports.tell(None)
+            self._reports.meet()
+        try:
+            yield
+        except BaseException as error:
+            if is_of_collective(error) or isinstance(error, RankFailure):
+                self._blame(error)
+            self._tell(phase, error)
+            raise
+
+    def join_job(self) -> None:
+        """Report to the ranks of the job beside these, whose trainers they compute with: data-parallel replicas."""
+        if dist.is_initialized() and dist.get_world_size() > self.size:
+            self._reports = PeerReports(next(iter(own_addresses()), "127.0.0.1"), self.ranks)
+
+    def _blame(self, error: BaseException) -> None:
+        """Raise RankFailure where a rank that has failed is found."""
+        if self._reports is None and (self.size == 1 or isinstance(error, RankFailure)):
+            return
+        if isinstance(error, RankFailure) and error.is_of_job:
+            return
+        if isinstance(error, RankFailure) and error.rank == self.lockstep.rank and not is_of_collective(error):
+            return
+        found = None
+        deadline = time.monotonic() + BLAME_S
+        while found is None and time.monotonic() < deadline:
+            if not isinstance(error, RankFailure):
+                self.check_alive()
+            if self._reports is not None:
+                found = self._reports.find()
+            time.sleep(_SLICE_S)
+        if found is not None:
+            assert self._reports is not None
+            self._reports.tell(found)
+            raise RankFailure(found.rank, found.phase or self.lockstep.phase, found.reason, is_of_job=True) from error
+
+    def _tell(self, phase: str, error: BaseException) -> None:
+        """Report an error of this rank, or of another one that it names, to the ranks of the job beside these."""
+        if self._reports is None or self._reports.has_told:
+            return
+        if isinstance(error, RankFailure):
+            rank = error.rank if error.is_of_job else self.ranks[error.rank]
+            self._reports.tell(Report(rank, error.phase, error.reason))
+        elif not is_of_collective(error):
+            self._reports.tell(Report(self._reports.rank, phase, f"{type(error).__name__}: {error}"))

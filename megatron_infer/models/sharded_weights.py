@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.distributed.collective_errors import is_of_collective, mark_shared
 from megatron_infer.errors import AdoptionError, InferenceError, ModelError, OtherRankFailed
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.memory.device import Device
@@ -144,9 +145,12 @@ class ShardedWeights:
         try:
             yield
         except BaseException as error:
+            if is_of_collective(error):  # the ranks' groups are of no use
+                raise
             self._exchange(
                 what, str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
             )
+            mark_shared(error)
             raise
         failed = {rank: text for rank, text in self._exchange(what, None).items() if text is not None}
         if failed:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -123,16 +124,17 @@ class Scorer:
         shape: ModelShape,
         groups: ParallelGroups,
         device: Callable[[], torch.device],
+        timeout_s: float,
         exact: bool = False,
     ) -> None:
-        """device: where the model computes.
+        """device: where the model computes. timeout_s: how long a pipeline stage waits for the one before.
 
         exact: use `models.exact_forward.exact_math`: bitwise equal to an engine with batch_invariant=True. Every
         context-parallel rank then computes whole sequences.
         """
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
         self.dropped = DroppedTokens(model)
-        self._device = device
+        self._device, self._limit = device, timedelta(seconds=timeout_s)
         self.cp = None if exact else groups.cp
         """Ranks over which sequences are divided; None: over none."""
 
@@ -296,7 +298,8 @@ class Scorer:
         for number, chunk in enumerate(chunks_of(self._model)):
             received = torch.zeros(math.prod(shape) + 1, **how)
             if not chunk.pre_process:
-                dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
+                # a group's own timeout holds for messages, and cannot be lowered
+                dist.irecv(received, src=stages[groups.pp_rank - 1], group=groups.pp).wait(self._limit)
                 chunk.set_input_tensor(received[:-1].view(shape))
             passed_on = torch.zeros_like(received)
             try:

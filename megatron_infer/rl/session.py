@@ -131,6 +131,8 @@ class RolloutSession:
             trainer = RankGroup(generation.ranks.trainer, **limit).with_context_ranks(**limit)
             self.ranks = engine.rank_group.with_ranks(generation.ranks.replica, **limit)
         """Those that share the groups of a rollout: the engine's, and those of the engines that divide its prompts."""
+        self._trainer_ranks = trainer
+        trainer.join_job()
         self._trainer = TrainerStep(self._chain, self._switch, engine, trainer)
         self.meter = meter_of(self, meter)
         keep = None if self.meter is None else self.meter.keep
@@ -173,8 +175,7 @@ class RolloutSession:
                 try:
                     yield self._rollout
                 except BaseException as error:
-                    lockstep = self.engine.rank_group.lockstep
-                    lockstep.trouble = f"left generating() by {type(error).__name__}: {error}"
+                    self._left(error)
                     with failures_noted_on(error, "telling the other ranks"):
                         self._measure(skip=True)
                     raise
@@ -378,15 +379,28 @@ class RolloutSession:
 
     @contextmanager
     def _in_mode(self, mode: SessionMode) -> Iterator[None]:
+        with self._trainer_ranks.naming(mode.value), self._changed_to(mode):
+            yield
+
+    @contextmanager
+    def _changed_to(self, mode: SessionMode) -> Iterator[None]:
         outer = self._mode
+        self._left(None)
         self._switch_to(mode)
         try:
             yield
         except BaseException as error:
+            self._left(error)
             with failures_noted_on(error, f"going from {mode.value} back to {outer.value}"):
                 self._return_to(outer)
             raise
         self._return_to(outer)
+
+    def _left(self, error: BaseException | None) -> None:
+        """The other ranks know why this one leaves the block, for as long as no block has begun again."""
+        trouble = "" if error is None else f"left {self._mode.value} by {type(error).__name__}: {error}"
+        for lockstep in {group.lockstep for group in (self.engine.rank_group, self.ranks, self._trainer_ranks)}:
+            lockstep.left(trouble)
 
     def _return_to(self, outer: SessionMode) -> None:
         """The mode is the outer one afterwards, even if the switch raises."""

@@ -105,7 +105,12 @@ class TrainerStep:
         self._exact = engine.config.batch_invariant
         shape = replace(engine.shape, padded_vocab_size=chain[-1].vocab_size)
         self._scorer = Scorer(
-            chain[-1], shape=shape, groups=self._groups, device=lambda: switch.device, exact=self._exact
+            chain[-1],
+            shape=shape,
+            groups=self._groups,
+            device=lambda: switch.device,
+            timeout_s=engine.config.collective_timeout_s,
+            exact=self._exact,
         )
         self._num_chunks = len(chunks_of(chain[-1]))
         self._is_count = is_interleaved_count(chain[-1].config, self._groups.pp_size) if self._num_chunks > 1 else None
@@ -144,15 +149,16 @@ class TrainerStep:
         forward = self._chain[0] if grad or self._switch.holds_shards else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
-        with self._checked_modules("score()", check), how, policy:
+        computing = self._rank_group.computing("score")
+        with computing, self._checked_modules("score()", check), how, policy:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens, beside=beside))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             late = "the backward pass after score(grad=True) is the caller's; take score_and_backward()" if grad else ""
             missing = self._missing_batches(len(batches), not_unequal=late)
             starts_new_weights(self._chain[-1])
-            # among ranks of one stage an error of one alone leaves the others in a collective: no exchange reaches them
-            with nullcontext() if self._groups.pp is None else self._rank_group.together("score()"):
+            in_stages = self._groups.pp is not None
+            with self._rank_group.together("score()", has_collectives=True) if in_stages else nullcontext():
                 scores = self._scorer.score(forward, batches, temperature=options.temperature)
             if missing:
                 with self._scorer.forward(forward, temperature=options.temperature) as run:
@@ -339,6 +345,7 @@ class TrainerStep:
             self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
 
         with (
+            self._rank_group.computing("score_and_backward"),
             self._checked_modules(call, check),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
             self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
@@ -453,7 +460,7 @@ class TrainerStep:
         calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale)
         shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
         run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
-        with self._rank_group.together("the schedule of score_and_backward()"):
+        with self._rank_group.together("the schedule of score_and_backward()", has_collectives=True):
             if calls.failure is not None:
                 raise calls.failure
         self._share_scores(losses)
@@ -490,19 +497,25 @@ class TrainerStep:
 
         If it raises, the gradients may be reduced already, and a second step would reduce them twice: it is refused.
         """
+        with self._rank_group.computing("step"):
+            return self._step(optimizer)
+
+    def _step(self, optimizer: Any) -> tuple[bool, float | None]:
         self._check_complete("step()")
         if self._switch.sharded is not None:
             self._switch.sharded.put_back()
         num_ranks = self._rank_group.size
         self._incomplete = "step() failed and may have reduced them"
-        with self._rank_group.together("the reduction of gradients"), cuda_error_explained(self._device):
+        reducing = self._rank_group.together("the reduction of gradients", has_collectives=True)
+        with reducing, cuda_error_explained(self._device):
             with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
                 reduce_gradients(self._chain, num_ranks=num_ranks)
             if not any(map(_has_gradient, self._chain[-1].parameters())):
                 self._incomplete = ""
                 raise WrongState("step() without gradients: call score_and_backward() first", state="no gradients")
         self._is_torn = num_ranks > 1
-        with self._rank_group.together("the optimizer's step"), cuda_error_explained(self._device):
+        stepping = self._rank_group.together("the optimizer's step", has_collectives=True)
+        with stepping, cuda_error_explained(self._device):
             # megatron-core's optimizers return theirs; ranks of Megatron-FSDP have gradients of different parameters
             has_norm = num_ranks == 1 and isinstance(optimizer, torch.optim.Optimizer)
             norm = _norm(self._chain[-1]) if has_norm else None

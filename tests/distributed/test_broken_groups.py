@@ -112,3 +112,13 @@ def test_errors_of_collectives_are_told_from_others() -> None:
     assert is_of_collective(StageLost("gone")) and is_of_collective(dist.DistNetworkError("reset"))
     assert not is_of_collective(raised(lambda: torch.ones(2) @ torch.ones(3)))
     assert not is_of_collective(MemoryError("no room"))
+    assert is_of_collective(
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    )
+
+    def hook(*_: Any) -> None:
+        raise RuntimeError("of the caller")
+
+    with pytest.MonkeyPatch.context() as patch:  # torch.distributed calls what is not its own
+        patch.setattr(dist.distributed_c10d, "_rank_not_in_group", hook)
+        assert not is_of_collective(raised(lambda: dist.all_reduce(torch.ones(1))))

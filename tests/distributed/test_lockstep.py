@@ -380,3 +380,50 @@ def test_a_stranger_at_the_port_is_sent_away():
         socket.create_connection(("127.0.0.1", offers[0]["port"]), timeout=1.0)  # the port is closed by now
     for end in ends:
         end.close()
+
+
+def test_ranks_that_all_raise_errors_of_their_own_go_on_and_one_that_raises_alone_is_named(monkeypatch):
+    monkeypatch.setattr(lockstep_module, "ALONE_S", 0.3)
+
+    def all_raise(lockstep: Lockstep) -> bool:
+        lockstep.raised(ValueError(f"figures of rank {lockstep.rank}"), 0.1, of_collective=False)
+        return lockstep.agree(lockstep.rank == 1)
+
+    assert play(2, all_raise) == [True, True]
+
+    def one_is_alone(lockstep: Lockstep) -> None:
+        lockstep.phase = "score"
+        if lockstep.rank == 1:
+            lockstep.raised(ValueError("a hook"), 0.1, of_collective=False)
+        time.sleep(1.0)  # in a collective, until its limit
+        lockstep.raised(RuntimeError("timed out"), 1.0, of_collective=True)
+
+    for error in play(2, one_is_alone):
+        assert isinstance(error, RankFailure) and str(error) == (
+            "rank 1 of the engine failed in score: ValueError: a hook"
+        )
+
+
+def test_a_rank_that_raises_among_collectives_is_named_before_those_that_miss_it():
+    def act(lockstep: Lockstep) -> None:
+        lockstep.phase = "step"
+        with lockstep.together("the reduction of gradients", has_collectives=True):
+            if lockstep.rank == 1:
+                raise ValueError("no memory")
+            raise torch.distributed.DistNetworkError("reset")
+
+    for error in play(3, act):
+        assert isinstance(error, RankFailure) and error.rank == 1 and "no memory" in str(error), error
+
+
+def test_what_a_rank_left_is_part_of_the_error_of_those_that_miss_it():
+    def act(lockstep: Lockstep) -> None:
+        if lockstep.rank == 1:
+            lockstep.left("left training() by KeyError: 'reward'")
+            lockstep.close()
+            return
+        lockstep.meet("score()")
+
+    error = play(2, act)[0]
+    assert isinstance(error, RankFailure) and error.rank == 1
+    assert "left training() by KeyError: 'reward'" in str(error)
