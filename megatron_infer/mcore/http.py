@@ -86,7 +86,8 @@ def start_text_gen_server(
     """Serve HTTP for the engines behind a coordinator; returns once it serves. A second call does nothing.
 
     One thread serves; another number of replicas than the default has no effect, and a warning says so. verbose: a line
-    in the log for each call. sock: bound to a port already. Raises ConfigError for a parser that is not known here.
+    in the log for each call. hostname: None is 127.0.0.1. sock: bound to a port already. Raises ConfigError for a
+    parser that is not known here.
     """
     global _running
     if _running is not None:
@@ -98,7 +99,7 @@ def start_text_gen_server(
         if name not in PARSERS:
             raise ConfigError(f"parser {name!r} is not known here; known are {', '.join(PARSERS)}")
         options |= PARSERS[name]
-    settings = ServerConfig(host=hostname or "0.0.0.0", port=server_port, log_requests=verbose, **options)
+    settings = ServerConfig(host=hostname or "127.0.0.1", port=server_port, log_requests=verbose, **options)
     listening = HERE.get(coordinator_addr)
     server = HttpServer(
         settings,
