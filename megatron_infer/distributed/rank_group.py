@@ -13,7 +13,7 @@ from megatron_infer.distributed.collective_errors import is_of_collective, is_sh
 from megatron_infer.distributed.groups import ParallelGroups, TimeLimit, groups_among, lockstep_over, own_addresses
 from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
 from megatron_infer.distributed.peer_reports import PeerReports, Report
-from megatron_infer.errors import RankFailure
+from megatron_infer.errors import OtherRankFailed, RankFailure
 
 BLAME_S = 3.0
 """Seconds in which the end of a process is noticed, after a collective with it has failed."""
@@ -178,5 +178,7 @@ class RankGroup:
         if isinstance(error, RankFailure):
             rank = error.rank if error.is_of_job else self.ranks[error.rank]
             self._reports.tell(Report(rank, error.phase, error.reason))
+        elif isinstance(error, OtherRankFailed) and error.ranks and max(error.ranks) < self.size:
+            self._reports.tell(Report(self.ranks[error.ranks[0]], phase, str(error)))
         elif not is_of_collective(error):
             self._reports.tell(Report(self._reports.rank, phase, f"{type(error).__name__}: {error}"))
