@@ -314,7 +314,10 @@ class Scorer:
             passed_on[-1], shared[-1] = num_failed, num_failed
             if not chunk.post_process:
                 dist.send(passed_on, dst=stages[(groups.pp_rank + 1) % len(stages)], group=groups.pp)
-        dist.broadcast(shared, src=stages[-1], group=groups.pp)
+        try:
+            dist.broadcast(shared, src=stages[-1], group=groups.pp)
+        except RuntimeError as error:  # where this stage has raised, other ranks of it may have waited for this one
+            failure = failure or error
         if failure is not None:
             raise failure
         return shared[:-1] if float(shared[-1]) == 0.0 else None

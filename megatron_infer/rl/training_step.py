@@ -459,8 +459,11 @@ class TrainerStep:
         scale = len(losses.batches) / self._groups.cp_size
         calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale)
         shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
-        run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
         with self._rank_group.together("the schedule of score_and_backward()", has_collectives=True):
+            try:
+                run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
+            except Exception as error:  # where this stage has raised, other ranks of it may have waited for this one
+                calls.failure = calls.failure or error
             if calls.failure is not None:
                 raise calls.failure
         self._share_scores(losses)
