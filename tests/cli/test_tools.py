@@ -30,6 +30,7 @@ RUNS = {
     "variants.py preemption --demand 2 --max-prompt 32 --max-new 32": "swap",
     "serve_load.py --part overhead --clients 2 --requests 4 --rounds 1 --threads 1": "of offline",
     "serve_load.py --part workers --http-workers 2 --clients 4 --seconds 3": "tokens_per_cpu_s_of_http",
+    "weight_updates.py --rounds 1": "file",
     "serve_attacks.py --part rows": "after that row has ended",
 }
 """Command line -> a part of what it prints."""
