@@ -69,7 +69,7 @@ def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
 
 
-@pytest.mark.parametrize("kind", ["delta", "latent", "sparse"])
+@pytest.mark.parametrize("kind", ["delta", "latent", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_models_of_the_newer_kinds_answer_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch, kind):
     model = make_model(kind, vocab_size=64, max_sequence_length=64).to(device)
     sizes = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 3}
