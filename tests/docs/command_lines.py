@@ -12,6 +12,9 @@ from torch.distributed.run import get_args_parser
 from megatron_infer.cli.config_flags import add_config_options
 from megatron_infer.cli.main import Parser, build_parser
 
+SCRIPTS_OF_OTHERS = ("megatron_infer.mcore", "verl.trainer.main_ppo")
+"""Modules that take the arguments of another project."""
+
 
 def wrong(command: str) -> str | None:
     """What would refuse the line before it does anything; None: nothing."""
@@ -40,12 +43,18 @@ def _torchrun(words: list[str]) -> str | None:
         args = get_args_parser().parse_args(words)
     except SystemExit:
         return "refused by torchrun"
+    if args.module and args.training_script in SCRIPTS_OF_OTHERS:
+        return None
     if args.module:
         return _package(args.training_script_args) if args.training_script == "megatron_infer" else "unknown module"
     return _script([args.training_script, *args.training_script_args])
 
 
 def _script(words: list[str]) -> str | None:
+    if words[0] == "-m" and words[1] in SCRIPTS_OF_OTHERS:
+        return None
+    if "on_cpu.py" in words[0] and "-m" in words:
+        return None if words[words.index("-m") + 1] in SCRIPTS_OF_OTHERS else "unknown module"
     path = ROOT / words[0]
     if not path.is_file():
         return f"no file {words[0]}"

@@ -60,7 +60,7 @@ def one(request, tmp_path_factory):
 def test_logits_equal_transformers(one):
     expected = logits_of(one.theirs, IDS)
     assert expected.std() > 0.3
-    assert (full_logits(one.model, IDS) - expected).abs().max() < 1e-4
+    assert (full_logits(one.model, IDS) - expected).abs().max() < 3e-4
 
 
 def test_tensors_are_read_and_written_under_transformers_names(one):

@@ -193,10 +193,7 @@ def test_body_of_another_type_or_size_is_refused(shared):
     assert "max_weight_bytes" in send(shared, large, expected=413)["error"]["message"]
     send(shared, safetensors(**WEIGHTS), expected=415, **{"Content-Type": "application/x-pickle"})
     for info in (None, {}, {"path": 5}, {"path": "a", "names": []}):
-        assert (
-            "update_info has a path"
-            in call(shared, "/update_weights", {"update_info": info}, expected=400)["error"]["message"]
-        )
+        assert "path" in call(shared, "/update_weights", {"update_info": info}, expected=400)["error"]["message"]
     assert state_of(shared) == "UPDATING"
 
 

@@ -149,12 +149,12 @@ def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
     runner, failures = inspect(engine).runner, 0
     forward = runner.forward
 
-    def interrupted(plan: Any, writes: Any) -> Any:
+    def interrupted(plan: Any, *more: Any) -> Any:
         nonlocal failures
         if plan.copies_before and failures < 3:
             failures += 1
             raise KeyboardInterrupt  # before a single copy was made
-        return forward(plan, writes)
+        return forward(plan, *more)
 
     runner.forward = interrupted
     submit(engine, [(prompt, PARAMS) for prompt in PROMPTS])
