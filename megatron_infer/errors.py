@@ -170,7 +170,10 @@ class RankFailure(InferenceError, RuntimeError):
 
     def __init__(self, rank: int, phase: str, reason: str, *, is_of_job: bool = False) -> None:
         super().__init__(f"rank {rank} of the {'job' if is_of_job else 'engine'} failed in {phase}: {reason}")
-        self.rank, self.phase, self.reason, self.is_of_job = rank, phase, reason, is_of_job
+        self.rank = rank
+        self.phase = phase
+        self.reason = reason
+        self.is_of_job = is_of_job
 
 
 def brief(error: BaseException) -> str:

@@ -29,7 +29,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 TORCH = next(
-    line.split(";")[0] for line in (ROOT / "requirements" / "gpu.txt").read_text().splitlines() if line[:5] == "torch"
+    line.split(";")[0]
+    for line in (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    if re.match(r"torch[<>=~]", line)
 )
 """Those whose sources were read. One that is there already need only be 2.11."""
 OLDEST_TORCH, OLDEST_PYTHON, OLDEST_CAPABILITY = (2, 11), (3, 11), (8, 0)

@@ -7,8 +7,8 @@ Megatron pads the same three numbers. The differences save memory or find a grap
 * Megatron's exponential list takes every size times every power of two of prefill rows. A prefill row without tokens
   costs next to nothing, so one number of rows (cuda_graph_mixed_prefill_count) is enough; a decode row costs a token,
   so the list varies those instead.
-* Megatron captures everything at start. Here a shape is captured when a step first needs it: the list may be long;
-  num_cuda_graphs bounds it, not the start-up time.
+* Megatron captures everything at start. Here all shapes are captured at start within CAPTURE_S, or each when a step
+  first needs it (`cuda_graph_capture`).
 * A decode step of one request has its own shape (Megatron's smallest is 2): it sets the latency of a single user.
 * Megatron matches by a linear scan. `ShapeIndex.find` reads three tables and one dict.
 * A decode row never takes a prefill row's place (Megatron: "strict", for hybrid models only): the kernels have a path
@@ -28,6 +28,9 @@ from megatron_infer.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
 
+CAPTURE_S = 60.0
+"""Seconds that capturing all shapes may take at start, and again at a resume: shapes whose turn comes later run
+eagerly."""
 SMALLEST_PREFILL = 16
 """Tokens of the smallest prefill shape: a smaller step costs the same."""
 LINEAR_PREFILL_STEP = 64

@@ -50,7 +50,7 @@ class MambaInferenceStateConfig:
             )
         if not STATEFUL & set(self.layer_type_list):
             raise ConfigError(
-                "mamba_inference_state_config: layer_type_list has neither a Mamba layer (M; P beside attention) nor "
+                "mamba_inference_state_config: layer_type_list has neither a Mamba layer (M; P with attention) nor "
                 f"a gated delta net ({DELTA_SYMBOL}); leave it None"
             )
         for name, rank in (("mamba_conv_states_shape", 2), ("mamba_ssm_states_shape", 3)):

@@ -31,7 +31,7 @@ from megatron_infer.config.capacity import (
     split_pool,
 )
 from megatron_infer.config.graph_memory import GraphMemory
-from megatron_infer.config.graph_shapes import ends_of_shapes, make_shapes
+from megatron_infer.config.graph_shapes import CAPTURE_S, ends_of_shapes, make_shapes
 from megatron_infer.config.model_shape import (
     CACHE_LINE,
     KV_DTYPE_BYTES,
@@ -163,7 +163,11 @@ def add_graphs(
     how = {
         "graph_shapes": f"num_cuda_graphs={config.num_cuda_graphs}, {config.cuda_graph_sizing_distribution.value}; "
         f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; "
-        + ("captured at start and at a resume" if at_start else "captured when first needed"),
+        + (
+            f"as far as {CAPTURE_S:g} s go, captured at start and at a resume"
+            if at_start
+            else "captured when first needed"
+        ),
         "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
         "they are captured",
     }

@@ -47,8 +47,9 @@ def is_of_collective(error: BaseException) -> bool:
     """Whether the error comes from torch.distributed, itself or by its cause.
 
     The group cannot be used any more then: its ranks are at different places, and gloo closes a connection that timed
-    out. gloo raises plain RuntimeErrors of many wordings: what counts is where an error comes from, or that a work's
-    wait() was told of gloo. An error of a function that torch.distributed has called is of that function.
+    out. gloo raises plain RuntimeErrors of many wordings: what counts is where an error comes from, or that its text
+    names gloo, as the errors of a work's wait() do. An error raised by a function that torch.distributed has called
+    comes from that function.
     """
     return any(_is_of_collective(found) for found in causes(error))
 

@@ -31,7 +31,7 @@ _AXES = "dcpet"
 def generation_groups(
     model: Any, *, tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1
 ) -> Any:
-    """A ProcessGroupCollection for a model that generates in this layout, beside `model`, which trains.
+    """A ProcessGroupCollection for a model that generates in this layout, next to `model`, which trains.
 
     What is left of the ranks is data parallel. An engine has ranks of one replica of the trainer, or whole replicas.
     Experts are tensor parallel as the other layers. Every rank calls it; megatron-core's global groups stay as they

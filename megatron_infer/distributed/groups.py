@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.distributed.backends import device_of
 from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
-from megatron_infer.distributed.rank_links import connect
+from megatron_infer.distributed.rank_links import RankLinks, connect
 from megatron_infer.errors import ConfigError
 
 log = logging.getLogger("megatron_infer")
@@ -69,7 +69,7 @@ class ParallelGroups:
 
     @property
     def context_place(self) -> tuple[int, int]:
-        """(number of this engine, how many there are) of the engines that context parallelism has beside each other.
+        """(number of this engine, how many there are) of the engines that context parallelism has next to each other.
 
         Numbers differ between the engines and are the same on all ranks of one; the first is 0.
         """
@@ -147,34 +147,25 @@ class ParallelGroups:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
         if self.engine is None:
             return LocalLockstep()
-        links = connect(
-            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(own_addresses())
-        )
-        return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
+        return Lockstep(_links_over(self.engine, timeout_s), timeout_s=timeout_s, give_up=give_up)
 
     def sharing_lockstep(self, engine: Lockstep | LocalLockstep, *, timeout_s: float) -> Lockstep | LocalLockstep:
         """Link the ranks of `sharing`, where these are some of the engine's. Every rank of the engine calls it."""
         if self.sharing is None or self.engine is None or isinstance(engine, LocalLockstep):
             return LocalLockstep()
         every, own = (dist.get_process_group_ranks(group) for group in (self.engine, self.sharing))
-        links = connect(
-            self.sharing.rank(),
-            self.sharing.size(),
-            partial(_texts_of, self.sharing, limit=_TEXT_BYTES),
-            timeout_s=timeout_s,
-            hosts=list(own_addresses()),
-        )
-        return Lockstep(links, timeout_s=timeout_s, within=engine, ranks=[every.index(rank) for rank in own])
+        numbers = [every.index(rank) for rank in own]
+        return Lockstep(_links_over(self.sharing, timeout_s), timeout_s=timeout_s, within=engine, ranks=numbers)
 
     @property
     def engine_ranks(self) -> list[int]:
-        """Of the engine's ranks, the ranks in the world."""
+        """Global ranks of this engine."""
         if self.engine is None:
             return [torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
         return torch.distributed.get_process_group_ranks(self.engine)
 
     def context_ranks(self) -> list[int]:
-        """`engine_ranks`, and those of the engines that context parallelism has beside it. Every rank calls it."""
+        """`engine_ranks`, and those of the engines that context parallelism has next to it. Every rank calls it."""
         return self.engine_ranks if self.cp is None else list(self._gather_with_context(""))
 
     def context_lockstep(self, ranks: Sequence[int], *, timeout_s: float, give_up: Callable[[], bool]) -> Lockstep:
@@ -207,9 +198,12 @@ class ParallelGroups:
 
 def lockstep_over(group: ProcessGroup, *, timeout_s: float) -> Lockstep:
     """Link the ranks of a group; a rank that lives may be late. Every rank of it calls this."""
+    return Lockstep(_links_over(group, timeout_s), timeout_s=timeout_s, patient=True)
+
+
+def _links_over(group: ProcessGroup, timeout_s: float) -> RankLinks:
     gather = partial(_texts_of, group, limit=_TEXT_BYTES)
-    links = connect(group.rank(), group.size(), gather, timeout_s=timeout_s, hosts=list(own_addresses()))
-    return Lockstep(links, timeout_s=timeout_s, patient=True)
+    return connect(group.rank(), group.size(), gather, timeout_s=timeout_s, hosts=list(own_addresses()))
 
 
 class TimeLimit:
@@ -219,7 +213,8 @@ class TimeLimit:
     """
 
     def __init__(self, groups: Iterable[ProcessGroup], timeout_s: float) -> None:
-        self._usual, self._limit = tuple(groups), timedelta(seconds=timeout_s)
+        self._usual = tuple(groups)
+        self._limit = timedelta(seconds=timeout_s)
         self._groups = self._usual
         self._before: list[timedelta] | None = None
         self._lock = threading.Lock()

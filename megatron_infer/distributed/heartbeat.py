@@ -34,14 +34,17 @@ class Heartbeat:
     ) -> None:
         """give_up: called on the heartbeat's thread once a rank is lost without a goodbye, to end what waits for it;
         called again with every heartbeat until it returns True."""
-        self._links, self._timeout_s, self._give_up = links, timeout_s, give_up
+        self._links = links
+        self._timeout_s = timeout_s
+        self._give_up = give_up
         self.phase = "start"
         """What this rank is doing, for errors here and on the other ranks."""
         self.trouble = ""
         """See `Lockstep.trouble`."""
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         self._silences = {rank: Silence(2 * self._interval_s) for rank in links}
-        self._phases, self._troubles = dict.fromkeys(links, "start"), dict.fromkeys(links, "")
+        self._phases = dict.fromkeys(links, "start")
+        self._troubles = dict.fromkeys(links, "")
         self._lost: tuple[int, str, bool] | None = None
         """Rank, reason, and whether it said goodbye."""
         self._has_given_up = False

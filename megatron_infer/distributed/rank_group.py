@@ -33,14 +33,15 @@ class RankGroup:
     ) -> None:
         """Links the ranks; every rank of the engine calls it. context_ranks: see `with_context_ranks`. lockstep: of
         these ranks, linked already."""
-        self.groups, self.ranks = groups, context_ranks or groups.engine_ranks
+        self.groups = groups
+        self.ranks = context_ranks or groups.engine_ranks
         self._time_limit = TimeLimit(groups.inner, timeout_s)
         how: dict[str, Any] = {"timeout_s": timeout_s, "give_up": self._time_limit.cut}
         self.lockstep: Lockstep | LocalLockstep = lockstep or (
             groups.lockstep(**how) if context_ranks is None else groups.context_lockstep(context_ranks, **how)
         )
         self.sharing = self.lockstep
-        """Of the ranks that compute the same requests."""
+        """Lockstep of the ranks that compute the same requests."""
         self._timeout_s = timeout_s
         self._reports: PeerReports | None = None
 
@@ -55,7 +56,7 @@ class RankGroup:
         return self if len(ranks) == self.size else RankGroup(self.groups, timeout_s=timeout_s, context_ranks=ranks)
 
     def with_ranks(self, group: Any, *, timeout_s: float) -> RankGroup:
-        """All ranks of a process group, these and those of engines beside theirs; None: only these. Every rank of the
+        """All ranks of a process group, these and those of engines next to theirs; None: only these. Every rank of the
         group calls it. They wait for each other's rollouts as long as all live."""
         if group is None:
             return self
@@ -146,7 +147,7 @@ class RankGroup:
             raise
 
     def join_job(self) -> None:
-        """Report to the ranks of the job beside these, whose trainers they compute with: data-parallel replicas."""
+        """Report to the job's other ranks, whose trainers they compute with: data-parallel replicas."""
         if dist.is_initialized() and dist.get_world_size() > self.size:
             self._reports = PeerReports(next(iter(own_addresses()), "127.0.0.1"), self.ranks)
 
@@ -172,7 +173,7 @@ class RankGroup:
             raise RankFailure(found.rank, found.phase or self.lockstep.phase, found.reason, is_of_job=True) from error
 
     def _tell(self, phase: str, error: BaseException) -> None:
-        """Report an error of this rank, or of another one that it names, to the ranks of the job beside these."""
+        """Report an error of this rank, or of another one that it names, to the job's other ranks."""
         if self._reports is None or self._reports.has_told:
             return
         if isinstance(error, RankFailure):

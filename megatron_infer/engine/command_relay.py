@@ -132,8 +132,10 @@ class CommandRelay:
         self.own_requests = rank_group.groups.own_requests
         """Expert-parallel ranks have requests of their own: commands reach the ranks that share them, and calls that
         concern the model or a step are made with all ranks of the engine after that."""
-        self._lockstep, self._engine = rank_group.sharing, rank_group.lockstep
-        self.size, self.rank = self._lockstep.size, self._lockstep.rank
+        self._lockstep = rank_group.sharing
+        self._engine = rank_group.lockstep
+        self.size = self._lockstep.size
+        self.rank = self._lockstep.rank
         """Of the ranks that share their requests."""
         self._outbox = outbox
         self._loop = loop

@@ -66,8 +66,10 @@ class Executor:
 
         Raises CapacityError if sequences claimed by hand keep every waiting request out: no step would change it.
         """
-        self.rank_group.lockstep.planned(plan, check=False)
-        self.rank_group.sharing.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
+        group = self.rank_group
+        if group.sharing is not group.lockstep:  # the phase, for the other ranks' errors
+            group.lockstep.planned(plan, check=False)
+        group.sharing.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
         if plan.num_tokens or num_in_flight:
             return
         scheduler = self._scheduler

@@ -30,7 +30,9 @@ class ScaledActivation:
     __slots__ = ("function", "inside", "outside")
 
     def __init__(self, function: Activation, inside: float, outside: float) -> None:
-        self.function, self.inside, self.outside = function, inside, outside
+        self.function = function
+        self.inside = inside
+        self.outside = outside
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.function(x * self.inside) * self.outside

@@ -27,7 +27,7 @@ class _Started:
 
 
 class InferenceClient(Named):
-    """Sends requests and commands to all engines behind a coordinator.
+    """Sends requests and commands to all engines of a coordinator.
 
     Commands return at once and are carried out in order; `engine.wait_until` waits for the state. What keeps the
     engines from it is raised there, if an engine of this process listens to the coordinator, and logged elsewhere.
@@ -35,7 +35,8 @@ class InferenceClient(Named):
 
     def __init__(self, inference_coordinator_address: str, deserialize: bool = False) -> None:
         """deserialize: futures give requests instead of their serialized form."""
-        self.address, self.deserialize = inference_coordinator_address, deserialize
+        self.address = inference_coordinator_address
+        self.deserialize = deserialize
         self.listening = HERE.get(self.address)
         """Where an engine of this process listens to the coordinator; None elsewhere."""
         key = None if self.listening is None else self.listening.key

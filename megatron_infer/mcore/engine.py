@@ -136,14 +136,15 @@ class GPTInferenceWrapper(Named):
         if unknown := set(of_the_model) - {"inference_wrapper_config", "pg_collection"}:
             raise TypeError(f"GPTInferenceWrapper got {', '.join(sorted(unknown))}, which it does not know")
         self.model = model
-        self.inference_context = inference_context or args[min(1, len(args) - 1)]
+        self.inference_context = inference_context or (args[min(1, len(args) - 1)] if args else None)
 
 
 class TextGenerationController(Named):
     """The model and the tokenizer of an engine. pp_group: of 0.16; the engine reads the model's own."""
 
     def __init__(self, inference_wrapped_model: Any, tokenizer: Any, pp_group: Any = None) -> None:
-        self.inference_wrapped_model, self.tokenizer = inference_wrapped_model, tokenizer
+        self.inference_wrapped_model = inference_wrapped_model
+        self.tokenizer = tokenizer
 
     @staticmethod
     def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
@@ -171,7 +172,8 @@ class DynamicInferenceEngine(Named):
     def __init__(self, controller: Any, context: Any, *args: Any, **keywords: Any) -> None:
         """args: enable_cuda_graph and random_seed of 0.16, keywords: these and its others."""
         keywords |= dict(zip(("enable_cuda_graph", "random_seed"), args, strict=False))
-        self.controller, self.context = controller, context
+        self.controller = controller
+        self.context = context
         self.codec = Codec(controller.tokenizer)
         model = controller.inference_wrapped_model.model
         config = context.engine_config({name: value for name, value in keywords.items() if value is not None})

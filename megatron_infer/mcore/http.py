@@ -22,7 +22,7 @@ from megatron_infer.text.tokenizer import Tokenizer
 PARSERS = {"deepseek-r1-reasoning": {"reasoning_parser": "deepseek_r1"}}
 """megatron-core's name of a parser -> our options. Tool calls are read in the chat template's format without one."""
 DEFAULT_REPLICAS = 4
-"""Of megatron-core, whose server has processes."""
+"""megatron-core's default number of server processes."""
 START_TIMEOUT_S = 60.0
 _running: _ServerThread | None = None
 """The server of this process: megatron-core's calls start and stop one without naming it."""
@@ -30,7 +30,8 @@ _running: _ServerThread | None = None
 
 class _ServerThread:
     def __init__(self, server: HttpServer, listening: socket.socket) -> None:
-        self._server, self._listening = server, listening
+        self._server = server
+        self._listening = listening
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="megatron-infer-http", daemon=True)

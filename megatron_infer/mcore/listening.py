@@ -1,4 +1,4 @@
-"""One rank's engine behind a coordinator: a thread that serves, and states that all ranks reach together.
+"""One rank's engine at a coordinator: a thread that serves, and states that all ranks reach together.
 
 rank 0                     Coordinator, a thread
     |  ZMQ
@@ -64,7 +64,9 @@ class Listening:
         launch: bool,
     ) -> None:
         """Returns once the engines of all ranks serve; called on every rank."""
-        self.engine, self.inner, self._loop = engine, engine.inner, loop
+        self.engine = engine
+        self.inner = engine.inner
+        self._loop = loop
         self._stack = contextlib.ExitStack()
         is_leader = self.inner.relay.is_leader
         ranks: list[Any] = [None] * dist.get_world_size()

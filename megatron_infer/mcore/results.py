@@ -128,5 +128,5 @@ def _most_likely(entry: Mapping[int, Logprob], count: int, codec: Codec | None) 
 
 
 def _payload(event: RequestEvent) -> dict[str, Any] | None:
-    """Of a drawn token alone: the other events of megatron-core have none."""
+    """The payload of the event of a drawn token; megatron-core's other events have none."""
     return {"token_id": event.payload["token"]} if event.kind == "GENERATED_TOKEN" else None

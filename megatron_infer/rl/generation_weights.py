@@ -37,7 +37,7 @@ class GenerationWeights:
         """
         if is_managed(model):
             raise ConfigError(
-                "generation_model beside a model whose weights FSDP holds in shards is not supported; leave it out, as "
+                "generation_model with a model whose weights FSDP holds in shards is not supported; leave it out, as "
                 "the weights are gathered for generation, or train in megatron-core's DDP"
             )
         self.model = wrapper_chain(generation_model)[-1]

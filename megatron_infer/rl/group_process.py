@@ -38,7 +38,8 @@ class GroupProcess:
 
     def __init__(self, where: GroupAddress, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s + START_S
-        self._memory, self._errors = _memory_file(), _file()
+        self._memory = _memory_file()
+        self._errors = _file()
         self._mapped: mmap.mmap | None = None
         descriptor = self._memory.fileno()
         given = json.dumps({"where": asdict(where), "timeout_s": timeout_s, "memory": descriptor})

@@ -134,7 +134,8 @@ class Scorer:
         """
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
         self.dropped = DroppedTokens(model)
-        self._device, self._limit = device, timedelta(seconds=timeout_s)
+        self._device = device
+        self._limit = timedelta(seconds=timeout_s)
         self.cp = None if exact else groups.cp
         """Ranks over which sequences are divided; None: over none."""
 

@@ -156,7 +156,9 @@ class TrainerGroup:
 
     def __init__(self, where: GroupAddress, *, device: torch.device, timeout_s: float) -> None:
         """Connects to the trainer's store. timeout_s: of the connection, of `join` and of each broadcast."""
-        self._where, self._device, self._timeout = where, device, timedelta(seconds=timeout_s)
+        self._where = where
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
         _wait_for_port(where, time.monotonic() + timeout_s)
         self._store = dist.TCPStore(where.address, where.port, where.world_size, False, timeout=self._timeout)
         self._group: Any = None

@@ -98,7 +98,8 @@ class TrainerStep:
     ) -> None:
         """chain: `models.trainer_state.wrapper_chain`. engine: may run another model. ranks: of the chain's model,
         context-parallel ones too."""
-        self._chain, self._switch = chain, switch
+        self._chain = chain
+        self._switch = switch
         self._weights = engine.weights if engine.model is chain[-1] else None
         self._rank_group = ranks
         self._groups = ranks.groups

@@ -75,6 +75,8 @@ def _plain(field: Any) -> Any:
     value = field.default if field.default_factory is MISSING else field.default_factory()
     if hasattr(value, "__dataclass_fields__"):
         return {one.name: _plain(one) for one in fields(value)}
+    if isinstance(value, str) and value.startswith("/"):  # a path on some machine
+        return ""
     return value if isinstance(value, bool | int | float | str | dict | list | None) else None
 
 

@@ -126,7 +126,9 @@ class SnapshotManager:
             return
         target = path_of(path, self._rank_group.groups)
         before = self._in_the_way(target)
-        self._path, self._every_steps, self._fsync = target.resolve(), every_steps, fsync
+        self._path = target.resolve()
+        self._every_steps = every_steps
+        self._fsync = fsync
         self.owed = {output.request_id: output for output in undelivered if output.finished} | self.owed
         try:
             self._begin(before, undelivered)

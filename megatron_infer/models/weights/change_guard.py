@@ -60,7 +60,8 @@ class OffloadedWeights:
             for on_host, on_device in _pairs(pieces, at, _bytes_of(storage)):
                 on_host.copy_(on_device)
             at += storage.nbytes()
-        self._pieces, self._emptied = pieces, [(storage, storage.nbytes()) for storage in storages]
+        self._pieces = pieces
+        self._emptied = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:  # if this is interrupted, `reload` brings all of them back
             storage.resize_(0)
 
@@ -80,7 +81,8 @@ class OffloadedWeights:
             for storage in done:
                 storage.resize_(0)
             raise
-        self._emptied, self._pieces = [], []
+        self._emptied = []
+        self._pieces = []
         if self._pinned:
             unpin_idle()
 

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex
+from megatron_infer.config.graph_shapes import CAPTURE_S, GraphShape, ShapeIndex
 from megatron_infer.distributed.collective_errors import CollectiveAbandoned, causes, is_of_collective
 from megatron_infer.memory.device import Device
 from megatron_infer.utils.gc_pause import no_collection
@@ -51,9 +51,6 @@ ERROR_MODE = "thread_local"
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
 """Device memory that a capture must leave free, beyond what it is expected to take."""
-CAPTURE_S = 60.0
-"""Seconds that capturing all shapes may take at start, and again at a resume: shapes whose turn comes later run
-eagerly."""
 
 
 class GraphRefused(RuntimeError):
@@ -258,8 +255,8 @@ class GraphPool:
         """expected_bytes: what a shape may take; with less free memory it is not captured. expected_outputs: what the
         output buffers of all shapes take; the first shape that is captured needs that too.
 
-        all_at_once: shapes are captured together (`capture_missing`), within capture_s seconds, and none beside
-        requests; else each when a step first needs it.
+        all_at_once: shapes are captured together (`capture_missing`), within capture_s seconds, and none next
+        to requests; else each when a step first needs it.
 
         all_ranks(flag): whether every rank that takes part in a step's collectives gives True; None: no other does.
         """
@@ -268,7 +265,8 @@ class GraphPool:
         self.counts = GraphCounts()
         self._step, self._device, self._expected_bytes, self._all_ranks = step, device, expected_bytes, all_ranks
         self._expected_outputs = expected_outputs
-        self._all_at_once, self._capture_s = all_at_once, capture_s
+        self._all_at_once = all_at_once
+        self._capture_s = capture_s
         self._are_missing = all_at_once
         self._graphs: dict[GraphShape, Recorded] = {}
         self._refused: dict[GraphShape, str] = {}

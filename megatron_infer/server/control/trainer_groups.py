@@ -37,7 +37,9 @@ class TrainerGroups:
 
     def __init__(self, machine: ControlMachine, updates: WeightUpdates, hosts: Sequence[str]) -> None:
         """hosts: `ServerConfig.trainer_host`."""
-        self._machine, self._updates, self._hosts = machine, updates, hosts
+        self._machine = machine
+        self._updates = updates
+        self._hosts = hosts
 
     async def join(self, call: Call, name: str, given: GroupFields, *, kind: str) -> None:
         """name: of the group in later calls. kind: `rl.trainer_group.KINDS`. Raises ApiError."""

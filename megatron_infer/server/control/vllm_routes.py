@@ -163,7 +163,10 @@ class VllmRoutes:
     def __init__(
         self, machine: ControlMachine, updates: WeightUpdates, groups: TrainerGroups, settings: ServerConfig
     ) -> None:
-        self._machine, self._updates, self._groups, self._settings = machine, updates, groups, settings
+        self._machine = machine
+        self._updates = updates
+        self._groups = groups
+        self._settings = settings
         self._buffer_bytes: int | None = None
 
     def reply(self, status: str, **figures: Any) -> Reply:

@@ -98,7 +98,9 @@ class WeightGroupRoutes:
     """Handlers. Replies are SGLang's, with the state."""
 
     def __init__(self, machine: ControlMachine, updates: WeightUpdates, groups: TrainerGroups) -> None:
-        self._machine, self._updates, self._groups = machine, updates, groups
+        self._machine = machine
+        self._updates = updates
+        self._groups = groups
         self._announced: TensorsBody | None = None
 
     def reply(self, message: str, **figures: Any) -> Reply:

@@ -70,7 +70,9 @@ class EngineHost:
 
     def __init__(self, session: RolloutSession, config: Any, server: Any) -> None:
         """server: handle of a `RolloutServer`. The engine is suspended until `generating`."""
-        self.session, self._config, self._server = session, config, server
+        self.session = session
+        self._config = config
+        self._server = server
         self._block = ExitStack()
         self._running: set[str] = set()
         self._thread = EngineThread(session.engine)

@@ -21,7 +21,8 @@ class LiveWeights:
 
     def __init__(self, module: Any, export: Iterator[tuple[str, Tensor]]) -> None:
         """module: as verl's trainer has it, the list of its chunks in their wrappers."""
-        self.module, self._export = module, export
+        self.module = module
+        self._export = export
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._export

@@ -143,7 +143,8 @@ class EngineReplica(RolloutReplica):
         name = server_name(self.replica_rank)
         actor = ray.remote(RolloutServer).options(name=name, max_concurrency=self.max_concurrency, num_cpus=0)
         self._server_handle = actor.remote()
-        self.servers, self._server_address = [self._server_handle], name
+        self.servers = [self._server_handle]
+        self._server_address = name
 
 
 def server_name(replica_rank: int) -> str:

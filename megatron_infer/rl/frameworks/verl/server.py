@@ -110,5 +110,6 @@ class RolloutServer:
 
     async def _set_gate(self, *, is_closed: bool, rejects: bool) -> None:
         async with self._change:
-            self._is_closed, self._rejects = is_closed, rejects
+            self._is_closed = is_closed
+            self._rejects = rejects
             self._change.notify_all()

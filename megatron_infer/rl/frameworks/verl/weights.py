@@ -31,7 +31,9 @@ class GlooWeights(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, timeout_s: float = 600.0) -> None:
         """bucket_size: most bytes of a broadcast; a larger tensor is sent alone. timeout_s: of each broadcast."""
-        self._bucket_size, self._is_master, self._timeout = bucket_size, is_master, timedelta(seconds=timeout_s)
+        self._bucket_size = bucket_size
+        self._is_master = is_master
+        self._timeout = timedelta(seconds=timeout_s)
         self._store: Any = None
         self._group: Any = None
 
