@@ -258,9 +258,14 @@ class TimeLimit:
 
 
 def groups_among(ranks: Collection[int]) -> Iterator[ProcessGroup]:
-    """Every group of several of these ranks that this process has, a trainer's own too."""
+    """Every group of several of these ranks that this process has, a trainer's own too.
+
+    torch keeps one number for all groups that this process is not in, with the ranks of the last of these groups.
+    """
     for group, found in dist.distributed_c10d._world.pg_group_ranks.items():
-        if len(found) > 1 and found.keys() <= set(ranks) and _backend(group).name() in ("gloo", "nccl"):
+        if group is dist.GroupMember.NON_GROUP_MEMBER or len(found) < 2 or not found.keys() <= set(ranks):
+            continue
+        if _backend(group).name() in ("gloo", "nccl"):
             yield group
 
 
