@@ -11,15 +11,17 @@ from functools import partial
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.engine.adapters import EngineAdapters, check_running
 from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
 from megatron_infer.engine.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.lifecycle_commands import PAUSE_MODES
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
 from megatron_infer.engine.profile import StepProfiler
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
-from megatron_infer.errors import ConfigError, InferenceError, WrongState, unknown_name
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, WrongState, unknown_name
 from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -174,7 +176,30 @@ class EngineControls:
     def acknowledge(self, request_ids: Sequence[str] | None) -> int:
         return self.snapshots.acknowledge(request_ids)
 
-    def hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def hand_out(self, request_id: str) -> Parcel:
+        self._relay.require_shared("hand_out()")
+        self._relay.meet("hand_out()", {"request_id": request_id})
+        self._lifecycle.require("hand_out()", EngineState.RUNNING, EngineState.PAUSED)
+        self._loop.drain()
+        state = self._loop.output_processor.get(request_id)
+        if state is None:
+            raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
+        parcel = self.snapshots.hand_out(state, self._loop.backlog)
+        self._loop.let_go(state)
+        return parcel
+
+    def take_in(
+        self, parcel: Parcel | bytes, request_id: str | None, drawn: Sequence[DrawnSequence] | None, caller: int
+    ) -> LoadReport:
+        self._relay.require_shared("take_in()")
+        self._relay.meet("take_in()", {"request_id": request_id})
+        self._lifecycle.require("take_in()", EngineState.RUNNING, EngineState.PAUSED)
+        if isinstance(parcel, bytes):
+            parcel = Parcel.of_bytes(parcel)
+        self._loop.drain()
+        return self.snapshots.take_in(parcel, request_id, drawn, caller)
+
+    def kept(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The outputs of step(), once kept files hold them; if writing fails, the next step() returns them."""
         if self.snapshots.journal is None:
             return outputs

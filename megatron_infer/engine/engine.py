@@ -16,6 +16,7 @@ from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build_engine import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.command_relay import DISMISS, PROMPTS, ROLLOUT, StepStart
+from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.durable.snapshot import LoadReport
 from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
 from megatron_infer.engine.logits_hooks import LogitsHook
@@ -149,6 +150,32 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         self._intake.continue_from(request_id, ids, params, drawn, salt=salt, caller=caller)
         return True
 
+    def hand_out(self, request_id: str) -> Parcel:
+        """Take an unfinished request out of the engine, in any state -> the request with all that is computed of it,
+        for `take_in` of another engine. Outputs that step() has not returned go with it. Raises UnknownRequest.
+        Called on every rank, each of which has the part with its own memory.
+        """
+        return self.controls.hand_out(request_id)
+
+    def take_in(
+        self,
+        parcel: Parcel | bytes,
+        *,
+        request_id: str | None = None,
+        drawn: Drawn | None = None,
+        caller: int = 0,
+    ) -> LoadReport:
+        """Go on with a request that another engine has handed out, as if it had not moved; bytes: `Parcel.to_bytes`.
+        Where its memory cannot be used, its tokens are computed again: `LoadReport.recomputed` says why.
+        request_id: its id here, None: the one it had. drawn: what its caller has, None: what was handed out; deltas
+        begin after that. SnapshotError: nothing was taken in. Called on every rank with the part of that rank.
+        """
+        return self.controls.take_in(parcel, request_id, drawn, caller)
+
+    def num_published(self, token_ids: Sequence[int], *, adapter: str | None = None, salt: str = "") -> int:
+        """How many leading tokens the prefix cache holds now, for `Parcel.without`. On the leader."""
+        return self._scheduler.num_published(token_ids, adapter=adapter, salt=salt)
+
     def abort(self, request_id: str) -> RequestOutput:
         """End a request in any state -> what it has so far. Raises UnknownRequest. On the leader."""
         self.relay.require_leader("abort()")
@@ -176,7 +203,7 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         if not self.loop.backlog:
             self.lifecycle.require("step()", EngineState.RUNNING)
         is_running = self.state is EngineState.RUNNING
-        return self.controls.hand_out(self._step(start) if is_running else self.loop.take_backlog())
+        return self.controls.kept(self._step(start) if is_running else self.loop.take_backlog())
 
     def _step(self, start: StepStart) -> list[RequestOutput]:
         return self.loop.step(start.weights_changed, start.among, ranks_have_work=start.ranks_have_work)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.executor import Executor, FailedStep
+from megatron_infer.engine.metrics.engine_meter import MOVED
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.engine.requests.request_state import RequestState
 from megatron_infer.errors import InferenceError
@@ -232,6 +233,17 @@ class StepLoop:
         if self.is_idle:  # there may be no further step
             self._executor.leave_inference()
         return output
+
+    def let_go(self, state: RequestState) -> None:
+        """Forget an open request, of which nothing is in flight, and its outputs that wait: another engine has both."""
+        for sequence in state.sequences:
+            self._scheduler.abort(sequence.request)
+        for listener in self.listeners:
+            listener.on_abort(state.id, self.num_steps)
+        self.output_processor.remove(state, MOVED)
+        self.backlog = [output for output in self.backlog if output.request_id != state.id]
+        if self.is_idle:
+            self._executor.leave_inference()
 
     # ------------------------------------------------------------------ parts of a step
 

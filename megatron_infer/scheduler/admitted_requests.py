@@ -133,32 +133,37 @@ class AdmittedRequests:
         self.stats.swapped_in += 1
         self._insert(request, lease, cached_tokens=0, forked=False, swapped_tokens=lease.cached)
 
-    def lease_computed(self, request: Request, computed: int, *, like: Request | None, num_shared: int) -> bool:
+    def lease_computed(
+        self, request: Request, computed: int, *, root: bytes | None, like: Request | None, num_shared: int, least: int
+    ) -> int | None:
         """Give `request` a row and blocks for what was computed of it elsewhere, and for the rest of its prompt; all or
-        nothing. The lease publishes nothing: what is in it was not computed here.
+        nothing -> how many leading tokens the blocks hold already. None: no room, or fewer than `least`.
 
+        root: the lease takes and publishes blocks under it; None: the lease publishes nothing.
         Its first `num_shared` tokens, a whole number of blocks, are those of `like`, whose blocks it then shares.
         """
-        context = self._context
+        context, found = self._context, num_shared
         if not self.has_adapter_slot(request):
-            return False
+            return None
         if like is None:
-            lease = context.admit(request.tokens, root=b"", use_cache=False)
+            lease = context.admit(request.tokens, root=root or b"", use_cache=False)
+            if lease is not None and root is not None:
+                found = context.take_published(lease, request.tokens[: computed + 1])
         else:
             assert like.lease is not None and num_shared % context.block_size == 0, f"{num_shared} tokens shared"
             forked = context.fork(like.lease, num_shared)
             lease = None if forked is None else forked[0]  # the caller writes its recurrent state
         if lease is None:
-            return False
-        lease.publishes = False
+            return None
+        lease.publishes = root is not None
         request.scheduled = computed
         prefills = policy.is_prefill(request, is_leader=bool(request.siblings))
-        if not context.extend(lease, len(request.tokens) if prefills else computed):
+        if found < least or not context.extend(lease, len(request.tokens) if prefills else computed):
             context.release(lease)
             request.scheduled = 0
-            return False
+            return None
         request.lease = lease
-        return True
+        return found
 
     def readmit(self, request: Request, *, is_leader: bool) -> None:
         """Insert a request after `lease_computed`."""

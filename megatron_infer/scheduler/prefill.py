@@ -9,7 +9,6 @@ from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.admitted_requests import AdmittedRequests
 from megatron_infer.scheduler.caller_shares import CallerShares, StepShare
-from megatron_infer.scheduler.context.block_digest import salted
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.context.leases import Lease
@@ -199,9 +198,8 @@ class PrefillPlanner:
         # Before anything is hashed: the last token is never found, so that at least one block is needed.
         if (1 if context.prefix_caching else need) > context.num_free_blocks - headroom:
             return False
-        if (adapter := request.params.adapter) is not None and context.adapters is not None:
-            root = context.adapters.root(root, adapter)
-        lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
+        root = context.root_of(root, adapter=request.params.adapter, salt=request.cache.salt)
+        lease = context.admit(request.tokens, root=root, use_cache=request.may_hit)
         if lease is None:
             return False
         if context.states is not None and context.states.gains_by_waiting(lease) and self._may_wait(request, lease):

@@ -124,16 +124,45 @@ class Scheduler:
         self.queue.assign_arrivals(request)
         self.queue.append(request)
 
-    def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
-        """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
-        if not self.admitted_requests.lease_computed(request, computed, like=like, num_shared=num_shared):
-            return False
+    def readmit(
+        self,
+        request: Request,
+        computed: int,
+        *,
+        like: Request | None = None,
+        num_shared: int = 0,
+        least: int = 0,
+        publishes: bool = False,
+    ) -> int | None:
+        """Let `request` continue after `computed` tokens -> how many of these its blocks hold; the caller writes the KV
+        of the others now. None: no room, or fewer than `least`: `add` it.
+
+        publishes: the weights in force computed them. See `AdmittedRequests.lease_computed`.
+        """
+        found = self.admitted_requests.lease_computed(
+            request,
+            computed,
+            root=self.root_of(request) if publishes else None,
+            like=like,
+            num_shared=num_shared,
+            least=least,
+        )
+        if found is None:
+            return None
         self.shares.see(request.caller)
         self.queue.assign_arrivals(request)
         self.queue.hold_siblings(request)
         self.admitted_requests.readmit(request, is_leader=self.queue.is_leader(request))
         self._readmitted.append(request)
-        return True
+        return found
+
+    def num_published(self, tokens: Sequence[int], *, adapter: str | None, salt: str) -> int:
+        """How many leading tokens the prefix cache holds now."""
+        return self.context.num_published(tokens, root=self.context.root_of(self.root, adapter=adapter, salt=salt))
+
+    def root_of(self, request: Request) -> bytes:
+        """The first link of the chain of a request's blocks."""
+        return self.context.root_of(self.root, adapter=request.params.adapter, salt=request.cache.salt)
 
     def abort(self, request: Request) -> None:
         """End `request` in whatever state it is, keeping the tokens it has; does nothing if it has finished."""

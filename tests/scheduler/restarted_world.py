@@ -84,7 +84,7 @@ def _readmit(world, one: Saved, returned: list[Saved], saved_block_size: int) ->
         same = min(run * saved_block_size, len(one.entries), len(other.entries)) // world.block_size * world.block_size
         if same > num_shared:
             like, num_shared = other.heir, same
-    if not world.scheduler.readmit(one.heir, len(one.entries), like=like, num_shared=num_shared):
+    if world.scheduler.readmit(one.heir, len(one.entries), like=like, num_shared=num_shared) is None:
         return False
     world.device.put(one.heir.lease, one.entries, start=num_shared)
     world.device.states[one.heir.lease.row] = one.state

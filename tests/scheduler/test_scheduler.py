@@ -122,7 +122,7 @@ def test_readmitted_request_computes_its_known_tokens_before_it_decodes():
         request = endless("a", 4, 9)
         request.tokens += [7, 8, 9]
         request.history.spans.append(VersionSpan(0, 0, 0, 0))
-        assert world.scheduler.readmit(request, computed)
+        assert world.scheduler.readmit(request, computed) is not None
         plan = world.scheduler.schedule()
         assert [(chunk.start, chunk.n) for chunk in plan.prefill] == chunks and list(plan.decode_starts) == starts
 

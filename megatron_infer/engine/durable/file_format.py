@@ -28,6 +28,26 @@ VERSION = str(SCHEMA)
 _FIELDS = {"format", "version", "manifest", "checksum"}
 
 
+def to_bytes(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of a file."""
+    from safetensors.torch import save
+
+    return save(dict(tensors), _metadata(manifest, tensors))
+
+
+def of_bytes(content: bytes, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(manifest, tensors) of what `to_bytes` gave, whose checksum is verified. Raises SnapshotError about `name`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(content)  # checks the length of the header
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+        raise SnapshotError(name, f"damaged, truncated or not of safetensors ({error})") from error
+    return _checked(name, metadata, tensors), tensors
+
+
 def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Replace the file at `path`: after a crash at any moment it has the old content or all of the new."""
     staged = stage(path, manifest, tensors)
@@ -40,9 +60,7 @@ def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the content to a file beside `path` and sync it -> that file, which `put_in_place` renames to `path`."""
-    text = json.dumps(manifest, separators=(",", ":"))
-    metadata = {"format": FORMAT, "version": VERSION, "manifest": text}
-    metadata["checksum"] = _checksum(metadata, tensors)
+    metadata = _metadata(manifest, tensors)
     staged = path.with_name(path.name + ".tmp")
     try:
         save_tensors(staged, tensors, metadata)
@@ -73,9 +91,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         metadata = file.metadata() or {}
         _refuse_others(path, metadata)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    if _checksum(metadata, tensors) != metadata["checksum"]:
-        raise SnapshotError(path, "damaged: the checksum does not match the content")
-    return _manifest(path, metadata), tensors
+    return _checked(path, metadata, tensors), tensors
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -103,7 +119,21 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SnapshotError(path, "damaged: its header is not UTF-8") from error
 
 
-def _manifest(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _metadata(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    text = json.dumps(manifest, separators=(",", ":"))
+    metadata = {"format": FORMAT, "version": VERSION, "manifest": text}
+    return metadata | {"checksum": _checksum(metadata, tensors)}
+
+
+def _checked(path: Path | str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The manifest, once format, version and checksum are right."""
+    _refuse_others(path, metadata)
+    if _checksum(metadata, tensors) != metadata["checksum"]:
+        raise SnapshotError(path, "damaged: the checksum does not match the content")
+    return _manifest(path, metadata)
+
+
+def _manifest(path: Path | str, metadata: Mapping[str, str]) -> dict[str, Any]:
     with contextlib.suppress(json.JSONDecodeError, RecursionError):
         manifest = json.loads(metadata["manifest"])
         if isinstance(manifest, dict):
@@ -111,7 +141,7 @@ def _manifest(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     raise SnapshotError(path, "its manifest is not a JSON object")
 
 
-def _refuse_others(path: Path, metadata: Mapping[str, str]) -> None:
+def _refuse_others(path: Path | str, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise SnapshotError(path, f"not a file of saved requests: its format is {metadata.get('format')!r}")
     version = metadata.get("version", "")

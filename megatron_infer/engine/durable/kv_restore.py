@@ -111,8 +111,16 @@ def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> d
     return counts
 
 
-def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
-    """Raise ValueError when a sequence names a block or state that its file does not have."""
+def check_places(kv: SavedKV, counts: Mapping[str, int], *, num_known: int, block_size: int | None) -> None:
+    """Raise ValueError when a sequence names a block or state that its file does not have, or too few blocks.
+
+    num_known: tokens of the sequence. block_size: of the file; None: it has no blocks.
+    """
+    start, end = kv.num_left_out, kv.num_tokens
+    if not 0 <= start <= end < num_known or not end:
+        raise ValueError(f"{end} tokens computed of {num_known}, {start} left out")
+    if block_size and (start % block_size or len(kv.blocks) != blocks_needed(end - start, block_size)):
+        raise ValueError(f"{len(kv.blocks)} blocks of {block_size} for tokens {start} to {end}")
     for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
         wrong = [place for place in places if not 0 <= place < counts[name]]
         if wrong:
@@ -200,14 +208,18 @@ class KVReturn:
     def readmit(self, request: Request, kv: SavedKV) -> bool:
         """Let `request` go on where it was; False, with nothing changed, when there is no room."""
         like, num_shared = self._shares_with(kv)
-        if not self._scheduler.readmit(request, kv.num_tokens, like=like, num_shared=num_shared):
+        how = {"least": kv.num_left_out, "publishes": kv.publishes}
+        found = self._scheduler.readmit(request, kv.num_tokens, like=like, num_shared=num_shared, **how)
+        if found is None:
             return False
+        lease = request.lease
+        assert lease is not None
         for block in kv.blocks:
             self._owner.setdefault(block, (request, kv))
-        self._write(request, kv, num_shared)
+        self._write(request, kv, found)
         if kv.state is not None and self._states is not None:
-            assert request.lease is not None
-            self._store.write_states([request.lease.row], self._states[kv.state : kv.state + 1])
+            self._store.write_states([lease.row], self._states[kv.state : kv.state + 1])
+        self._scheduler.context.publish_computed(lease, request.tokens, kv.num_tokens)
         return True
 
     def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
@@ -216,14 +228,15 @@ class KVReturn:
         run = 0
         for column, block in enumerate(kv.blocks):
             owner = self._owner.get(block)
-            if owner is None or owner[1].blocks[: column + 1] != kv.blocks[: column + 1]:
+            alike = owner is not None and owner[1].num_left_out == kv.num_left_out
+            if not alike or owner[1].blocks[: column + 1] != kv.blocks[: column + 1]:
                 break
             best, run = owner[0], column + 1
             most = owner[1].num_tokens
         if best is None or self._file_block_size is None:
             return None, 0
         size = self._store.layout.block_size
-        num_shared = min(run * self._file_block_size, kv.num_tokens, most) // size * size
+        num_shared = min(kv.num_left_out + run * self._file_block_size, kv.num_tokens, most) // size * size
         return (best, num_shared) if num_shared else (None, 0)
 
     def _write(self, request: Request, kv: SavedKV, start: int) -> None:
@@ -233,7 +246,8 @@ class KVReturn:
         if start >= kv.num_tokens or not self._contents:
             return
         first, count = start // size, blocks_needed(kv.num_tokens - start, size)
-        cut = {name: _cut(content[kv.blocks], start, kv.num_tokens, size) for name, content in self._contents.items()}
+        own = (start - kv.num_left_out, kv.num_tokens - kv.num_left_out)
+        cut = {name: _cut(content[kv.blocks], *own, size) for name, content in self._contents.items()}
         self._store.write_blocks(lease.blocks[first : first + count], cut)
 
 
@@ -305,7 +319,9 @@ class KVArchive:
             if recurrent:
                 state = len(rows)
                 rows.append(lease.row)
-            saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
+            saved[request.id] = SavedKV(
+                num_tokens=request.scheduled, blocks=blocks, state=state, publishes=lease.publishes
+            )
         tensors = store.read_blocks(list(place)) if place else {}
         if rows and store.layout.state is not None:
             tensors[STATES] = store.read_states(rows)
@@ -325,18 +341,32 @@ class KVArchive:
     def read(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileMemory:
         """This rank's memory in the file at `path` with that content."""
         groups, kv = self._groups, manifest["kv"]
+        own_rank = manifest.get("rank", 0)
         if kv is None:
             return FileMemory(kv=None, tensors={}, unusable="saved without keys and values")
         if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
             return FileMemory(kv=None, tensors={}, unusable=differs)
-        if groups.engine_rank:
+        if groups.engine_rank != own_rank:
             try:
                 kv, tensors = read_part(path, manifest, groups.engine_rank)
             except FileNotFoundError as error:
                 missing = f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
                 return FileMemory(kv=None, tensors={}, unusable=missing)
         own = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS, STATES) if name in tensors}
-        return FileMemory(kv=kv, tensors=own, unusable=None)
+        memory = FileMemory(kv=kv, tensors=own, unusable=None)
+        if difference(self._shape, kv["shape"]) is None:
+            self._check_tensors(own, kv.get("block_size"))
+        return memory
+
+    def _check_tensors(self, tensors: Mapping[str, Tensor], block_size: int | None) -> None:
+        """Raise ValueError for a tensor of another shape or dtype than this rank's places have."""
+        expected = {STATES: ((self._store.layout.state_bytes,), torch.uint8)}
+        for name, like in self._store.read_blocks(()).items():
+            expected[name] = (*like.shape[1:3], block_size or like.shape[3], *like.shape[4:]), like.dtype
+        for name, held in tensors.items():
+            found = (tuple(held.shape[1:]), held.dtype)
+            if found != expected.get(name):
+                raise ValueError(f"places of {name} are {found}, expected {expected.get(name)}")
 
     def why_unusable(self, memory: FileMemory) -> str | None:
         """Why a file's memory cannot be used with the weights as they are; None when it can."""

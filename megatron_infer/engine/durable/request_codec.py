@@ -6,19 +6,20 @@ Events have wall-clock times, which stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.requests.input_processor import TextCodec
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
+from megatron_infer.engine.requests.input_processor import TextCodec, sequence_id
 from megatron_infer.engine.requests.pooled_prompt import PooledPrompt
 from megatron_infer.engine.requests.request_state import RequestState, SequenceState, StreamMode
 from megatron_infer.engine.requests.token_details import TokenDetails
-from megatron_infer.errors import RequestError
+from megatron_infer.errors import RequestError, SnapshotError
 from megatron_infer.outputs.request_output import RequestEvent, RequestMetrics
 from megatron_infer.outputs.schema import (
     Failure,
@@ -43,13 +44,18 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedKV:
-    """The computed part of one sequence: its first `num_tokens` tokens, in these blocks of the file."""
+    """The computed part of one sequence: its first `num_tokens` tokens, in these blocks of the file but for the first
+    `num_left_out`."""
 
     num_tokens: int
     blocks: list[int]
     """Empty for a model without attention layers."""
     state: int | None = None
     """Index of the recurrent state behind those tokens; None for a model without recurrent states."""
+    num_left_out: int = 0
+    """Leading tokens whose blocks are not there, because the engine that the request goes to has published them."""
+    publishes: bool = False
+    """Whether the weights in force have computed all of it, so that its blocks may be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,28 @@ class SavedRequest:
 
     state: RequestState
     saved: list[SavedSequence]
+
+    def forget_memory(self) -> None:
+        """Its tokens alone are used."""
+        self.saved[:] = [replace(one, kv=None) for one in self.saved]
+
+    def rename(self, request_id: str) -> None:
+        """It has this id in the engine that it comes to."""
+        self.state.id = request_id
+        for sequence in self.state.sequences:
+            sequence.request.id = sequence_id(request_id, sequence.index, len(self.state.sequences))
+
+    def resume_behind(self, drawn: Sequence[DrawnSequence]) -> None:
+        """Its caller has these outputs, whatever was handed out. SnapshotError: its own do not begin with them."""
+        sequences = self.state.sequences
+        own = [sequence.request.tokens[sequence.request.prompt_len :] for sequence in sequences]
+        if len(drawn) != len(own) or any(
+            tokens[: len(one.token_ids)] != one.token_ids for tokens, one in zip(own, drawn, strict=True)
+        ):
+            text = "its tokens do not begin with those that its caller has"
+            raise SnapshotError(f"request {self.state.id!r}", text)
+        sent = [(len(one.token_ids), one.num_chars) for one in drawn]
+        self.saved[:] = [replace(saved, sent=one) for saved, one in zip(self.saved, sent, strict=True)]
 
 
 class SequenceRecord(msgspec.Struct, gc=False):

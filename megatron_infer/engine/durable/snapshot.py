@@ -6,18 +6,18 @@ import hashlib
 import time
 from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.journal import Generation, JournalRecords, read_journal
 from megatron_infer.engine.durable.kv_restore import FileMemory, KVArchive, Memory, check_places, num_places
+from megatron_infer.engine.durable.parcel import RECORDS, Parcel, bytes_tensor
 from megatron_infer.engine.durable.rank_files import engine_of, layout_of, parts_beside, remove, save_together
 from megatron_infer.engine.durable.request_codec import (
     Records,
@@ -29,6 +29,7 @@ from megatron_infer.engine.durable.request_codec import (
     of_bytes,
     to_bytes,
 )
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.requests.input_processor import InputProcessor
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.engine.requests.request_state import RequestState
@@ -41,6 +42,8 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 
 REFUSE, RECOMPUTE = "refuse", "recompute"
+PARCEL = Path("parcel")
+"""In the place of a file's path, in errors."""
 _PROBES = 512
 """Token ids whose texts are compared to tell tokenizers apart."""
 
@@ -129,21 +132,29 @@ class Archive:
 
         save_together(path, make, self._rank_group)
 
+    def parcel(self, state: RequestState, undelivered: Sequence[RequestOutput]) -> Parcel:
+        """The content of a file with one request and this rank's memory of it. Nothing may be in flight."""
+        self._weights.accept_changes()
+        memory = self._kv.collect(_unfinished([state]))
+        manifest, tensors = self.contents(undelivered, {}, states=[state], memory=memory)
+        return Parcel(manifest=manifest | {"rank": self._rank_group.groups.engine_rank}, tensors=tensors)
+
     def contents(
         self,
         undelivered: Sequence[RequestOutput],
         finished: Mapping[str, RequestOutput],
         *,
+        states: Sequence[RequestState] | None = None,
         memory: Memory | None = None,
         part_names: Sequence[str] = (),
         generation: Generation | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(manifest, tensors) of a file.
 
-        undelivered: outputs that no caller has seen: their deltas are not handed out yet.
+        undelivered: outputs that no caller has seen: their deltas are not handed out yet. states: None: all.
         part_names: files with other ranks' memory.
         """
-        states, now = self._output.requests, time.monotonic()
+        states, now = self._output.requests if states is None else states, time.monotonic()
         unsent, saved = _unsent(undelivered), {} if memory is None else memory.saved
         records = Records(
             requests=[encode_request(state, now=now, unsent=unsent.get(state.id), kv=saved) for state in states],
@@ -153,7 +164,7 @@ class Archive:
             "num_requests": len(states),
             "num_finished": len(finished),
             "vocab_size": self._input.vocab_size,
-            "tokenizer": self._tokenizer_digest(),
+            "tokenizer": self._tokenizer_digest,
             "num_seeds": self._input.num_seeds,
             "num_ids": self._input.num_ids,
             "weights": {"version": self._weights.version, "sums": self._weight_sums()},
@@ -163,7 +174,7 @@ class Archive:
             "parts": list(part_names),
             "generation": None if generation is None else generation.as_list(),
         }
-        return manifest, {"records": _bytes_tensor(to_bytes(records))} | ({} if memory is None else memory.tensors)
+        return manifest, {RECORDS: bytes_tensor(to_bytes(records))} | ({} if memory is None else memory.tensors)
 
     # ------------------------------------------------------------------ loading
 
@@ -173,9 +184,48 @@ class Archive:
         owed: ids of finished outputs that the engine holds, which must not be in the file as well. changed_adapters:
         "refuse" or "recompute" requests whose adapter has another content now.
         """
-        manifest, tensors = file_format.read(path)
+        content = self._understood(path, *file_format.read(path))
+        self._check(content, set(owed))
+        changed = [request for request in content.requests if self._has_changed_adapter(request)]
+        if changed and changed_adapters == REFUSE:
+            state = changed[0].state
+            raise SnapshotError(
+                path,
+                f"request {state.id!r} began with another content of adapter {state.params.adapter!r} than is loaded; "
+                'load that one, or give changed_adapters="recompute" to go on with this one',
+            )
+        for request in changed:
+            request.forget_memory()
+        return content
+
+    def open(
+        self,
+        parcel: Parcel,
+        request_id: str | None,
+        drawn: Sequence[DrawnSequence] | None,
+        *,
+        owed: Iterable[str] = (),
+    ) -> Content:
+        """The content of a parcel, checked against this engine, which does not change. Raises SnapshotError.
+
+        request_id, drawn: see `DynamicInferenceEngine.take_in`.
+        """
+        content = self._understood(PARCEL, parcel.manifest, parcel.tensors)
+        if len(content.requests) != 1 or content.finished or content.generation is not None:
+            raise SnapshotError(PARCEL, f"it has {len(content.requests)} requests, and not one")
+        request = content.requests[0]
+        if request_id is not None:
+            request.rename(request_id)
+        if drawn is not None:
+            request.resume_behind(drawn)
+        self._check(content, set(owed))
+        if self._has_changed_adapter(request):
+            request.forget_memory()
+        return content
+
+    def _understood(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
         try:
-            content = self._decode(path, manifest, tensors)
+            return self._decode(path, manifest, tensors)
         except (
             TypeError,
             ValueError,
@@ -189,18 +239,6 @@ class Archive:
             if isinstance(error, SnapshotError):
                 raise
             raise SnapshotError(path, f"its content cannot be understood ({type(error).__name__}: {error})") from error
-        self._check(content, set(owed))
-        changed = [request for request in content.requests if self._has_changed_adapter(request)]
-        if changed and changed_adapters == REFUSE:
-            state = changed[0].state
-            raise SnapshotError(
-                path,
-                f"request {state.id!r} began with another content of adapter {state.params.adapter!r} than is loaded; "
-                'load that one, or give changed_adapters="recompute" to go on with this one',
-            )
-        for request in changed:
-            request.saved[:] = [replace(saved, kv=None) for saved in request.saved]
-        return content
 
     def _raise_adapter_versions(self, content: Content) -> None:
         """Versions of an adapter only rise, too."""
@@ -234,6 +272,18 @@ class Archive:
         processor.num_seeds = max(processor.num_seeds, content.num_seeds)
         processor.num_ids = max(processor.num_ids, content.num_ids)
         self._raise_adapter_versions(content)
+        return self._put_in(content, unusable)
+
+    def take_in(self, content: Content) -> LoadReport:
+        """Take in what `open` gave; nothing may be in flight. Weights keep their version."""
+        weights = self._weights
+        weights.accept_changes()
+        unusable, version = self._kv.why_unusable(content.memory), content.weights["version"]
+        if unusable is None and version != weights.version:
+            unusable = f"the weights are of version {weights.version}, it was computed with version {version}"
+        return self._put_in(content, self._rank_group.first_text("a look at a parcel", unusable))
+
+    def _put_in(self, content: Content, unusable: str | None) -> LoadReport:
         returning = self._kv.returning(content.memory) if unusable is None else None
         for request in content.requests:
             watched = self._output.add(request.state)
@@ -253,7 +303,7 @@ class Archive:
         tokenizer, now = self._output.tokenizer, time.monotonic()
         for name, here in (
             ("vocab_size", self._input.vocab_size),
-            ("tokenizer", self._tokenizer_digest()),
+            ("tokenizer", self._tokenizer_digest),
         ):
             if manifest[name] != here:
                 raise SnapshotError(path, f"saved with {name} {manifest[name]}, this engine's is {here}")
@@ -265,7 +315,7 @@ class Archive:
         weights, counts = manifest["weights"], [manifest["num_seeds"], manifest["num_ids"]]
         if not all(type(count) is int and 0 <= count < 1 << 62 for count in (weights["version"], *counts)):
             raise ValueError(f"weights {weights}, num_seeds and num_ids {counts}")
-        records = of_bytes(tensors["records"].numpy().tobytes(), Records)
+        records = of_bytes(tensors[RECORDS].numpy().tobytes(), Records)
         requests = [decode_request(one, tokenizer=tokenizer, now=now) for one in records.requests]
         finished = [output_of(one, now=now) for one in records.finished]
         generation = Generation.from_list(manifest["generation"])
@@ -273,9 +323,12 @@ class Archive:
         requests, finished = self._replay(journal, requests, finished, now=now)
         memory = self._kv.read(path, manifest, tensors)
         places = num_places(memory.kv, memory.tensors)
-        for kv in (saved.kv for request in requests for saved in request.saved):
-            if kv is not None and memory.unusable is None:
-                check_places(kv, places)
+        block_size = None if memory.kv is None else memory.kv.get("block_size")
+        for request in requests if memory.unusable is None else ():
+            for sequence, saved in zip(request.state.sequences, request.saved, strict=True):
+                if saved.kv is not None:
+                    num_known = len(sequence.request.tokens)
+                    check_places(saved.kv, places, num_known=num_known, block_size=block_size)
         return Content(
             path=path,
             generation=generation,
@@ -362,6 +415,7 @@ class Archive:
         """The weight guard's checksums as one text: equal if tokens would be drawn with the same weights."""
         return hashlib.blake2b(repr(self._weights.guard.sums).encode(), digest_size=16).hexdigest()
 
+    @cached_property
     def _tokenizer_digest(self) -> str | None:
         tokenizer = self._output.tokenizer
         if tokenizer is None:
@@ -385,10 +439,6 @@ def _unsent(undelivered: Iterable[RequestOutput]) -> dict[str, dict[int, tuple[i
             tokens, chars = held.get(one.index, (0, 0))
             held[one.index] = (tokens + len(one.token_ids), chars + len(one.text))
     return unsent
-
-
-def _bytes_tensor(content: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
 def _in_order(requests: Sequence[SavedRequest]) -> list[tuple[Request, SavedKV | None]]:

@@ -12,9 +12,11 @@ from pathlib import Path
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.journal import Generation, Journal, has_records, journal_path
+from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.durable.rank_files import path_of
 from megatron_infer.engine.durable.request_codec import encode_request, to_bytes
 from megatron_infer.engine.durable.snapshot import REFUSE, Archive, Content, LoadReport
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.requests.input_processor import InputProcessor
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.engine.requests.request_state import RequestState
@@ -83,6 +85,31 @@ class SnapshotManager:
         self._known[content.path.resolve()] = None if generation is None else (generation, content.num_records)
         if self.journal is not None:
             self._snapshot(undelivered)
+        return report
+
+    # ------------------------------------------------------------------ to another engine
+
+    def hand_out(self, state: RequestState, undelivered: Sequence[RequestOutput]) -> Parcel:
+        """An open request with its memory. Kept files do not have it any more; the caller lets it go."""
+        parcel = self._archive.parcel(state, undelivered)
+        if self.journal is not None:
+            self.flush()
+            record = to_bytes(output_record(state.output("cumulative"), now=time.monotonic()))
+            ended = ("finish", {"record": b64encode(record).decode()})
+            self.journal.append([ended, ("ack", {"ids": [state.id]})])
+        return parcel
+
+    def take_in(
+        self, parcel: Parcel, request_id: str | None, drawn: Sequence[DrawnSequence] | None, caller: int
+    ) -> LoadReport:
+        """Take in what another engine has handed out. Nothing may be in flight. Raises SnapshotError."""
+        with self._rank_group.together("reading a parcel"):
+            content = self._archive.open(parcel, request_id, drawn, owed=self.owed)
+        state = content.requests[0].state
+        for sequence in state.sequences:
+            sequence.request.caller = caller
+        report = self._archive.take_in(content)
+        self.accepted(state)
         return report
 
     def acknowledge(self, request_ids: Iterable[str] | None) -> int:

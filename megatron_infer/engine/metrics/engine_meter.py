@@ -13,7 +13,9 @@ from megatron_infer.engine.metrics.registry import Histogram, Registry, copied
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10, 60)
 E2E_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-OUTCOMES = ("stop", "length", "abort", "error")
+MOVED = "moved"
+"""Another engine goes on with the request."""
+OUTCOMES = ("stop", "length", "abort", "error", MOVED)
 
 
 class EngineMeter:

@@ -212,7 +212,7 @@ class InputProcessor:
         stop_ids = self.stop_ids(params)
         sequences = [
             Request(
-                id=request_id if params.n == 1 else f"{request_id}#{index}",
+                id=sequence_id(request_id, index, params.n),
                 tokens=list(ids),
                 prompt_len=len(ids),
                 params=params,
@@ -227,6 +227,11 @@ class InputProcessor:
         ]
         sequences[0].siblings = tuple(sequences[1:])
         return sequences
+
+
+def sequence_id(request_id: str, index: int, count: int) -> str:
+    """The scheduler's name of one of a request's `count` sequences."""
+    return request_id if count == 1 else f"{request_id}#{index}"
 
 
 def _may_share(params: SamplingParams) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.metrics.engine_meter import EngineMeter, outcome_of
+from megatron_infer.engine.metrics.engine_meter import MOVED, EngineMeter, outcome_of
 from megatron_infer.engine.requests.input_processor import TextCodec
 from megatron_infer.engine.requests.pooled_prompt import PooledPrompt
 from megatron_infer.engine.requests.request_state import RequestState, SequenceState, StreamMode, logprob_entry
@@ -111,17 +111,21 @@ class OutputProcessor:
         if self.on_close is not None:
             self.on_close(state)
         output = state.output()
-        ids = [sequence.request.id for sequence in state.sequences]
         outcome = "error" if state.error is not None else outcome_of(s.request.finish_reason for s in state.sequences)
+        self.remove(state, outcome)
+        return output
+
+    def remove(self, state: RequestState, outcome: str) -> None:
+        """Forget an open request: it has ended, or another engine goes on with it."""
+        ids = [sequence.request.id for sequence in state.sequences]
         self.meter.end(outcome, state.metrics.latency_s or 0.0, ids)
-        if (adapter := state.params.adapter) is not None:
+        if (adapter := state.params.adapter) is not None and outcome != MOVED:
             self.meter.adapter_ended(adapter, sum(sequence.request.num_output for sequence in state.sequences))
         del self._requests[state.id]
         self.num_structured -= state.params.structured is not None
         for one in ids:
             del self._sequences[one]
             self._watched.discard(one)
-        return output
 
     def on_event(self, request: Request, kind: str, payload: dict[str, Any]) -> None:
         """The scheduler reports what it did to a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, digest_of
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, digest_of, salted
 from megatron_infer.scheduler.context.block_pool import BlockPool
 from megatron_infer.scheduler.context.copies import Copy, CopyKind
 from megatron_infer.scheduler.context.leases import Lease, check_leases, find_published
@@ -80,6 +80,33 @@ class DynamicInferenceContext:
             lease.capacity = lease.cached = len(blocks) * self.block_size
         self._issue(lease)
         return lease
+
+    def root_of(self, root: bytes, *, adapter: str | None, salt: str) -> bytes:
+        """The first link of the chain of a sequence's blocks; `root` names the weights."""
+        if adapter is not None and self.adapters is not None:
+            root = self.adapters.root(root, adapter)
+        return salted(root, salt)
+
+    def num_published(self, tokens: Sequence[int], *, root: bytes) -> int:
+        """How many leading tokens `take_published` would find."""
+        if not self.prefix_caching:
+            return 0
+        found = Lease(row=-1, blocks=[], capacity=0, cached=0, digests=[], root=root)
+        return len(find_published(self.pool, found, tokens, self.block_size)) * self.block_size
+
+    def take_published(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Let a fresh `lease` hold the published blocks of `tokens` -> their tokens, never the last one.
+
+        The caller writes the recurrent state, if the model has one.
+        """
+        assert not lease.blocks, f"the lease on row {lease.row} has blocks"
+        if self.prefix_caching:
+            lease.blocks = find_published(self.pool, lease, tokens, self.block_size)
+            for block in lease.blocks:
+                self.pool.share(block)
+            lease.capacity = lease.cached = len(lease.blocks) * self.block_size
+            self._journal(lease)
+        return lease.cached
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
         """Grow `lease` until it can hold `num_tokens` tokens; all or nothing.

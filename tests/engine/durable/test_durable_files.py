@@ -320,14 +320,22 @@ def test_what_differs_of_another_model_is_named_with_the_figures(here, saved, me
 def test_a_state_or_block_that_the_file_lacks_is_an_error():
     tensors = {"blocks": torch.zeros(4, 1), "states": torch.zeros(2, 1)}
     counts, kv = num_places(None, tensors), request_codec.SavedKV(num_tokens=3, blocks=[0, 3], state=1)
-    check_places(kv, counts)
+    of = {"num_known": 5, "block_size": 2}
+    check_places(kv, counts, **of)
     for change, places, message in (
         ({"state": 2}, counts, r"states \[2\] of 2"),
         ({"blocks": [0, 4]}, counts, r"blocks \[4\] of 4"),
-        ({"blocks": [], "state": 0}, num_places(None, {}), r"states \[0\] of 0"),
+        ({"blocks": [3], "state": 2, "num_left_out": 2}, counts, r"states \[2\] of 2"),
+        ({"blocks": [3]}, counts, "1 blocks of 2 for tokens 0 to 3"),
+        ({"num_left_out": 1}, counts, "2 blocks of 2 for tokens 1 to 3"),
+        ({"num_tokens": 5}, counts, "5 tokens computed of 5"),
+        ({"num_left_out": 4}, counts, "4 left out"),
+        ({"num_tokens": 0}, counts, "0 tokens computed"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_places(dataclasses.replace(kv, **change), places)
+            check_places(dataclasses.replace(kv, **change), places, **of)
+    with pytest.raises(ValueError, match=r"states \[0\] of 0"):
+        check_places(dataclasses.replace(kv, blocks=[], state=0), num_places(None, {}), num_known=5, block_size=None)
     with pytest.raises(ValueError, match="4 blocks, 5 are named"):
         num_places({"num_blocks": 5, "shape": {}}, tensors)
 
