@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_infer.distributed.groups import ParallelGroups, check_world
+from megatron_infer.distributed.groups import ParallelGroups, check_world, collection_of
 from megatron_infer.errors import ConfigError
 
 _SPANS = {
@@ -29,9 +29,16 @@ _AXES = "dcpet"
 
 
 def generation_groups(
-    model: Any, *, tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1
+    model: Any,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    backend: str | None = None,
 ) -> Any:
     """A ProcessGroupCollection for a model that generates in this layout, next to `model`, which trains.
+
+    model None: the trainer is not megatron-core's, and its ranks are data parallel. backend None: that of the world.
 
     What is left of the ranks is data parallel. An engine has ranks of one replica of the trainer, or whole replicas.
     Experts are tensor parallel as the other layers. Every rank calls it; megatron-core's global groups stay as they
@@ -39,7 +46,8 @@ def generation_groups(
     """
     layout = {"p": pipeline_parallel, "e": expert_parallel, "t": tensor_parallel}
     check_world(dist.get_world_size(), tensor_parallel, pipeline_parallel, expert_parallel)
-    engine, replicas = tensor_parallel * pipeline_parallel * expert_parallel, _replicas(ParallelGroups.of(None, model))
+    engine = tensor_parallel * pipeline_parallel * expert_parallel
+    replicas = _replicas(ParallelGroups() if model is None else ParallelGroups.of(None, model))
     wide = max(engine, len(replicas[0]))
     if wide % engine or wide % len(replicas[0]):
         raise ConfigError(
@@ -48,11 +56,11 @@ def generation_groups(
         )
     ranks = torch.tensor(replicas).view(-1, wide // engine, *layout.values())
     made: dict[tuple[int, ...], Any] = {}
-    found = {name: _own_group(_rows(ranks, axes), made) for name, axes in _SPANS.items()}
+    found = {name: _own_group(_rows(ranks, axes), made, backend) for name, axes in _SPANS.items()}
     stages = _rows(ranks, "p")
-    found["embd"] = _own_group([list(dict.fromkeys((row[0], row[-1]))) for row in stages], made)
-    found["pos_embd"] = _own_group([row[:1] for row in stages], made)
-    return type(model.pg_collection)(**found)
+    found["embd"] = _own_group([list(dict.fromkeys((row[0], row[-1]))) for row in stages], made, backend)
+    found["pos_embd"] = _own_group([row[:1] for row in stages], made, backend)
+    return collection_of(**found)
 
 
 def _rows(ranks: torch.Tensor, axes: str) -> list[list[int]]:
@@ -66,12 +74,14 @@ def _rows(ranks: torch.Tensor, axes: str) -> list[list[int]]:
     return rows
 
 
-def _own_group(parts: Iterable[Sequence[int]], made: dict[tuple[int, ...], Any]) -> ProcessGroup | None:
+def _own_group(
+    parts: Iterable[Sequence[int]], made: dict[tuple[int, ...], Any], backend: str | None = None
+) -> ProcessGroup | None:
     """Make a group of each part, which every rank has to -> that of this rank. made: those that there are already."""
     own = None
     for part in map(tuple, parts):
         if part not in made:
-            made[part] = dist.new_group(list(part))
+            made[part] = dist.new_group(list(part), backend=backend)
         if dist.get_rank() in part:
             own = made[part]
     return own

@@ -312,6 +312,13 @@ def build_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def collection_of(**groups: ProcessGroup | None) -> Any:
+    """megatron-core's ProcessGroupCollection of these groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection(**groups)
+
+
 def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
     """Raise ConfigError unless `world` is a multiple of the ranks of a replica."""
     for name, value in (("tp", tensor_parallel), ("pp", pipeline_parallel), ("ep", expert_parallel)):

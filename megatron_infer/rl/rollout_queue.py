@@ -27,12 +27,13 @@ class RolloutQueue:
         with session.training(): ...
         session.update_weights()
 
-    lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
-    is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A group that
-    failed is dropped with a RolloutError that has it, or with on_error "replace" silently; finished groups stay in the
-    queue, and the next call goes on. With several ranks every rank has a queue of its own prompts, and calls
-    next_batch() and close(). Ranks whose prompts begin alike, as many as a queue begins with, share one queue and its
-    batches: iterators that differ further on raise PromptsDiffer.
+    lag "auto": see `automatic_lag`; where requests wait for rows or blocks, the rows that the engine was seen to hold
+    take the place of max_requests. `stats` has the lag of each batch. max_staleness: a group with a token drawn by
+    weights more versions old than that is not delivered: it is aborted as soon as that is certain, and another prompt
+    begins in its place. A group that failed is dropped with a RolloutError that has it, or with on_error "replace"
+    silently; finished groups stay in the queue, and the next call goes on. With several ranks every rank has a queue of
+    its own prompts, and calls next_batch() and close(). Ranks whose prompts begin alike, as many as a queue begins
+    with, share one queue and its batches: iterators that differ further on raise PromptsDiffer.
     """
 
     def __init__(
@@ -54,15 +55,17 @@ class RolloutQueue:
         check_on_error(on_error, ("raise", "replace"))
         self._wanted, groups_per_step = groups_per_step, roll.part_of_batch(groups_per_step)
         self._prompts = roll.own_prompts(prompts, params)
-        self._lag_of: Callable[[int], int] | None = None
+        self._lag_of: Callable[..., int] | None = None
         """With lag "auto": number of queues that share the engine -> the lag of each."""
+        self._most_running = (0, False)
+        """Most rows that ran in a step of the batch, and whether requests waited for others then."""
         if lag == "auto":
             self._lag_of = partial(
                 _lag_of,
                 max_requests=roll.engine.sizes.max_requests,
+                data_parallel=data_parallel,
                 samples_per_group=params.n,
                 groups_per_step=groups_per_step,
-                data_parallel=data_parallel,
             )
             lag = self._lag_of(1)
         if max_staleness is not None and max_staleness < 0:
@@ -159,13 +162,31 @@ class RolloutQueue:
             if not call.pending:
                 raise RolloutShortage(self.lag.groups_per_step, list(self._finished.values()), self.num_dropped)
             tracker.step()
+            self._note_running()
         batch = [self._finished.pop(group_id) for group_id in chosen]
         figures = {
             "seconds": time.perf_counter() - started,
             "num_tokens": tracker.num_tokens(call) - tokens,
             "num_aborted": self.num_dropped - dropped,
+            "lag": self.lag.lag,
+            "lags_used": self.lag.ages,
         }
+        self._adjust_lag()
         return self._deliver(batch), figures
+
+    def _note_running(self) -> None:
+        if self._lag_of is not None:
+            now = self._roll.engine.stats()
+            self._most_running = max(self._most_running, (now.num_running, now.num_waiting + now.num_paused > 0))
+
+    def _adjust_lag(self) -> None:
+        """With lag "auto": no more groups ahead than the engine holds; one step more where none had to wait."""
+        if self._lag_of is None:
+            return
+        (running, is_full), self._most_running = self._most_running, (0, False)
+        most = self._lag_of(self._shares.num_sources)
+        held = self._lag_of(self._shares.num_sources, max_requests=running) if is_full else self.lag.lag + 1
+        self.lag.lag = min(most, held)
 
     def _deliver(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         tracker = self._roll.tracker

@@ -6,6 +6,8 @@ groups that were begun during steps t - L to t:
     L = 1, P = 2    step 0: begins a b c d, consumes two of them      c d left, due at step 1 at the latest
                     step 1: begins e f,     consumes c d              e f left, due at step 2
 
+The lag may change between steps: a group keeps the limit that it was begun with.
+
 Source: megatron/rl's generation lag; its automatic value is `automatic_lag`.
 """
 
@@ -19,10 +21,17 @@ from megatron_infer.errors import ConfigError, unknown_name
 
 
 class Granularity(str, Enum):
-    """How many groups are begun or consumed at once. A group's samples are never separated: they are one request."""
+    """How many groups are begun or consumed at once. A group's samples are never separated: they are one request.
+
+    Megatron-RL's letters G and B are taken too; its R, single rollouts, has no counterpart.
+    """
 
     GROUP = "group"
     BATCH = "batch"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Granularity | None:
+        return {"G": cls.GROUP, "B": cls.BATCH}.get(str(value))
 
 
 def automatic_lag(*, max_requests: int, samples_per_group: int, groups_per_step: int, data_parallel: int = 1) -> int:
@@ -47,6 +56,8 @@ class OutstandingGroup:
 
     begun: int
     """The training step during which it was begun."""
+    due: int
+    """The last training step that may consume it."""
     order: int
     batch: int
     """The training step that is to consume it, if whole batches are consumed."""
@@ -75,6 +86,8 @@ class RolloutLag:
         self.consumption = _granularity("consumption", consumption)
         self.step = 0
         """The next training step."""
+        self.ages: list[int] = []
+        """Training steps between the begin of each group and its consumption, for the latest step."""
         self._outstanding: dict[str, OutstandingGroup] = {}
         self._num_begun = 0
         self._short_batches: list[int] = []
@@ -88,16 +101,20 @@ class RolloutLag:
     def room(self) -> int:
         """How many groups may begin now."""
         room = (self.lag + 1) * self.groups_per_step - len(self._outstanding)
+        if self.consumption is Granularity.BATCH:  # what a batch has lost is replaced, also where the lag has fallen
+            room = max(room, len(self._short_batches))
+        room = max(room, 0)
         if self.submission is Granularity.GROUP:
             return room
         # A batch that lost a group, or was begun in part, is completed at once.
         missing = min(room, len(self._short_batches) + -self._num_begun % self.groups_per_step)
-        return missing + (room - missing) // self.groups_per_step * self.groups_per_step
+        whole = missing + (room - missing) // self.groups_per_step * self.groups_per_step
+        return max(whole, self.groups_per_step - len(self._outstanding))  # a step waits for at least its own groups
 
     def begin(self, group_id: str) -> None:
         """A group was submitted."""
         assert group_id not in self._outstanding, f"group {group_id} has begun already"
-        assert len(self._outstanding) < (self.lag + 1) * self.groups_per_step, (
+        assert self._short_batches or len(self._outstanding) < (self.lag + 1) * self.groups_per_step, (
             f"group {group_id} begins although {len(self._outstanding)} are outstanding"
         )
         if self._short_batches:
@@ -105,7 +122,7 @@ class RolloutLag:
         else:
             batch, self._num_begun = self._num_begun // self.groups_per_step, self._num_begun + 1
         order = max((group.order for group in self._outstanding.values()), default=-1) + 1
-        self._outstanding[group_id] = OutstandingGroup(self.step, order, batch)
+        self._outstanding[group_id] = OutstandingGroup(self.step, self.step + self.lag, order, batch)
 
     def finish(self, group_id: str) -> None:
         self._outstanding[group_id].finished = True
@@ -120,8 +137,7 @@ class RolloutLag:
         chosen = self._next_batch() if self.consumption is Granularity.BATCH else self._finished_groups()
         if chosen is None:
             return None
-        for group_id in chosen:
-            del self._outstanding[group_id]
+        self.ages = [self.step - self._outstanding.pop(group_id).begun for group_id in chosen]
         if self.consumption is Granularity.GROUP:
             self._short_batches = []  # batches do not matter
         self.step += 1
@@ -139,7 +155,7 @@ class RolloutLag:
         chosen = finished[: self.groups_per_step]
         if len(chosen) < self.groups_per_step:
             return None
-        deadlines = Counter(group.begun + self.lag for name, group in self._outstanding.items() if name not in chosen)
+        deadlines = Counter(group.due for name, group in self._outstanding.items() if name not in chosen)
         due = 0
         for deadline in sorted(deadlines):
             due += deadlines[deadline]
@@ -154,6 +170,8 @@ class RolloutLag:
 
 def _granularity(name: str, value: Granularity | str) -> Granularity:
     known = [choice.value for choice in Granularity]
-    if value not in known:
-        raise ConfigError(f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}")
-    return Granularity(value)
+    try:
+        return Granularity(value)
+    except ValueError:
+        text = f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}"
+        raise ConfigError(f"{text} (Megatron-RL's B and G; samples of a group are one request)") from None

@@ -32,6 +32,11 @@ class RolloutStats:
     """Prompt tokens found in the prefix cache."""
     seconds: float = 0.0
     weight_version: int = 0
+    lag: int = 0
+    """The queue's limit of training steps between the begin of a group and its consumption."""
+    lag_mean: float = 0.0
+    lag_max: int = 0
+    """These steps of the groups delivered."""
     finished: dict[str, int] = field(default_factory=dict)
     """Samples by finish reason."""
     length_mean: float = 0.0
@@ -80,8 +85,11 @@ def stats_of(
     num_rejected: int = 0,
     num_aborted: int = 0,
     num_carried: int = 0,
+    lag: int = 0,
+    lags_used: Sequence[int] = (),
 ) -> RolloutStats:
-    """version: weights that staleness is counted from. num_tokens: drawn in all; None: those of these groups."""
+    """version: weights that staleness is counted from. num_tokens: drawn in all; None: those of these groups. lag,
+    lags_used: a queue's limit, and the training steps between begin and consumption of each group."""
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = sorted(sample.num_drawn for sample in samples)
@@ -100,6 +108,9 @@ def stats_of(
         num_cached_tokens=sum(group.num_cached_tokens for group in groups),
         seconds=seconds,
         weight_version=version,
+        lag=lag,
+        lag_mean=sum(lags_used) / len(lags_used) if lags_used else 0.0,
+        lag_max=max(lags_used, default=0),
         finished=dict(Counter(sample.finish_reason for sample in samples)),
         length_mean=sum(lengths) / len(lengths) if lengths else 0.0,
         length_max=lengths[-1] if lengths else 0,

@@ -4,6 +4,7 @@ trainer where verl is installed (`make frameworks`)."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from engines import make_engine
+from gloo_ranks import run_on_ranks
 from session_case import BASE, copied
 from tiny_llama import save_tiny_llama
 from verl_surface import VALUES, recorded, rollout_config, stand_ins
@@ -37,6 +39,12 @@ PROMPT = [40, 41, 42, 43, 44]
 
 @pytest.fixture(scope="module")
 def verl() -> Any:
+    with imported() as one:
+        yield one
+
+
+@contextlib.contextmanager
+def imported() -> Any:
     """The backend, imported over stand-ins of verl and Ray."""
     modules = stand_ins()
     ours = {name: module for name, module in sys.modules.items() if name.startswith(MODULE)}
@@ -46,6 +54,7 @@ def verl() -> Any:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         importlib.import_module(MODULE)
+        assert not [name for name in sys.modules if name.startswith(f"{MODULE}.")], "names are registered, no more"
         parts = ("rollout", "engine_host", "server", "weights")
         loaded = {name: importlib.import_module(f"{MODULE}.{name}") for name in parts}
         yield SimpleNamespace(**loaded, ray=modules["ray"])
@@ -265,7 +274,7 @@ def test_live_model_generates_without_a_copy_and_is_the_trainers_while_asleep(ve
 
 def test_what_has_no_counterpart_is_refused_by_name(verl, folder, trained):
     for changes, message in (
-        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size is 2"),
+        ({"data_parallel_size": 2}, "rollout.data_parallel_size is 2"),
         ({"quantization": "fp8"}, "rollout.quantization is 'fp8'"),
         ({"prometheus": SimpleNamespace(enable=True)}, "rollout.prometheus.enable is True"),
     ):
@@ -275,9 +284,9 @@ def test_what_has_no_counterpart_is_refused_by_name(verl, folder, trained):
     with pytest.raises(ConfigError, match="did you mean 'max_requests'"):
         replica.update(weights_of(trained))
     replica = Replica(verl, folder)
-    with pytest.raises(NotImplementedError, match=r"lora\.merge=True"):
+    with pytest.raises(WeightUpdateError, match=r"lora\.merge=True"):
         replica.update(weights_of(trained), peft_config={"r": 8})
-    with pytest.raises(NotImplementedError, match="delta_flush"):
+    with pytest.raises(WeightUpdateError, match="delta_flush"):
         replica.update(weights_of(trained), wire_format="delta_flush")
     replica.update(weights_of(trained))
     for given, message in (({"temperatur": 1.0}, "did you mean 'temperature'"), ({"n": 0}, "n is 0")):
@@ -286,6 +295,62 @@ def test_what_has_no_counterpart_is_refused_by_name(verl, folder, trained):
     with pytest.raises(InferenceError, match="PromptTooLong"):
         replica.generate(list(range(4, 120)))
     assert replica.generate(max_tokens=2).token_ids  # the others' errors were theirs
+
+
+def test_log_probabilities_of_a_live_model_are_to_the_bit_those_of_its_forward_in_exact_mode(verl, folder):
+    live = tiny_gpt(vocab_size=128, max_sequence_length=512, init_method_std=0.2).train()
+    replica = Replica(verl, folder, engine_kwargs={"megatron_infer": SMALL | {"batch_invariant": True}})
+    replica.update(SimpleNamespace(module=[live]), 1)
+    calls = [replica.start(list(range(4, 9 + 3 * n)), max_tokens=12, ignore_eos=True) for n in range(5)]
+    outs = [call.result(60) for call in calls]
+    replica.call("sleep")
+    sequences = [list(range(4, 9 + 3 * n)) + out.token_ids for n, out in enumerate(outs)]
+    scores = replica.rollout._host.session.score(sequences, start=[5 + 3 * n for n in range(5)])
+    assert [score.tolist() for score in scores] == [out.log_probs for out in outs]
+
+
+def two_ranks(rank: int, size: int, folder: Path) -> None:
+    """A replica of two ranks: every rank has the trainer's tensors, the first has the server."""
+    os.environ["RANK"] = str(rank)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with imported() as verl:
+        replica = Replica(verl, folder, tensor_model_parallel_size=size)
+        rollout = replica.rollout
+        assert (rollout.replica_rank, rollout.is_leader_rank) == (0, rank == 0)
+        live = tiny_gpt(vocab_size=128, max_sequence_length=512)
+        kinds = [type(part) for part in live.modules()]
+        with pytest.raises(ConfigError, match="model has 1 ranks, a replica of the rollout has 2"):
+            asyncio.run(rollout.update_weights(SimpleNamespace(module=[live]), global_steps=0))
+        assert rollout._host is None and kinds == [type(part) for part in live.modules()]
+        for step in (1, 2, 3):
+            asyncio.run(rollout.update_weights(weights_of(model), global_steps=step))
+            asyncio.run(rollout.resume(["kv_cache"]))
+            if rank == 0:
+                replica.call("clear_kv_cache")
+                outs = [call.result(60) for call in [replica.start(max_tokens=6) for _ in range(3)]]
+                for out in outs:
+                    expected = logprobs_by_transformers(model, PROMPT, out.token_ids)
+                    torch.testing.assert_close(torch.tensor(out.log_probs), expected, atol=2e-5, rtol=0)
+                    assert out.extra_fields["global_steps"] == step
+                replica.call("abort_all_requests")
+                replica.call("resume_generation")
+            asyncio.run(rollout.release())
+            torch.distributed.barrier()
+            if step == 2:
+                broken = ((name, tensor[:-1]) for name, tensor in weights_of(model))
+                with pytest.raises(WeightUpdateError, match="has shape"):
+                    asyncio.run(rollout.update_weights(broken, global_steps=9))
+            for index, parameter in enumerate(model.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+                parameter.data.add_(noise, alpha=0.02)
+        torch.distributed.barrier()
+        if rank == 0:
+            rollout._host._thread.call(rollout._host.session.engine.dismiss).result(60)
+
+
+@pytest.mark.long
+def test_replica_of_two_tensor_parallel_ranks_draws_by_the_weights_given(folder, tmp_path):
+    run_on_ranks(two_ranks, 2, folder)
 
 
 # ------------------------------------------------------------------ weights by gloo
@@ -409,6 +474,23 @@ def run_verl(command: list[Any], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+PLUGIN = f"""
+import sys, verl
+from verl.workers.rollout import base, replica
+loaded = [name for name in sys.modules if name.startswith("megatron_infer.rl.frameworks.verl")]
+assert loaded == ["{MODULE}"] and not [name for name in sys.modules if name.startswith("megatron.core")], loaded
+assert base.get_rollout_class("megatron_infer").__module__ == "{MODULE}.rollout"
+assert replica.get_rollout_replica_class("megatron_infer").__module__ == "{MODULE}.rollout"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="make frameworks")
+def test_import_of_verl_finds_the_plugin_by_its_entry_point_and_loads_names_alone(tmp_path):
+    run_verl(["-c", PLUGIN], tmp_path)
 
 
 @pytest.mark.slow

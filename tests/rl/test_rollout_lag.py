@@ -16,10 +16,13 @@ from megatron_infer.rl.staleness import Granularity, RolloutLag, automatic_lag
     submission=st.sampled_from(Granularity),
     consumption=st.sampled_from(Granularity),
     drops=st.floats(0.0, 0.3),
+    changes=st.booleans(),
     rng=st.randoms(use_true_random=False),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_group_is_older_than_the_lag_and_no_step_waits_forever(lag, size, submission, consumption, drops, rng):
+def test_no_group_is_older_than_the_lag_and_no_step_waits_forever(
+    lag, size, submission, consumption, drops, changes, rng
+):
     rollout_lag = RolloutLag(lag, groups_per_step=size, submission=submission, consumption=consumption)
     begun: dict[str, int] = {}
     running: set[str] = set()
@@ -37,7 +40,10 @@ def test_no_group_is_older_than_the_lag_and_no_step_waits_forever(lag, size, sub
         if (step := rollout_lag.step) is not None and (chosen := rollout_lag.take()) is not None:
             assert len(set(chosen)) == size and not consumed & set(chosen) and not running & set(chosen)
             assert all(step - lag <= begun[name] <= step for name in chosen)
+            assert rollout_lag.ages == [step - begun[name] for name in chosen]
             consumed |= set(chosen)
+            if changes:
+                rollout_lag.lag = rng.randint(0, lag)
         elif running:
             name = rng.choice(sorted(running))
             running.discard(name)
@@ -63,6 +69,18 @@ def test_a_step_takes_finished_groups_and_waits_for_groups_that_would_become_too
     rollout_lag.finish("c")
     assert rollout_lag.take() == ["a", "c"]
     assert rollout_lag.room() == 2
+
+
+def test_a_smaller_lag_is_for_groups_begun_from_then_on_and_megatron_rls_letters_are_taken():
+    rollout_lag = RolloutLag(2, groups_per_step=1, submission="G", consumption="B")
+    assert (rollout_lag.submission, rollout_lag.consumption) == (Granularity.GROUP, Granularity.BATCH)
+    for name in "abc":
+        rollout_lag.begin(name)
+        rollout_lag.finish(name)
+    rollout_lag.lag = 0
+    for age, name in enumerate("abc"):
+        assert rollout_lag.room() == 0 and rollout_lag.take() == [name] and rollout_lag.ages == [age]
+    assert rollout_lag.room() == 1
 
 
 def test_whole_batches_are_consumed_in_the_order_they_began():
@@ -116,6 +134,7 @@ def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, e
         ({"groups_per_step": 0}, "groups_per_step is 0"),
         ({"submission": "batches"}, "did you mean 'batch'"),
         ({"consumption": "rollout"}, "one of group, batch"),
+        ({"submission": "R"}, "samples of a group are one request"),
     ],
 )
 def test_invalid_settings_are_refused(settings, words):

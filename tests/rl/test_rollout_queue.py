@@ -112,6 +112,21 @@ def test_the_automatic_lag_is_that_of_the_engine(roll):
     assert queue.lag.lag == roll.engine.sizes.max_requests // (2 * 2) - 1
 
 
+def test_the_automatic_lag_falls_to_what_a_small_cache_holds_and_each_batch_has_its_own():
+    roll = Rollout(make_engine(buffer_size_gb=0.0002, max_requests=32))
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag="auto")
+    limits = [queue.lag.lag]
+    for step in range(8):
+        names = {group.group_id for group in queue.next_batch()}
+        assert len(names) == 2 and queue.stats.lag == limits[-1]
+        assert 0 <= queue.stats.lag_mean <= queue.stats.lag_max <= min(step, limits[0])
+        limits.append(queue.lag.lag)
+        train(roll)
+    queue.close()
+    assert limits[0] == 32 // (2 * 2) - 1 and max(limits[1:]) < limits[0], limits
+    assert_empty(roll.engine)
+
+
 def test_prompts_that_run_out_end_the_batches_and_the_error_has_the_rest(roll):
     queue = RolloutQueue(roll, prompts_of(7), PARAMS, groups_per_step=3, lag=1)
     assert [len(batch) for batch in queue] == [3, 3]

@@ -23,6 +23,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import get_rollout_replica_class
 from verl_surface import StandInRay
 
+from megatron_infer.rl.frameworks.verl import weights  # noqa: F401  # custom_backend_module
 from megatron_infer.rl.frameworks.verl.server import RolloutServer
 
 stand_in, remote = StandInRay(), ray.remote
@@ -64,6 +65,7 @@ async def main(folder: str) -> None:
         f"{ROLLOUT}.prompt_length": 32,
         f"{ROLLOUT}.response_length": 200,
         f"{ROLLOUT}.ignore_eos": True,
+        f"{ROLLOUT}.max_num_seqs": 4,  # so that some of the 64 requests meet the second update
     }
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in changes.items()])

@@ -6,6 +6,7 @@ Prints what the test of both cases in test_framework_verl.py compares.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 from typing import Any
@@ -22,6 +23,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 
 NAME, ROLLOUT = "megatron_infer", "actor_rollout_ref.rollout"
+WEIGHTS = "megatron_infer.rl.frameworks.verl.weights"
 PROMPT = [40, 41, 42, 43, 44]
 
 
@@ -30,6 +32,7 @@ class Trainer(Worker):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
+        importlib.import_module(WEIGHTS)  # as verl's worker does with custom_backend_module
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._engine = CheckpointEngineRegistry.new(NAME, bucket_size=1 << 16, is_master=True)
 
@@ -55,7 +58,9 @@ async def main(folder: str) -> None:
         f"{ROLLOUT}.prompt_length": 32,
         f"{ROLLOUT}.response_length": 200,
         f"{ROLLOUT}.ignore_eos": True,
+        f"{ROLLOUT}.max_num_seqs": 4,  # so that some of the 64 requests meet the second update
         f"{ROLLOUT}.checkpoint_engine.backend": NAME,
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module": WEIGHTS,
     }
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in changes.items()])

@@ -1,8 +1,15 @@
-"""An engine in a worker of verl: a thread that steps it, and a thread that answers the calls of a replica's server."""
+"""An engine in the workers of a replica of verl.
+
+    first worker     a thread that steps the engine, and a thread that answers the calls of the replica's server
+    other workers    a thread that follows the first one
+
+verl calls `update` in every worker, with the tensors of each. All else comes from the first worker alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,11 +21,13 @@ from verl.workers.rollout.replica import TokenOutput
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.async_llm import EngineThread
+from megatron_infer.errors import WeightUpdateError
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.session import RolloutSession
 
 log = logging.getLogger("megatron_infer.verl")
 
+CALL = "verl()"
 REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 """finish_reason -> verl's stop_reason."""
 
@@ -66,32 +75,92 @@ def token_output(output: RequestOutput, version: int) -> TokenOutput:
 
 
 class EngineHost:
-    """An engine on a thread of its own, and a thread that takes a server's calls; its methods return futures."""
+    """One rank's side of an engine. Its methods return futures; on other ranks than the first, those of `training` and
+    `generating` are done at once, as the first rank's are awaited too."""
 
     def __init__(self, session: RolloutSession, config: Any, server: Any) -> None:
-        """server: handle of a `RolloutServer`. The engine is suspended until `generating`."""
+        """server: handle of a `RolloutServer`; None on other ranks than the first. The engine is suspended until
+        `generating`."""
         self.session = session
         self._config = config
         self._server = server
         self._block = ExitStack()
         self._running: set[str] = set()
-        self._thread = EngineThread(session.engine)
+        self._failure: BaseException | None = None
+        self._updates: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        engine = session.engine
+        if server is None:
+            threading.Thread(target=self._follow, name="megatron-infer-verl", daemon=True).start()
+            return
+        self._thread = EngineThread(engine)
         self.training().result()
         ray.get(server.attach.remote())
         threading.Thread(target=self._take_calls, name="megatron-infer-verl", daemon=True).start()
 
-    def call(self, command: Callable[[], Any]) -> Future[Any]:
-        return self._thread.call(command)
-
     def training(self) -> Future[None]:
         """The engine is suspended, and the model is the trainer's."""
-        return self.call(lambda: self._enter(self.session.training()))
+        return self._on_all_ranks("training")
 
     def generating(self) -> Future[None]:
-        return self.call(lambda: self._enter(self.session.generating(restore_rng=False)))
+        return self._on_all_ranks("generating")
+
+    def update(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run `work` on every rank at the same time, each its own -> its result here."""
+        if self._failure is not None:
+            raise self._failure
+        done: Future[Any] = Future()
+        self._updates.put((work, done))
+        self._on_all_ranks("update").add_done_callback(lambda one: self._refuse_updates(one.exception()))
+        return done
 
     def reset_prefix_cache(self) -> Future[None]:
-        return self.call(self.session.engine.reset_prefix_cache)
+        return self._thread.call(self.session.engine.reset_prefix_cache)
+
+    def _on_all_ranks(self, command: str) -> Future[Any]:
+        if self._server is None:
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+        return self._thread.call(lambda: self._carry_out(command))
+
+    def _carry_out(self, command: str) -> None:
+        if self.session.engine.rank_group.size > 1:
+            self.session.engine.relay.meet(CALL, command)
+        if command == "update":
+            self._run_update()
+            return
+        self._block.close()
+        session = self.session
+        self._block.enter_context(
+            session.training() if command == "training" else session.generating(restore_rng=False)
+        )
+
+    def _run_update(self) -> None:
+        limit_s = self.session.engine.config.collective_timeout_s
+        taken: list[tuple[Callable[[], Any], Future[Any]]] = []
+        try:
+            with self.session.engine.rank_group.together("verl's update_weights"):
+                try:
+                    taken.append(self._updates.get(timeout=limit_s))
+                except queue.Empty:
+                    raise WeightUpdateError(f"verl did not call update_weights here within {limit_s:g} s") from None
+        except BaseException as error:
+            for _, done in taken:
+                done.set_exception(error)
+            raise
+        work, done = taken[0]
+        _settle(done, work)
+
+    def _follow(self) -> None:
+        try:
+            self.session.engine.follow({CALL: self._carry_out})
+        except BaseException as error:
+            self._failure = error
+            self._refuse_updates(error)
+
+    def _refuse_updates(self, error: BaseException | None) -> None:
+        while error is not None and not self._updates.empty():
+            self._updates.get()[1].set_exception(error)
 
     def abort_all(self) -> Future[int]:
         """End all requests with what they have -> how many there were."""
@@ -102,7 +171,7 @@ class EngineHost:
                 self._thread.abort(request_id)
             return len(running)
 
-        return self.call(end)
+        return self._thread.call(end)
 
     def generate(self, prompt_ids: list[int], given: dict[str, Any]) -> Future[TokenOutput]:
         engine = self.session.engine
@@ -125,10 +194,6 @@ class EngineHost:
 
         self._thread.submit({"prompt_token_ids": prompt_ids}, params, None, "final", sink).add_done_callback(submitted)
         return done
-
-    def _enter(self, block: Any) -> None:
-        self._block.close()
-        self._block.enter_context(block)
 
     def _take_calls(self) -> None:
         while True:

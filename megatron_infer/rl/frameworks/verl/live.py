@@ -15,6 +15,8 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry, get_vendor
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
+from megatron_infer.errors import ConfigError
+
 
 class LiveWeights:
     """The weights of a live model: `module`, and for receivers elsewhere verl's export of them."""
@@ -37,7 +39,7 @@ class LiveWeights:
 class LiveMegatronEngine(MegatronEngineWithLMHead):
     def get_per_tensor_param(self, *args: Any, **how: Any) -> tuple[LiveWeights, Any]:
         if self.is_param_offload_enabled:
-            raise NotImplementedError(
+            raise ConfigError(
                 "actor.megatron.param_offload=True takes the weights away from the engine that generates with them; "
                 "set it to False, or leave out model.external_lib"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, RequestError
 
 
 class RolloutServer:
@@ -33,9 +33,7 @@ class RolloutServer:
     ) -> TokenOutput:
         """Waits until the engine has weights, and while `abort_all_requests` holds; raises a request's error."""
         if any((image_data, video_data, audio_data)):
-            raise NotImplementedError(
-                "megatron_infer takes token ids in verl; leave out image_data, video_data, audio_data"
-            )
+            raise RequestError("megatron_infer takes token ids in verl; leave out image_data, video_data, audio_data")
         async with self._change:
             await self._change.wait_for(lambda: self._rejects or not self._is_closed)
             if self._rejects:
@@ -68,7 +66,7 @@ class RolloutServer:
         await self._command("reset_prefix_cache")
 
     async def start_profile(self, **_: Any) -> None:
-        raise NotImplementedError("megatron_infer has no profile for verl; set rollout.profiler.enable=False")
+        raise ConfigError("megatron_infer has no profile for verl; set rollout.profiler.enable=False")
 
     async def stop_profile(self) -> None:
         """Nothing was started."""
