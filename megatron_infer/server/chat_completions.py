@@ -203,7 +203,7 @@ class ChatReply(OpenAIReply):
             "stop_reason": one.stop_reason,
         }
         if self._has_tokens:
-            choice["token_ids"] = one.token_ids
+            choice |= {"token_ids": one.token_ids, "weight_version": self.weight_version(one)}
         return choice
 
     def _logprobs(self, entries: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class ChatReply(OpenAIReply):
             if delta.is_first:
                 last["prompt_token_ids"] = output.prompt_token_ids
             if finished:
-                last["version_spans"] = version_spans_of(one)
+                last |= {"weight_version": self.weight_version(one), "version_spans": version_spans_of(one)}
         is_empty = not any(parts) and not finished and not delta.logprobs and not self._has_tokens
         if not is_empty:
             for choice in choices:

@@ -168,7 +168,7 @@ class CompletionReply(OpenAIReply):
             prompt = output.prompt_token_ids if delta.is_first else None
             choice |= _token_fields(prompt, delta.token_ids, delta.logprobs)
             if delta.finish_reason is not None:
-                choice["version_spans"] = version_spans_of(one)
+                choice |= {"weight_version": self.weight_version(one), "version_spans": version_spans_of(one)}
         return choice
 
 

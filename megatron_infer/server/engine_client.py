@@ -104,6 +104,8 @@ class EngineClient:
         """Awaited before requests are submitted: each may wait, or raise ApiError."""
         self.reply_hooks: list[Callable[[str, list[RequestOutput]], None]] = []
         """Called with the id and the outputs of each whole reply before it is sent."""
+        self.version_name: Callable[[int | None], int | str | None] = lambda number: number
+        """The trainer's name of a weight version (None: of the present one), where routes take such names."""
         self._processes = processes
         self._limits: EngineLimits | None = None
         self._is_draining = False

@@ -79,6 +79,8 @@ class PreparedCall:
     token_texts: TokenTexts
     shows_cached: bool
     """See `usage_of`."""
+    version_name: Callable[[int | None], int | str | None]
+    """See `EngineClient`."""
 
 
 class Generator:
@@ -178,6 +180,7 @@ class Generator:
             splitters=splitters,
             token_texts=self._token_ids if asked.return_tokens_as_token_ids else self._token_texts,
             shows_cached=self._settings.show_cached_tokens,
+            version_name=client.version_name,
         )
 
     async def _prompt_texts(self, asked: GenerationRequest, prompts: Sequence[list[int]]) -> Sequence[str]:

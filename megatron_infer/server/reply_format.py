@@ -119,11 +119,16 @@ class ReplyFormat(ABC):
         self.id = id
         self.model = prepared.model
         self.shows_cached = prepared.shows_cached
+        self._version_name = prepared.version_name
         self.abort_ids: Iterable[str] = {id, prepared.id, prepared.asked.request_id or id}
         """See `EngineClient.abort`."""
         self.latest: dict[int, RequestOutput] = {}
         """The newest output of each request of a stream."""
         self._readers = [[DeltaReader() for _ in range(one.params.n)] for one in prepared.requests]
+
+    def weight_version(self, one: CompletionOutput) -> int | str | None:
+        """The weights that sampled the last token, as the trainer names them."""
+        return self._version_name(one.spans[-1].policy_version if one.spans else None)
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> Any:

@@ -139,7 +139,7 @@ def test_reply_has_what_a_trainer_needs_and_turns_keep_their_sampled_tokens(clie
     message = first.choices[0].message.model_dump()
     drawn = message["generation_token_ids"]
     assert len(drawn) == 10 == len(message["generation_log_probs"])
-    assert message["version_spans"][0]["policy_version"] == 0
+    assert message["version_spans"][0]["policy_version"] == first.model_dump()["choices"][0]["weight_version"] == 0
     assert message["prompt_token_ids"] == first.model_dump()["prompt_token_ids"]
     turns = [*CHAT, {k: v for k, v in message.items() if v is not None}, {"role": "user", "content": "Another."}]
     second = client.chat.completions.create(model="tiny", messages=turns, max_tokens=1, extra_body=extra)

@@ -104,6 +104,14 @@ def test_version_labels_are_any_text_with_an_order_beside(case):
     assert info() == ("step-12", before + 1), "the same label without new weights is the same version"
     reply = post(case, "/generate", input_ids=[1], sampling_params={"max_new_tokens": 1}).json()["meta_info"]
     assert reply["weight_version"] == "step-12" and reply["version_spans"][0]["policy_version"] == before + 1
+    for path, prompt in (
+        ("/v1/completions", {"prompt": [1]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    ):
+        more = {} if "sampling_params" in prompt else {"max_tokens": 1, "return_token_ids": True}
+        (choice,) = post(case, path, **prompt, **more).json()["choices"]
+        assert choice["weight_version"] == "step-12", path
     post(case, "/update_weight_version", new_version="40")
     assert info() == (40, 40)
     post(case, "/update_weight_version", weight_version="default")

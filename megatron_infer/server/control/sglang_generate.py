@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -150,7 +149,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         summary="Continue texts or token ids (SGLang's API)",
         fields=FIELDS,
         read=read,
-        reply=partial(SglangReply, machine),
+        reply=SglangReply,
     )
     Generator(control_routes.routes, client).register(control_routes.add, dialect)
 
@@ -221,11 +220,10 @@ def _prompt_bytes(prompt: Prompt, num_tokens: int) -> int:
 class SglangReply(ReplyFormat):
     """As SGLang's, each event of a stream has the whole output so far."""
 
-    def __init__(self, machine: ControlMachine, prepared: PreparedCall) -> None:
+    def __init__(self, prepared: PreparedCall) -> None:
         super().__init__(prepared, prepared.id)
         self._body: SglangGenerateBody = prepared.body
         self._prompts = prompts_of(self._body)
-        self._machine = machine
         self._token_texts = prepared.token_texts
         self._began = time.monotonic()
         for prompt, request in zip(self._prompts, prepared.requests, strict=True):
@@ -256,7 +254,7 @@ class SglangReply(ReplyFormat):
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(one.token_ids),
             "cached_tokens": output.num_cached_tokens if self.shows_cached else 0,
-            "weight_version": str(self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)),
+            "weight_version": str(self.weight_version(one)),
             "version_spans": version_spans_of(one),
             "e2e_latency": time.monotonic() - self._began,
         }

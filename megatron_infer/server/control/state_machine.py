@@ -49,6 +49,7 @@ class ControlMachine:
         self.client, self.fanout = client, Fanout(client, timeout_s=timeout_s)
         self.status = SERVING
         self.labels = VersionLabels()
+        client.version_name = self.shown_version
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._admits = asyncio.Event()

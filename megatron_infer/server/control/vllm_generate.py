@@ -70,7 +70,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         asked.sampling["return_routing"] = True
         return asked
 
-    common: dict[str, Any] = {"fields": FIELDS, "reply": partial(VllmReply, machine)}
+    common: dict[str, Any] = {"fields": FIELDS, "reply": VllmReply}
     generator = Generator(control_routes.routes, machine.client)
     generator.register(
         control_routes.add,
@@ -111,9 +111,8 @@ def vllm_sampling(
 class VllmReply(ReplyFormat):
     """A stream has what is new in each sequence."""
 
-    def __init__(self, machine: ControlMachine, prepared: PreparedCall) -> None:
+    def __init__(self, prepared: PreparedCall) -> None:
         super().__init__(prepared, prepared.asked.request_id or prepared.id)
-        self._machine = machine
         self._num_top = prepared.requests[0].params.logprobs
         options = prepared.asked.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
@@ -151,7 +150,7 @@ class VllmReply(ReplyFormat):
             if one.routing is not None:
                 choice["routed_experts"] = _packed_experts(one.routing)
             choice["version_spans"] = version_spans_of(one)
-            choice["weight_version"] = self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)
+            choice["weight_version"] = self.weight_version(one)
         return choice
 
 
