@@ -26,7 +26,8 @@ def columns() -> dict[str, set[str]]:
     table = PAGE.read_text(encoding="utf-8").partition("## What a sample has")[2].partition("\n\nThe mismatch")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     head, _, *rows = rows
-    return {name: {found for row in rows for found in re.findall(r"`(\w+)`", row[i].partition("(")[0])} for i, name in enumerate(head)}
+    cells = {name: [row[index].partition("(")[0] for row in rows] for index, name in enumerate(head)}
+    return {name: set(re.findall(r"`(\w+)`", " ".join(parts))) for name, parts in cells.items()}
 
 
 def names_in(reply) -> set[str]:
