@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from megatron_infer.server.body_types import Message
 from megatron_infer.server.call_limits import EngineLimits, check_num_chars, encode_within
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.text import tool_prompt
+from megatron_infer.text.call_formats import HERMES, CallFormat
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 RESERVED = ("messages", "tools", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set: they have fields of their own."""
@@ -142,11 +143,29 @@ def _plain_call(call: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         where = f"messages[{index}].tool_calls"
         raise bad_request(f"{where}: a call has a function with a name and arguments", where)
-    arguments = function.get("arguments", "{}")
+    written = arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
             arguments = msgspec.json.decode(arguments or "{}")  # what a model wrote need not be JSON
+    if isinstance(arguments, dict):
+        arguments = _Arguments(arguments)
+        arguments.written = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
     return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments that are their JSON where a template writes them or joins them to text: some templates expect text."""
+
+    written = ""
+
+    def __str__(self) -> str:
+        return self.written
+
+    def __add__(self, other: str) -> str:
+        return self.written + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self.written
 
 
 def _new_marker() -> str:

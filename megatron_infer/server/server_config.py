@@ -15,8 +15,8 @@ from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.options import CHECKED, Option, checked, option, options_of
 from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.text.call_formats import FORMATS
 from megatron_infer.text.reasoning_parsers import REASONING
-from megatron_infer.text.tool_parsers import FORMATS
 from megatron_infer.utils.yaml_file import read_options
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option((), is_common=True)
     """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
     tool_call_parser: str = option("auto", choices=lambda: ("auto", *FORMATS), is_common=True)
-    """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
+    """Format of the model's tool calls (docs/server_tools.md); auto: the chat template's."""
     reasoning_parser: str | None = option(None, choices=lambda: tuple(REASONING), is_common=True)
     """Format of the model's reasoning: deepseek_r1, qwen3, granite, gpt_oss. None: reasoning stays in the content."""
     control: bool = option(False, is_common=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import string
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,10 +22,12 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.call_formats import FORMATS, HERMES, CallFormat, format_of
 from megatron_infer.text.json_schema import plain
+from megatron_infer.text.named_calls import call_parser
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
-from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
+from megatron_infer.text.tool_parsers import ToolDelta
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -113,7 +117,7 @@ class ToolRule:
         if call_format is None:
             text = "tools: the chat template teaches calls in a format that is not known here; start with"
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
-        keep_special_marks(self._tokenizer, asked, (call_format.opening, call_format.closing), "tools")
+        keep_special_marks(self._tokenizer, asked, call_format.marks, "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
         mode = choice.allowed_tools.mode if isinstance(choice, Allowed) else choice
         is_free = mode in (None, "auto")
@@ -127,7 +131,7 @@ class ToolRule:
         asked.make_splitter = partial(
             ToolSplitter,
             call_format,
-            frozenset(tool.function.name for tool in tools),
+            {tool.function.name: tool.function.parameters or {} for tool in tools},
             only_one=only_one,
             only_calls=not is_free,
             ends_with_calls=only_one or form is not None,
@@ -146,10 +150,11 @@ class ToolRule:
                 raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
 
     def _force(self, call_format: CallFormat, tools: list[Tool], asked: GenerationRequest, *, only_one: bool) -> None:
-        """Restrict the output to calls of the tools."""
+        """Restrict the output to calls of the tools. Raises ApiError 400."""
         asked.parts = _parts(tools)
-        described = [_described(tool) for tool in tools]
-        grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
+        described, special = [_described(tool) for tool in tools], self._special(call_format)
+        with _naming_tools():
+            grammar = call_grammar(call_format, described, only_one=only_one, special=special)
         asked.structured = ("tools", {"grammar": grammar})
 
     def _hold_form(
@@ -163,10 +168,8 @@ class ToolRule:
     ) -> None:
         """Restrict the output to calls, or to the form of an answer. Raises ApiError 400."""
         special = self._special(call_format)
-        try:
+        with _naming_tools():
             grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
-        except RequestError as error:
-            raise bad_request(f"tools: {error}", "tools") from None
         asked.structured, asked.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
 
     def _hold_strict(
@@ -185,14 +188,27 @@ class ToolRule:
             return
         if not has_strict and not is_part:
             return
-        grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
+        with _naming_tools():
+            grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         asked.structured, asked.begins_freely = ("tools", {"grammar": grammar}), True
         asked.parts = _parts(tools, only_strict=True)
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
-        """Ids of the marks that are special tokens."""
-        marks = (call_format.opening, call_format.closing)
-        return {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
+        """Ids of the special tokens in the marks."""
+        if self._tokenizer is None:
+            return {}
+        tokenizer, marks = self._tokenizer, call_format.marks
+        ids = {id for mark in marks for id in tokenizer.encode(mark, add_special=False)} & tokenizer.special_ids
+        return {tokenizer.token_str(id): id for id in ids}
+
+
+@contextlib.contextmanager
+def _naming_tools() -> Iterator[None]:
+    """Raise what a grammar cannot hold as ApiError 400."""
+    try:
+        yield
+    except RequestError as error:
+        raise bad_request(f"tools: {error}", "tools") from None
 
 
 def _described(tool: Tool) -> dict[str, Any]:
@@ -226,12 +242,6 @@ def _callable(tools: list[Tool], choice: Any) -> list[Tool]:
     for name in sorted(wanted.difference(names)):
         raise bad_request(f"tool_choice: there is no {name!r} among tools", "tool_choice")
     return [tool for tool in tools if not wanted or tool.function.name in wanted]
-
-
-def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
-    """The id of a mark that is a special token; None: it is ordinary text."""
-    id = None if tokenizer is None or not mark else tokenizer.token_id(mark)
-    return id if tokenizer is not None and id in tokenizer.special_ids else None
 
 
 def keep_special_marks(
@@ -271,14 +281,14 @@ class ToolSplitter:
     def __init__(
         self,
         call_format: CallFormat,
-        tools: frozenset[str],
+        tools: dict[str, dict[str, Any]],
         *,
         only_one: bool,
         only_calls: bool,
         ends_with_calls: bool,
         has_stops: bool,
     ) -> None:
-        self._parser = CallParser(call_format, tools, holds_calls=has_stops)
+        self._parser = call_parser(call_format, tools, holds_calls=has_stops)
         self._id_length = call_format.id_length
         self._only_one, self._only_calls, self._ends_with_calls = only_one, only_calls, ends_with_calls
 
@@ -298,7 +308,7 @@ class ToolSplitter:
             return {"content": part.content}
         delta: dict[str, Any] = {"index": part.call, "function": {"arguments": part.arguments}}
         if part.name is not None:
-            head = {"index": part.call, "id": self._new_id(), "type": "function"}
+            head = {"index": part.call, "id": part.id or self._new_id(), "type": "function"}
             delta = {**head, "function": {"name": part.name, "arguments": part.arguments}}
         return {"tool_calls": [delta]}
 

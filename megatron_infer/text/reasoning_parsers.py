@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_infer.text.stop_strings import partial_length
@@ -18,6 +19,8 @@ class ReasoningFormat:
     """Marks behind reasoning; if the prompt ends with one, the output has no reasoning."""
     answers: tuple[str, ...] = ()
     """Marks before an answer without reasoning, at the beginning of the output; they belong to neither."""
+    kept: Mapping[str, str] | None = None
+    """Ends of which a part is the answer's: that part by the mark."""
     is_implied: bool = False
     """The output begins with reasoning even without a mark, unless the prompt ends with an end mark."""
 
@@ -33,8 +36,16 @@ def register(one: ReasoningFormat) -> ReasoningFormat:
 
 
 _THINK = {"starts": ("<think>",), "ends": ("</think>",)}
-register(ReasoningFormat(name="deepseek_r1", is_implied=True, **_THINK))
-register(ReasoningFormat(name="qwen3", **_THINK))
+for _name in ("deepseek_r1", "minimax_m2"):
+    register(ReasoningFormat(name=_name, is_implied=True, **_THINK))
+for _name in ("qwen3", "deepseek_v3", "glm45", "nemotron"):
+    register(ReasoningFormat(name=_name, **_THINK))
+_KIMI_CALLS = "<|tool_calls_section_begin|>"
+register(
+    ReasoningFormat(
+        name="kimi_k2", starts=("<think>",), ends=("</think>", _KIMI_CALLS), kept={_KIMI_CALLS: _KIMI_CALLS}
+    )
+)
 register(
     ReasoningFormat(
         name="granite",
@@ -43,12 +54,15 @@ register(
     )
 )
 _FINAL = "<|channel|>final<|message|>"
+_TURN = "<|end|><|start|>assistant"
+_CALLS = {f"{_TURN}{mark}": mark for mark in ("<|channel|>commentary", " to=")}
 register(
     ReasoningFormat(
         name="gpt_oss",
         starts=("<|channel|>analysis<|message|>",),
-        ends=(f"<|end|><|start|>assistant{_FINAL}",),
+        ends=(f"{_TURN}{_FINAL}", *_CALLS),
         answers=(_FINAL,),
+        kept=_CALLS,
     )
 )
 
@@ -120,7 +134,7 @@ class ReasoningParser:
         )
         if at >= 0:
             reasoning = self._held[:at].rstrip("\r\n")
-            self._held, self._state = self._held[at + len(mark) :], "break"
+            self._held, self._state = (self._format.kept or {}).get(mark, "") + self._held[at + len(mark) :], "break"
             return ReasoningDelta(reasoning=reasoning)
         keep = partial_length(self._held, self._format.ends)
         shown = self._held[: len(self._held) - keep].rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: formats by name, and one parser that extracts the calls as the text grows.
+"""Tool calls in a model's text, extracted as the text grows: what parsers have in common, and that of JSON objects.
 
 The joined deltas do not depend on how the text is split into pieces. Text that may begin a call is held back until that
 is decided; if it does not, it is content, unchanged.
@@ -13,77 +13,13 @@ is decided; if it does not, it is content, unchanged.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_infer.text.call_formats import CallFormat
 from megatron_infer.text.stop_strings import partial_length
 from megatron_infer.text.tool_json import SPACE, CallObject, ValueScan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallFormat:
-    """How a family of models writes tool calls."""
-
-    name: str
-    opening: str
-    """The mark before calls."""
-    closing: str = ""
-    """The mark behind calls; "": there is none."""
-    is_marked: bool = True
-    """False: calls may also begin the text without a mark; then only the names of given tools make a call."""
-    is_listed: bool = False
-    """Calls are written as a JSON list."""
-    key: str = "arguments"
-    """The JSON key of the arguments."""
-    takes_bare_names: bool = False
-    """NAME{...} and NAME[ARGS]{...} behind the mark are calls too."""
-    id_length: int | None = None
-    """Letters and digits of a call's id, where templates require a fixed number."""
-
-    @property
-    def between(self) -> str:
-        """Text between two calls."""
-        if self.is_listed:
-            return ", "
-        return "; " if self.key == "parameters" else "\n"
-
-    def write(self, calls: list[str]) -> str:
-        """The text of calls, each given as a JSON object."""
-        if self.is_listed:
-            return f"{self.opening}[{self.between.join(calls)}]{self.closing}"
-        if self.is_marked:
-            calls = [f"{self.opening}\n{call}\n{self.closing}" for call in calls]
-        return self.between.join(calls)
-
-
-FORMATS: dict[str, CallFormat] = {}
-"""Formats by name; `register` adds to them."""
-
-
-def register(one: CallFormat) -> CallFormat:
-    assert one.name not in FORMATS, f"a format {one.name} is registered already"
-    FORMATS[one.name] = one
-    return one
-
-
-HERMES = register(CallFormat(name="hermes", opening="<tool_call>", closing="</tool_call>"))
-LLAMA3 = register(CallFormat(name="llama3_json", opening="<|python_tag|>", is_marked=False, key="parameters"))
-MISTRAL = register(
-    CallFormat(name="mistral", opening="[TOOL_CALLS]", is_listed=True, takes_bare_names=True, id_length=9)
-)
-GRANITE = register(CallFormat(name="granite", opening="<|tool_call|>", is_listed=True))
-JSON = register(CallFormat(name="json", opening="```json", closing="```", is_marked=False))
-
-
-def format_of(template: str | None, *, knows_tools: bool) -> CallFormat | None:
-    """The format that a chat template shows to the model; None: not one of FORMATS. HERMES if it has no tools."""
-    if template is None or not knows_tools:
-        return HERMES
-    if "<function=" in template:  # calls as XML: not supported
-        return None
-    for one in (HERMES, MISTRAL, GRANITE, LLAMA3):
-        if one.opening in template:
-            return one
-    return LLAMA3 if "ipython" in template and "parameters" in template else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +30,8 @@ class ToolDelta:
     call: int | None = None
     name: str | None = None
     arguments: str = ""
+    id: str | None = None
+    """The call's id, where the model wrote one."""
 
 
 _BARE_NAME = re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?[ \t\r\n]{0,16}")  # 351 at most
@@ -101,30 +39,18 @@ _BARE_TEXT = re.compile(r"[\w.\-\[\] \t\r\n]{0,400}")
 _CLOSERS = "]},;"
 
 
-class CallParser:
-    """Parses one sequence's text into content and calls.
+class TextAndCalls:
+    """What parsers of calls have in common: a state parses what is held, and white space around calls is dropped."""
 
-    tools: names of the given tools. holds_calls: a call comes when it is complete; one that is cut is content.
-    """
-
-    def __init__(self, call_format: CallFormat, tools: frozenset[str], *, holds_calls: bool = False) -> None:
-        self._format, self._holds_calls = call_format, holds_calls
-        self._known = None if call_format.is_marked else tools
-        self._state = "text" if call_format.is_marked else "start"
+    def __init__(self, call_format: CallFormat, state: str, *, holds_calls: bool) -> None:
+        self._format, self._holds_calls, self._state = call_format, holds_calls, state
         self._held = ""
         """Text that has come and is not parsed yet."""
         self._raw = ""
         """Text parsed since the mark, while it may turn out to be no call."""
-        self._call = CallObject(self._known)
-        self._scan = ValueScan()
-        self._bare_name = ""
-        """Name of a bare call that was not announced yet."""
-        self._bare_start = 0
-        """Where its arguments begin in _raw."""
-        self._in_list = False
         self.num_calls = 0
         self._space = ""
-        self._is_behind_call = False
+        self._is_after_call = False
         self._out: list[ToolDelta] = []
 
     def feed(self, text: str) -> list[ToolDelta]:
@@ -138,10 +64,92 @@ class CallParser:
         """The text has ended: the deltas of what was held back. drops_cut: a call that has not come is no content."""
         if not self._in_call and self._state not in ("after", "broken") and not drops_cut:
             self._add_content(self._raw + self._held)
-        if not self._is_behind_call:
+        if not self._is_after_call:
             self._out.append(ToolDelta(content=self._space))
         self._held = self._raw = self._space = ""
         return self._take()
+
+    @property
+    def _in_call(self) -> bool:
+        """Whether the text so far ends within an announced call."""
+        raise NotImplementedError
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text so far ends before a call's arguments are complete."""
+        raise NotImplementedError
+
+    @property
+    def num_whole(self) -> int:
+        """Calls that came and whose arguments are complete."""
+        return self.num_calls - (self.is_cut and self._in_call)
+
+    # Each state parses _held and returns whether to go on; False: it needs more text.
+
+    def _broken(self) -> bool:
+        """After an error within an announced call: text up to the closing mark is dropped."""
+        closing = self._format.closing.strip()
+        at = self._held.find(closing)
+        if at >= 0:
+            self._held, self._state = self._held[at + len(closing) :], "text"
+            return True
+        self._held = self._held[len(self._held) - partial_length(self._held, (closing,)) :]
+        return False
+
+    def _skip(self, number: int) -> None:
+        self._raw += self._held[:number]
+        self._held = self._held[number:]
+
+    def _reject(self) -> None:
+        """The text since the mark is no call: it is content."""
+        self._add_content(self._raw)
+        self._raw, self._state = "", "text"
+
+    def _take(self) -> list[ToolDelta]:
+        deltas = [delta for delta in self._out if delta.content or delta.call is not None]
+        self._out = []
+        return deltas
+
+    def _add_content(self, text: str) -> None:
+        text = self._space + text
+        if self._is_after_call:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._out.append(ToolDelta(content=shown))
+            self._is_after_call = False
+
+    def _announce(self, name: str, id: str | None = None) -> None:
+        self._out.append(ToolDelta(call=self.num_calls, name=name, id=id))
+        self.num_calls += 1
+        self._raw = self._space = ""
+        self._is_after_call = True
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._out.append(ToolDelta(call=self.num_calls - 1, arguments=text))
+
+
+class CallParser(TextAndCalls):
+    """Parses one sequence's text into content and calls that are JSON objects.
+
+    tools: schemas of the arguments by the tools' names. holds_calls: a call comes when it is complete; one that is cut
+    is content.
+    """
+
+    def __init__(
+        self, call_format: CallFormat, tools: Mapping[str, Mapping[str, Any]], *, holds_calls: bool = False
+    ) -> None:
+        super().__init__(call_format, "text" if call_format.is_marked else "start", holds_calls=holds_calls)
+        self._known = None if call_format.is_marked else frozenset(tools)
+        self._call = CallObject(self._known)
+        self._scan = ValueScan()
+        self._bare_name = ""
+        """Name of a bare call that was not announced yet."""
+        self._bare_start = 0
+        """Where its arguments begin in _raw."""
+        self._in_list = False
 
     @property
     def _in_call(self) -> bool:
@@ -154,18 +162,6 @@ class CallParser:
     def is_cut(self) -> bool:
         """Whether the text so far ends before a call's arguments are complete."""
         return self._state in ("bare", "bare_arguments") or (self._state == "object" and not self._call.is_whole)
-
-    @property
-    def num_whole(self) -> int:
-        """Calls that came and whose arguments are complete."""
-        return self.num_calls - (self.is_cut and self._in_call)
-
-    def _take(self) -> list[ToolDelta]:
-        deltas = [delta for delta in self._out if delta.content or delta.call is not None]
-        self._out = []
-        return deltas
-
-    # Each state parses _held and returns whether to go on; False: it needs more text.
 
     def _start(self) -> bool:
         text = self._held.lstrip(SPACE)
@@ -269,44 +265,3 @@ class CallParser:
         else:
             self._held, self._state = text, "text"
         return True
-
-    def _broken(self) -> bool:
-        """After an error within an announced call: text up to the closing mark is dropped."""
-        closing = self._format.closing
-        at = self._held.find(closing)
-        if at >= 0:
-            self._held, self._state = self._held[at + len(closing) :], "text"
-            return True
-        self._held = self._held[len(self._held) - partial_length(self._held, (closing,)) :]
-        return False
-
-    def _skip(self, number: int) -> None:
-        self._raw += self._held[:number]
-        self._held = self._held[number:]
-
-    def _reject(self) -> None:
-        """The text since the mark is no call: it is content."""
-        self._add_content(self._raw)
-        self._raw, self._state = "", "text"
-
-    # White space around calls is dropped.
-
-    def _add_content(self, text: str) -> None:
-        text = self._space + text
-        if self._is_behind_call:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._out.append(ToolDelta(content=shown))
-            self._is_behind_call = False
-
-    def _announce(self, name: str) -> None:
-        self._out.append(ToolDelta(call=self.num_calls, name=name))
-        self.num_calls += 1
-        self._raw = self._space = ""
-        self._is_behind_call = True
-
-    def _add_arguments(self, text: str) -> None:
-        if text:
-            self._out.append(ToolDelta(call=self.num_calls - 1, arguments=text))

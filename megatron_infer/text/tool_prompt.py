@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_infer.text.tool_parsers import CallFormat
+from megatron_infer.text.call_formats import CallFormat
 
 HEAD = "You can call functions. These are described here, one a line, as JSON:"
 INSTRUCTION = "To call functions, write every call like this and nothing else:"
@@ -20,7 +20,7 @@ RESULT = "<tool_response>\n{text}\n</tool_response>"
 def system_text(tools: Sequence[Mapping[str, Any]], call_format: CallFormat) -> str:
     """The description of the tools for the model."""
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    example = call_format.write([json.dumps({"name": "NAME", call_format.key: {"ARGUMENT": "VALUE"}})])
+    example = call_format.write([("NAME", {"ARGUMENT": "VALUE"})])
     return f"{HEAD}\n{described}\n\n{INSTRUCTION}\n{example}\n\n{CLOSING}"
 
 
@@ -36,7 +36,7 @@ def as_plain(
         calls = turn.pop("tool_calls", None)
         turn.pop("tool_call_id", None)
         if calls:
-            written = call_format.write([_written(call["function"], call_format) for call in calls])
+            written = call_format.write([_written(call["function"]) for call in calls])
             turn["content"] = f"{turn['content']}\n{written}" if turn["content"] else written
         is_result = turn["role"] == "tool"
         if is_result:
@@ -55,6 +55,5 @@ def as_plain(
     return plain
 
 
-def _written(function: Mapping[str, Any], call_format: CallFormat) -> str:
-    arguments = function.get("arguments", {})
-    return json.dumps({"name": function["name"], call_format.key: arguments}, ensure_ascii=False)
+def _written(function: Mapping[str, Any]) -> tuple[str, Any]:
+    return function["name"], function.get("arguments", {})

@@ -13,7 +13,7 @@ from server_case import END, START, client_of, serving, tiny_engine, tokenizer
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.server import tool_calls
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.text import tool_parsers
+from megatron_infer.text import call_formats
 from megatron_infer.text.grammar import GrammarCache
 from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
 
@@ -37,17 +37,18 @@ TURN = {
 STOP = {"type": "function", "function": {"name": "stop"}}
 ENDS = [str(END), str(tokenizer().encode("]")[0])]
 """What could end a list of calls."""
-SPECIAL = tool_parsers.CallFormat(name="special_mark", opening="<|im_start|>", is_listed=True)
+NAMED = [name for name, one in call_formats.FORMATS.items() if isinstance(one, call_formats.NamedFormat)]
+SPECIAL = call_formats.CallFormat(name="special_mark", opening="<|im_start|>", is_listed=True)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return tiny_engine(max_sequence_length=1024, max_requests=8)
+    return tiny_engine(max_sequence_length=2048, max_requests=8)
 
 
 def calls_of(client, **asked):
     """The calls of the whole reply, which must be those of the stream."""
-    asked = {"model": "tiny", "messages": [USER], "max_tokens": 200, "seed": 4, **asked}
+    asked = {"model": "tiny", "messages": [USER], "max_tokens": 400, "seed": 4, **asked}
     choice = client.chat.completions.create(**asked).choices[0]
     found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
     streamed: list[list[str]] = []
@@ -63,9 +64,9 @@ def calls_of(client, **asked):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "json", "granite", "special_mark"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "json", "granite", "special_mark", *NAMED])
 def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypatch):
-    monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
+    monkeypatch.setitem(call_formats.FORMATS, "special_mark", SPECIAL)
     with (
         serving(engine, tool_call_parser=name, reasoning_parser="deepseek_r1") as case,
         client_of(case) as client,
@@ -79,7 +80,10 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         named = {"type": "function", "function": {"name": "turn"}}
         ((function, arguments),), reason = calls_of(client, tools=[STOP, TURN], tool_choice=named)
         assert function == "turn" and set(json.loads(arguments)) == {"to", "fast"} and reason == "tool_calls"
-        asked = {"model": "tiny", "messages": [USER], "max_tokens": 300, "logit_bias": dict.fromkeys(ENDS, -100)}
+        one = call_formats.FORMATS[name]
+        if isinstance(one, call_formats.NamedFormat) and (one.is_section or one.ends_turn):
+            return  # a model with random weights closes what it may
+        asked = {"model": "tiny", "messages": [USER], "max_tokens": 600, "logit_bias": dict.fromkeys(ENDS, -100)}
         reply = client.chat.completions.create(tools=[TURN, STOP], tool_choice="required", **asked)
         several = [call.function for call in reply.choices[0].message.tool_calls]
         assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
@@ -106,7 +110,7 @@ def test_of_a_forced_call_that_is_cut_nothing_is_content(engine):
 
 
 def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
-    monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
+    monkeypatch.setitem(call_formats.FORMATS, "special_mark", SPECIAL)
     with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
 
         def asked(bias, **body):
@@ -124,9 +128,9 @@ def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(
             assert (name, set(values)) in (("turn", {"to", "fast"}), ("stop", set()))
 
 
-@pytest.mark.parametrize("name", ["hermes", "granite", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "granite", "mistral", *NAMED])
 def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not(name):
-    call_format, grammars = tool_parsers.FORMATS[name], GrammarCache(tokenizer(), 0)
+    call_format, grammars = call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
     tools = [TURN["function"], {"name": "free", "parameters": {}}]
     grammar = StructuredOutput(grammar=text_and_call_grammar(call_format, tools, special={}))
 
@@ -135,7 +139,7 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
         return all(matcher.consume_token(token) for token in tokenizer().encode(text)) and matcher.is_accepting()
 
     def call(function, arguments):
-        return json.dumps({"name": function, "arguments": arguments})
+        return function, arguments
 
     turn = call("turn", {"to": "left", "fast": True})
     assert matches(f"I write {call_format.opening[:-1]} and no call")
@@ -178,7 +182,7 @@ def test_only_allowed_tools_are_called_and_all_are_shown(engine, name):
 
 @pytest.mark.parametrize("name", ["hermes", "granite"])
 def test_text_and_allowed_calls_match_the_grammar_and_others_do_not(name):
-    call_format = tool_parsers.FORMATS[name]
+    call_format = call_formats.FORMATS[name]
     tools, parsed = [{"name": "one"}, {"name": "two"}], SimpleNamespace(sampling={}, ignored=[])
     body = SimpleNamespace(
         tools=msgspec.convert([{"type": "function", "function": tool} for tool in tools], list[tool_calls.Tool]),
@@ -196,7 +200,7 @@ def test_text_and_allowed_calls_match_the_grammar_and_others_do_not(name):
     template = GrammarCache(tokenizer(), 0).template(StructuredOutput(**parsed.structured[1]))
     for function, is_right in (("two", True), ("one", False)):
         matcher = template.deep_copy()
-        text = "I call. " + call_format.write([json.dumps({"name": function, "arguments": {}})])
+        text = "I call. " + call_format.write([(function, {})])
         assert all(matcher.consume_token(token) for token in tokenizer().encode(text)) is is_right
 
 
@@ -219,7 +223,7 @@ FORMS = [
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "json"])
 def test_one_grammar_has_the_form_and_the_calls(name):
-    call_format, grammars = tool_parsers.FORMATS[name], GrammarCache(tokenizer(), 0)
+    call_format, grammars = call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
     tools = [TURN["function"], {"name": "free", "parameters": {}}]
     for given, good, bad in FORMS:
         form = StructuredOutput(**given)
@@ -236,9 +240,11 @@ def test_one_grammar_has_the_form_and_the_calls(name):
             ("free", {"any": [1]}, True),
             ("turn", {"to": "up", "fast": True}, False),
         ):
-            written = json.dumps({"name": function, call_format.key: arguments}, separators=separators)
+            written = call_format.write([(function, arguments)])
+            plain = json.dumps({"name": function, call_format.key: arguments})
+            written = written.replace(plain, json.dumps(json.loads(plain), separators=separators))
             is_form = not call_format.is_marked and given in [FORMS[place][0] for place in (0, 3, 4)]
-            assert matches(call_format.write([written])) == (is_right or is_form), given
+            assert matches(written) == (is_right or is_form), given
 
 
 ANSWER = {

@@ -9,8 +9,8 @@ import pytest
 from scripted import ScriptedEngine
 from server_case import client_of, post, serving, tokenizer
 
-from megatron_infer.text import tool_parsers, tool_prompt
-from megatron_infer.text.tool_parsers import HERMES
+from megatron_infer.text import call_formats, tool_prompt
+from megatron_infer.text.call_formats import HERMES
 
 KNOWS_TOOLS = """\
 {% if tools %}<|im_start|>system
@@ -232,13 +232,69 @@ def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
     assert without.startswith("system\nBe brief.\nuser\n") and history + results in without
 
 
+@pytest.mark.parametrize(
+    ("shown", "thoughts", "text", "id"),
+    [
+        (
+            "<|channel|>commentary",
+            "gpt_oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": 1}',
+            "call_",
+        ),
+        (
+            "<|tool_calls_section_begin|>",
+            "kimi_k2",
+            "<think>Hm.</think><|tool_calls_section_begin|><|tool_call_begin|>functions.add:7"
+            '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            "functions.add:7",
+        ),
+        (
+            "<tool_call> <function=",
+            "qwen3",
+            "<think>\nHm.\n</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+            "</tool_call>",
+            "call_",
+        ),
+    ],
+)
+def test_the_template_tells_the_format_and_its_calls_come_back_as_text(engine, shown, thoughts, text, id):
+    """Templates that join arguments to text get them as they were written."""
+    call = "{{ c.function.name + c.function.arguments }}"
+    template = f"{shown}{{{{ tools }}}}{{% for m in messages %}}{{{{ m.content }}}}{{% for c in m.tool_calls %}}{call}"
+    template += "{% endfor %}{% endfor %}"
+    engine.set_script(text, 7)
+    with serving(engine, encoder=tokenizer(template), reasoning_parser=thoughts) as case, client_of(case) as client:
+        message = client.chat.completions.create(**ASK, tools=[ADD]).choices[0].message
+        (found,) = message.tool_calls
+        assert (found.function.name, found.function.arguments) == ("add", '{"a": 1}') and found.id.startswith(id)
+        assert message.reasoning == "Hm." and message.content is None
+        assert streamed(client, **ASK, tools=[ADD])[2] == [("add", '{"a": 1}')]
+        turns = [USER, message.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})]
+        turns[1]["tool_calls"][0]["function"]["arguments"] = '{"a":  1}'
+        client.chat.completions.create(**{**ASK, "messages": turns}, tools=[ADD])
+        assert 'add{"a":  1}' in tokenizer().decode(engine.prompts[-1])
+
+
+def test_text_within_marks_has_no_bounds_but_a_choice(engine):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    with serving(engine, tool_call_parser="qwen3_coder") as case:
+        for bound, status in (({"pattern": "a+"}, 400), ({"enum": ["a", "b"]}, 200), ({"title": "A"}, 200)):
+            tool["function"]["parameters"]["properties"]["a"] = {"type": "string", **bound}
+            reply = post(case, "/v1/chat/completions", messages=[USER], tools=[tool], tool_choice="required")
+            assert reply.status_code == status, reply.text
+        tool["function"]["parameters"]["properties"]["a"] = {"type": "string", "maxLength": 3}
+        refused = post(case, "/v1/chat/completions", messages=[USER], tools=[tool], tool_choice="required")
+        assert "a: maxLength: in the format qwen3_coder" in refused.json()["error"]["message"]
+
+
 def test_marks_that_are_special_tokens_are_kept_in_the_text(engine):
     """The byte tokenizer's mark stands for a model's [TOOL_CALLS]."""
     engine.set_script("", 1)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %} <|im_start|>"
     encoder = tokenizer(template)
-    form = tool_parsers.CallFormat(name="of_a_test", opening="<|im_start|>", is_listed=True, id_length=9)
-    tool_parsers.FORMATS["of_a_test"] = form
+    form = call_formats.CallFormat(name="of_a_test", opening="<|im_start|>", is_listed=True, id_length=9)
+    call_formats.FORMATS["of_a_test"] = form
     try:
         with serving(engine, encoder=encoder, tool_call_parser="of_a_test") as case:
             engine.set_script('<|im_start|>[{"name": "add", "arguments": {}}]', 6)
@@ -252,4 +308,4 @@ def test_marks_that_are_special_tokens_are_kept_in_the_text(engine):
             post(case, "/v1/chat/completions", messages=[USER])
             assert engine.params[-1].skip_special_tokens is True
     finally:
-        del tool_parsers.FORMATS["of_a_test"]
+        del call_formats.FORMATS["of_a_test"]

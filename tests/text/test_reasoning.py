@@ -50,6 +50,17 @@ CASES = [
         "",
     ),
     ("gpt_oss", "<|start|>assistant", "<|channel|>commentary", "", "<|channel|>commentary"),
+    (
+        *("gpt_oss", "<|start|>assistant"),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+        *("Hm.", "<|channel|>commentary to=functions.f<|message|>{}"),
+    ),
+    (
+        *("gpt_oss", "<|start|>assistant"),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json",
+        *("Hm.", " to=functions.f<|channel|>commentary json"),
+    ),
+    ("kimi_k2", "<think>", "Hm.<|tool_calls_section_begin|>...", "Hm.", "<|tool_calls_section_begin|>..."),
     ("granite", "", "", "", ""),
 ]
 

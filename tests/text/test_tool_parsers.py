@@ -7,14 +7,24 @@ import random
 
 import pytest
 
-from megatron_infer.text.tool_parsers import FORMATS, CallParser, format_of
+from megatron_infer.text.call_formats import FORMATS, NamedFormat, format_of
+from megatron_infer.text.named_calls import call_parser
 
-TOOLS = frozenset({"get_weather", "add", "f"})
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "near": {"type": ["string", "null"]},
+    "share": {"anyOf": [{"type": "number"}, {"type": "boolean"}]},
+    "on": {"enum": ["Monday", "Friday"]},
+    "place": {"$ref": "#/$defs/place"},
+}
+TOOLS = {"get_weather": {"type": "object", "properties": PROPERTIES}, "add": {}, "f": {}}
+VALUES = {"city": 'a "b"\n</c>\n', "days": 3, "near": "x", "share": True, "on": "Friday", "place": {"a": [1, "</d>"]}}
 
 
 def message(name, pieces, tools=TOOLS, holds_calls=False):
     """(content, [(name, arguments), ...]) of a text that arrives in these pieces and ends."""
-    parser = CallParser(FORMATS[name], tools, holds_calls=holds_calls)
+    parser = call_parser(FORMATS[name], tools, holds_calls=holds_calls)
     content, calls = "", []
     deltas = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
     for delta in deltas:
@@ -80,6 +90,51 @@ CASES = [
     ("json", f"\n{ADD}\n{ADD}", "", [("add", ADD_ARGUMENTS)] * 2),
     ("json", 'As JSON:\n```json\n{"a": 1}\n```\n', 'As JSON:\n```json\n{"a": 1}\n```\n', []),
     ("json", "[1, 2]", "[1, 2]", []),
+    ("nemotron", f"<TOOLCALL>[{ADD}]</TOOLCALL>", "", [("add", ADD_ARGUMENTS)]),
+    ("qwen3_coder", "So:\n<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\n\nYork\n</parameter>\n"
+     "<parameter=days>\n 3 \n</parameter>\n</function>\n</tool_call>", "So:",
+     [("get_weather", '{"city": "New\\n\\nYork", "days": 3}')]),
+    ("qwen3_coder", "<tool_call><function=f></function></tool_call> \n<tool_call><function=f>"
+     "<parameter=a>[1]</parameter></function></tool_call>", "", [("f", "{}"), ("f", '{"a": [1]}')]),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nBo</para", "",
+     [("get_weather", '{"city": "Bo')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\noh</function></tool_call>Yes", "Yes",
+     [("f", '{"a": 1')]),
+    ("qwen3_coder", "<tool_call>oh</tool_call>", "<tool_call>oh</tool_call>", []),
+    ("qwen3_coder", "<tool_call>\n<function=f g>\n", "<tool_call>\n<function=f g>\n", []),
+    ("glm45", "<tool_call>get_weather\n<arg_key>near</arg_key>\n<arg_value>null</arg_value>\n<arg_key>share</arg_key>\n"
+     "<arg_value>0.5</arg_value>\n</tool_call>", "", [("get_weather", '{"near": null, "share": 0.5}')]),
+    ("glm45", "<tool_call>get_weather<arg_key>near</arg_key><arg_value>12</arg_value><arg_key>share</arg_key>"
+     "<arg_value>True</arg_value></tool_call>", "", [("get_weather", '{"near": "12", "share": true}')]),
+    ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
+    ("glm45", "<tool_call>oh no</tool_call>", "<tool_call>oh no</tool_call>", []),
+    ("hunyuan", "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call>\n"
+     "<tool_call>add<tool_sep></tool_call>\n</tool_calls> Yes", "Yes", [("f", '{"a": "b"}'), ("add", "{}")]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="on">Monday</parameter>\n'
+     '<parameter name="place">{"x": "</y>"}</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n'
+     "</minimax:tool_call>", "",
+     [("get_weather", '{"on": "Monday", "place": {"x": "</y>"}}'), ("f", "{}")]),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">5'
+     '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     "</｜DSML｜function_calls>", "", [("f", '{"a": "5", "b": 5}')]),
+    ("deepseek_v3", "Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     "Well.", [("f", '{"a": 1}'), ("add", "{}")]),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nno",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nno", []),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+     '{"a": "<｜tool▁call▁end｜>"}<｜tool▁call▁end｜>'
+     "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "",
+     [("f", '{"a": "<｜tool▁call▁end｜>"}'), ("add", "{}")]),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f.g:0"
+     "<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_call_begin|>add:1<|tool_call_argument_begin|> {\"a\":1} <|tool_call_end|><|tool_calls_section_end|>", "",
+     [("f.g", "{}"), ("add", '{"a":1}')]),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>None.", "None.", []),
+    ("gpt_oss", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+     '<|constrain|>json<|message|>{"a": 1}<|call|>', "I look.", [("f", '{"a": 1}')]),
+    ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", [("f", '{"a": 1}')]),
+    ("gpt_oss", "<|channel|>final<|message|>It rains to=day.", "It rains to=day.", []),
 ]  # fmt: skip
 
 
@@ -100,13 +155,19 @@ def test_any_text_at_all_is_the_same_message_for_every_cut():
     """Texts of the formats' own marks and fragments in any order: mostly no calls, never an error."""
     draw = random.Random(7)
     marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"]
+    named = [mark for one in FORMATS.values() if isinstance(one, NamedFormat) for mark in one.marks if mark]
     words = ["f", "add", "null", '"name"', '"arguments"', " ", "\n", ",", ":", "; ", "[", "]", "{", "}", '"', "\\"]
     fragments = [*marks, *words, ADD, QUOTE]
     num_calls = 0
-    for _ in range(600):
+    for _ in range(300):
         text = "".join(draw.choices(fragments, k=draw.randrange(1, 14)))
         text = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.3 else text
-        for name in FORMATS:
+        own = draw.choices([*named, *words], k=draw.randrange(1, 14))
+        for name, one in FORMATS.items():
+            if isinstance(one, NamedFormat):  # a call that is changed somewhere
+                kept = own if draw.random() < 0.3 else one.write([("get_weather", VALUES)] * draw.randrange(1, 3))
+                pieces = list(kept) if kept is own else list(_cut_up(kept, draw))
+                text = "".join(draw.choice(named) if draw.random() < 0.1 else piece for piece in pieces)
             wanted = message(name, [text])
             num_calls += len(wanted[1])
             assert message(name, list(text)) == wanted, (name, text)
@@ -114,12 +175,20 @@ def test_any_text_at_all_is_the_same_message_for_every_cut():
             assert message(name, [text[:at], text[at:]]) == wanted, (name, text, at)
             held = message(name, [text], holds_calls=True)
             assert message(name, list(text), holds_calls=True) == held, (name, text)
-            assert len(held[1]) <= len(wanted[1]) and (len(held[1]) < len(wanted[1]) or held == wanted)
+            assert isinstance(one, NamedFormat) or len(held[1]) < len(wanted[1]) or held == wanted
+            assert len(held[1]) <= len(wanted[1]) or isinstance(one, NamedFormat)
     assert num_calls > 100
 
 
+def _cut_up(text, draw):
+    while text:
+        size = draw.randrange(1, 20)
+        yield text[:size]
+        text = text[size:]
+
+
 def test_arguments_stream_as_they_are_written_and_content_does_not_wait():
-    parser = CallParser(FORMATS["hermes"], TOOLS)
+    parser = call_parser(FORMATS["hermes"], TOOLS)
     assert [piece.content for piece in parser.feed("Let me see")] == ["Let me see"]
     assert [piece.content for piece in parser.feed(" now <")] == [" now"]
     assert parser.feed('tool_call>{"name": "add", "argu') == []
@@ -143,11 +212,22 @@ def test_a_cut_call_that_is_held_back_is_text(name, text):
         assert len(message(name, pieces)[1]) == 1
 
 
-def test_written_calls_are_read_back_by_every_format():
-    calls = [json.dumps({"name": "add", form_key: {"a": 1}}) for form_key in ("arguments", "arguments")]
-    for form in FORMATS.values():
-        own = [call.replace("arguments", form.key) for call in calls]
-        assert message(form.name, [form.write(own)]) == ("", [("add", '{"a": 1}')] * 2)
+@pytest.mark.parametrize("name", FORMATS)
+def test_written_calls_are_read_back_by_every_format(name):
+    form, values = FORMATS[name], {"city": "Bonn", "days": 3, "near": None, **VALUES}
+    calls = [("get_weather", values), ("add", {}), ("get_weather", {"city": "null"})]
+    calls = calls[:1] if isinstance(form, NamedFormat) and form.ends_turn else calls
+    content, found = message(name, [form.write(calls)])
+    assert content == "" and [(function, json.loads(text)) for function, text in found] == calls
+
+
+def test_text_within_marks_streams_and_calls_keep_the_ids_that_were_written():
+    parser = call_parser(FORMATS["qwen3_coder"], TOOLS)
+    parser.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\nNew")
+    assert [piece.arguments for piece in parser.feed(" York\nand ")] == [" York\\nand "]
+    parser = call_parser(FORMATS["kimi_k2"], TOOLS)
+    (head, *_) = parser.feed(FORMATS["kimi_k2"].write([("f", {})]))
+    assert (head.name, head.id) == ("f", "functions.f:0")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +240,14 @@ def test_written_calls_are_read_back_by_every_format():
         ("{{ tools }} <|tool_call|>", True, "granite"),
         ("{{ tools }} <|python_tag|>", True, "llama3_json"),
         ('{{ tools }} ipython {"name": function name, "parameters": ...}', True, "llama3_json"),
-        ("{{ tools }} <tool_call>\n<function=f>", True, None),
+        ("{{ tools }} <tool_call>\n<function=f>", True, "qwen3_coder"),
+        ("{{ tools }} <tool_call>{name}\n<arg_key>", True, "glm45"),
+        ("{{ tools }} <tool_calls><tool_call>{name}<tool_sep><arg_key>", True, "hunyuan"),
+        ("{{ tools }} {% set toolcall_begin = '<minimax:tool_call>' %}", True, "minimax_m2"),
+        ("{{ tools }} <｜tool▁calls▁begin｜> ```json", True, "deepseek_v3"),
+        ("{{ tools }} <｜tool▁calls▁begin｜>", True, "deepseek_v31"),
+        ("{{ tools }} <|tool_calls_section_begin|>", True, "kimi_k2"),
+        ("{{ tools }} <|start|>assistant<|channel|>commentary", True, "gpt_oss"),
         ("{{ tools }} in words of its own", True, None),
     ],
 )
