@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ log = logging.getLogger("megatron_infer")
 _WIDE = ("tp", "pp", "ep", "mp", "tp_ep", "expt_tp", "tp_ep_pp", "embd", "pos_embd")
 """Groups within a replica, whose collectives the model waits for."""
 _TEXT_BYTES = 1024
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +70,17 @@ class ParallelGroups:
 
     @property
     def context_place(self) -> tuple[int, int]:
-        """(number of this engine, how many there are) of the engines that context parallelism has next to each other.
+        """(number, how many there are) of the engines that context parallelism has next to each other, or of the parts
+        of an engine that have requests of their own.
 
-        Numbers differ between the engines and are the same on all ranks of one; the first is 0.
+        Numbers differ between them and are the same on all ranks of one; the first is 0.
         """
-        if self.cp is None:
+        among, group = (self.ep, self.sharing) if self.own_requests else (self.cp, self.engine)
+        if among is None:
             return 0, 1
-        own = dist.get_process_group_ranks(self.engine) if self.engine is not None else [dist.get_rank()]
-        places = [place for place, rank in enumerate(dist.get_process_group_ranks(self.cp)) if rank in own]
-        return places[0], self.cp_size // len(places)
+        own = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+        places = [place for place, rank in enumerate(dist.get_process_group_ranks(among)) if rank in own]
+        return places[0], among.size() // len(places)
 
     @property
     def is_leader(self) -> bool:
@@ -94,7 +97,7 @@ class ParallelGroups:
         """Whether expert-parallel ranks are tensor-parallel ranks too, which have the same tokens."""
         return _within(self.ep, self.tp)
 
-    def of_expert_ranks(self, values: Sequence[int]) -> list[int]:
+    def of_expert_ranks(self, values: Sequence[_T]) -> list[_T]:
         """values: by rank of the engine -> those of the ranks that divide experts with this one, in their order."""
         assert self.engine is not None and self.ep is not None
         ranks = dist.get_process_group_ranks(self.engine)

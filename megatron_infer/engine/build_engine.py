@@ -162,7 +162,7 @@ def build_engine(
     warm_up(runner, adopted, setup.kernels, setup.device, max_tokens=setup.agreed.sizes.max_tokens)
     if graphs is not None:
         graphs.pool.capture_missing()
-    executor = Executor(adopted, runner, scheduler, rank_group, checks_plans=config.check_invariants)
+    executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.groups)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
     observers = _observers(setup, scheduler, stat_logger, outbox, swaps=swaps)
@@ -265,7 +265,7 @@ def set_up_model(
     own_layers = None if draft is None else draft.own_layers
     available = own_device.available_bytes()
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
-    if has_own_requests(config, adopted, groups, max_requests=agreed.sizes.max_requests):
+    if has_own_requests(config, adopted, draft, rank_group, max_requests=agreed.sizes.max_requests):
         rank_group.divide_requests(ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True))
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         whose = "the model's config.batch_invariant_mode" if exact else "batch_invariant"

@@ -99,7 +99,7 @@ def build_runner(
         graphs=graphs,
         edit_logits=hooks,
         load_adapter=None if bank is None else bank.write,
-        draft=None if drafter is None else drafter.run,
+        draft=drafter,
         chooses_keys=adopted.chooses_keys,
     )
     if link is None:

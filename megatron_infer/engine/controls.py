@@ -150,7 +150,6 @@ class EngineControls:
     # ------------------------------------------------------------------ requests in files
 
     def save_requests(self, path: str | os.PathLike[str], *, kv: bool) -> None:
-        self._relay.require_shared("save_requests()")
         if kv:
             self._relay.meet("save_requests()", {"path": os.fspath(path), "kv": True})
             self._lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
@@ -162,7 +161,6 @@ class EngineControls:
     def load_requests(self, path: str | os.PathLike[str], changed_adapters: str) -> LoadReport:
         if changed_adapters not in (REFUSE, RECOMPUTE):
             raise ConfigError(f"changed_adapters is {changed_adapters!r}, it must be {REFUSE!r} or {RECOMPUTE!r}")
-        self._relay.require_shared("load_requests()")
         self._relay.meet("load_requests()", {"path": os.fspath(path), "changed_adapters": changed_adapters})
         self._lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
         content = self.snapshots.read(path, changed_adapters)
@@ -170,7 +168,6 @@ class EngineControls:
         return self.snapshots.put_back(content, self._loop.backlog)
 
     def keep_snapshots(self, path: str | os.PathLike[str] | None, *, every_steps: int, fsync: bool) -> None:
-        self._relay.require_shared("keep_snapshots()")
         self.snapshots.keep(path, self._loop.backlog, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None) -> int:

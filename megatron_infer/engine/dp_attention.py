@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import torch.distributed as dist
+
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.layout import dp_attention_pays
 from megatron_infer.distributed.groups import ParallelGroups
+from megatron_infer.distributed.rank_group import RankGroup
+from megatron_infer.engine.draft_model import DraftModel
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.adopt import AdoptedModel
 
@@ -14,12 +18,20 @@ log = logging.getLogger("megatron_infer")
 
 
 def has_own_requests(
-    config: InferenceConfig, adopted: AdoptedModel, groups: ParallelGroups, *, max_requests: int
+    config: InferenceConfig,
+    adopted: AdoptedModel,
+    draft: DraftModel | None,
+    rank_group: RankGroup,
+    *,
+    max_requests: int,
 ) -> bool:
     """What `dp_attention` comes to, the same on every rank. Raises ConfigError where it is True and cannot be."""
     if config.dp_attention is False:
         return False
-    reason = why_shared(config, adopted, groups)
+    groups = rank_group.groups
+    reason = rank_group.first_text(
+        "whether ranks have requests of their own", why_shared(config, adopted, draft, groups)
+    )
     if config.dp_attention and reason is not None:
         raise ConfigError(f"dp_attention=True: {reason}")
     is_measured = groups.tp is None and groups.pp is None
@@ -28,7 +40,9 @@ def has_own_requests(
     return chosen
 
 
-def why_shared(config: InferenceConfig, adopted: AdoptedModel, groups: ParallelGroups) -> str | None:
+def why_shared(
+    config: InferenceConfig, adopted: AdoptedModel, draft: DraftModel | None, groups: ParallelGroups
+) -> str | None:
     """Why the ranks must share their requests; None: each can have its own."""
     if groups.ep is None:
         return "the model has one expert-parallel rank; leave it False"
@@ -41,16 +55,20 @@ def why_shared(config: InferenceConfig, adopted: AdoptedModel, groups: ParallelG
         return "virtual pipeline stages (several model chunks on a rank) do not exchange tokens; leave it False"
     if groups.cp is not None:
         return "context-parallel ranks divide training sequences, and have the same prompts; leave it False"
-    if (layer := adopted.foreign_layer()) is not None:
-        return f"{layer} is of a class of the user's own, which exchanges tokens in its own way; leave it False"
-    if adopted.splits_experts:
-        return (
-            "expert_tensor_parallel_size is above tp: an expert's parts are on ranks with other tokens; leave it False"
-        )
-    if config.speculative is not None and config.speculative.drafts_on_device:
-        return (
-            "the draft model's or MTP layer's steps are not exchanged; draft by 'ngram' or 'grammar', or leave it False"
-        )
+    for model in (adopted, *(() if draft is None else (draft.adopted,))):
+        whose = "" if model is adopted else "the draft model: "
+        if (layer := model.foreign_layer()) is not None:
+            return (
+                f"{whose}{layer} is of a class of the user's own, which exchanges tokens in its own way; leave it False"
+            )
+        if model.splits_experts:
+            return (
+                f"{whose}expert_tensor_parallel_size is above tp: an expert's parts are on ranks with other tokens; "
+                "leave it False"
+            )
+        ranks = dist.get_process_group_ranks(groups.ep)
+        if any(dist.get_process_group_ranks(group) != ranks for group in model.expert_groups):
+            return f"{whose}experts are divided over other ranks than the model's; leave it False"
     if config.num_cuda_graphs:
         return "steps that exchange tokens are not captured as CUDA graphs; set num_cuda_graphs=0, or leave it False"
     return None

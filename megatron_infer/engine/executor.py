@@ -12,7 +12,6 @@ from megatron_infer.distributed.collective_errors import has_abandoned_collectiv
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.memory.device import is_out_of_memory
-from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import Runner
 from megatron_infer.scheduler.request import Request
@@ -31,12 +30,11 @@ class Executor:
     """Runs the scheduler's plans on one rank's model."""
 
     def __init__(
-        self, model: AdoptedModel, runner: Runner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
+        self, model: Any, runner: Runner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
     ) -> None:
-        """checks_plans: compare each plan with those of the other ranks before it runs."""
+        """model: live. checks_plans: compare each plan with those of the other ranks before it runs."""
         self.runner, self.rank_group = runner, rank_group
-        self._adopted = model
-        self._model = model.live
+        self._model = model
         self._scheduler = scheduler
         self._checks_plans = checks_plans
         self._training: list[Any] = []
@@ -88,31 +86,33 @@ class Executor:
         context = self._scheduler.context
         return context.num_rows - context.num_free_rows - self._scheduler.admitted_requests.num_live
 
-    def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[list[int], bool]:
-        """Where expert-parallel ranks have requests of their own -> tokens of each of them in the step that comes, and
-        whether any rank goes on with another step within the same call."""
+    def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[list[list[int]], bool]:
+        """Where expert-parallel ranks have requests of their own -> tokens of each of them in each forward of the step
+        that comes, and whether any rank goes on with another step within the same call."""
         lockstep = self.rank_group.lockstep
-        mine = json.dumps([plan.num_tokens, goes_on])
+        mine = json.dumps([self.runner.sizes(plan), goes_on])
         each = [json.loads(text) for text in lockstep.gather("the sizes of a step", mine)]
-        sizes = self.rank_group.groups.of_expert_ranks([num_tokens for num_tokens, _ in each])
-        return sizes, any(more for _, more in each)
+        of_ranks = self.rank_group.groups.of_expert_ranks([sizes for sizes, _ in each])
+        num_drafting = max(map(len, of_ranks)) - 1
+        aligned = [[*sizes[:-1], *[0] * (num_drafting - len(sizes) + 1), sizes[-1]] for sizes in of_ranks]
+        return [list(one) for one in zip(*aligned, strict=True)], any(more for _, more in each)
 
-    def serve(self, tokens_of_ranks: Sequence[int]) -> None:
+    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
         """A step in which only other ranks have tokens: run this rank's experts for them."""
         started = time.perf_counter()
         try:
-            self.runner.run_alone(partial(self._adopted.serve, self.runner.builder.ops, tokens_of_ranks))
+            self.runner.serve(tokens_of_forwards)
         except Exception as error:
             self.report_failure(error, started, fatal=True)
             raise
 
-    def forward(self, plan: StepPlan, tokens_of_ranks: Sequence[int] | None = None) -> InFlightStep:
+    def forward(self, plan: StepPlan, tokens_of_forwards: Sequence[Sequence[int]] | None = None) -> InFlightStep:
         """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers.
 
-        tokens_of_ranks: see `StepInputs`.
+        tokens_of_forwards: see `Runner.forward`.
         """
         context = self._scheduler.context
-        step = self.runner.forward(plan, context.take_table_writes(), tokens_of_ranks)
+        step = self.runner.forward(plan, context.take_table_writes(), tokens_of_forwards)
         if context.swap is not None:
             blocks, states = context.swap.take_freed()
             if blocks or states:  # after the copies of the steps launched so far

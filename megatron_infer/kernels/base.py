@@ -479,6 +479,13 @@ class PagedModel(Protocol):
         """2-D weights that go through `ops.linear`; a backend may keep prepacked copies of them."""
         ...
 
+    def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
+        """This rank's part of a forward in which only other ranks have tokens: its experts answer them.
+
+        Runs under torch.inference_mode().
+        """
+        ...
+
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 """logits_SV, maybe strided -> (int64 [S], lowest id of the largest logit; fp32 [S], that logit, NaN beside a NaN)."""

@@ -442,10 +442,6 @@ class AdoptedModel:
         return self.decode(step, received_TD, chunk=chunk)
 
     def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
-        """This rank's part of a step in which only other ranks have tokens: its experts answer them.
-
-        Runs under torch.inference_mode().
-        """
         for experts in self._reading.experts:
             experts.serve(ops, tokens_of_ranks, self._dtype)
 
@@ -607,6 +603,11 @@ class AdoptedModel:
     def splits_experts(self) -> bool:
         """Whether an expert's weights are split over ranks that are no tensor-parallel ones."""
         return any(experts.is_split for experts in self._reading.all_experts)
+
+    @property
+    def expert_groups(self) -> list[Any]:
+        """The process groups that experts are divided over, of each layer that has some."""
+        return [experts.exchange.group for experts in self._reading.all_experts if experts.exchange is not None]
 
     def reducers(self) -> list[Reducer]:
         """The collectives in a step's layers, one for each process group."""

@@ -182,7 +182,7 @@ class FusedExperts(LayerOp):
             self.shared = FusedMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if step.tokens_of_ranks is not None:
+        if step.tokens_of_ranks is not None and self.exchange is not None:
             return self._exchanged(step, x_TD, step.tokens_of_ranks), residual_TD
         add = self._routed(step, x_TD)
         if self.down is not None:
@@ -223,6 +223,8 @@ class FusedExperts(LayerOp):
 
     def serve(self, ops: Ops, counts: Sequence[int], dtype: torch.dtype) -> None:
         """This rank's part of a step in which only other ranks have tokens. counts: tokens of each rank."""
+        if self.exchange is None:
+            return
         weight = self.experts[0].fc1.parameters["weight"]
         assert weight is not None
         x_TX = torch.empty(0, self.grouped.shape("fc1")[1], dtype=dtype, device=weight.device)

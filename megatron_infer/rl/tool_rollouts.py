@@ -70,7 +70,6 @@ async def converse(
     the tools, and its group is on all ranks when all engines are done.
     """
     check_on_error(on_error)
-    roll.engine.relay.require_shared("converse()")
     found = []
     limits = limits if limits is not None else TurnLimits()
 
@@ -138,6 +137,10 @@ def _conversations_of(
 async def _step_along(roll: Rollout) -> None:
     """Steps for the other ranks' requests, while this rank's conversations wait for their tools."""
     relay, loop = roll.engine.relay, roll.engine.loop
+    while relay.own_requests:  # the others' steps wait for this rank, with or without requests
+        await roll.thread.step()
+        if loop.was_idle:
+            await asyncio.sleep(IDLE_S)
     while roll.ranks.size > 1:
         if not relay.is_leader or relay.others_want_steps:
             await roll.thread.step()

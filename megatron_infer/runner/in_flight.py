@@ -86,8 +86,8 @@ class LocalStep:
     """A step that this rank's device computes: an InFlightStep once its outputs are being read."""
 
     plan: StepPlan
-    tokens_of_ranks: Sequence[int] | None = None
-    """See `StepInputs`."""
+    tokens_of_forwards: Sequence[Sequence[int]] | None = None
+    """See `Runner.forward`."""
     batch: Batch = None  # type: ignore[assignment]
     """Set by `ModelRunner.prepare`."""
     logits_SV: Tensor | None = None

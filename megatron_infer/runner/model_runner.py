@@ -25,9 +25,8 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from megatron_infer.runner.padded_steps import PaddedSteps
+    from megatron_infer.runner.speculative.model_drafter import ModelDrafter
 
-Draft = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Tensor | None]
-"""A plan and its block-table writes -> the drafts that a model drew, see `runner.speculative.model_drafter`."""
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
@@ -72,12 +71,12 @@ class Runner(Protocol):
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_ranks: Sequence[int] | None = None,
+        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
     ) -> InFlightStep:
         """Enqueue the copies before the step, then the step's forward.
 
-        table_writes: (row, column, block) of the block table that changed since the last step. tokens_of_ranks: see
-        `StepInputs`.
+        table_writes: (row, column, block) of the block table that changed since the last step. tokens_of_forwards:
+        `sizes` of all ranks that have requests of their own, see `StepInputs.tokens_of_ranks`.
         """
         ...
 
@@ -92,8 +91,12 @@ class Runner(Protocol):
         """Call `action` once the host work of all steps launched so far is done."""
         ...
 
-    def run_alone(self, action: Callable[[], None]) -> None:
-        """Call `action` as `then` does, under torch.inference_mode(), and wait for it; raises what it raises."""
+    def sizes(self, plan: StepPlan) -> list[int]:
+        """The tokens of each forward of a step: those that draft, then the model's."""
+        ...
+
+    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
+        """This rank's part of a step in which only other ranks have tokens, as `then` calls it; waits for it."""
         ...
 
 
@@ -111,7 +114,7 @@ class ModelRunner:
         graphs: PaddedSteps | None = None,
         edit_logits: EditLogits | None = None,
         load_adapter: Callable[[int, str], None] | None = None,
-        draft: Draft | None = None,
+        draft: ModelDrafter | None = None,
         chooses_keys: bool = False,
     ) -> None:
         """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none.
@@ -131,9 +134,9 @@ class ModelRunner:
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_ranks: Sequence[int] | None = None,
+        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
     ) -> LocalStep:
-        step = LocalStep(plan, tokens_of_ranks)
+        step = LocalStep(plan, tokens_of_forwards)
         self.prepare(step, table_writes)
         if step.shape is None and self.routing is not None and asks_routing(plan):
             step.routed_TLK = routing_buffer(plan.num_tokens, self.routing, self.device)
@@ -157,11 +160,12 @@ class ModelRunner:
             step.shape = self.graphs.ready(step.plan)
         if self._draft is not None:
             started = time.perf_counter()
-            step.drafts_N = self._draft(step.plan, table_writes)
+            others = None if step.tokens_of_forwards is None else step.tokens_of_forwards[:-1]
+            step.drafts_N = self._draft.run(step.plan, table_writes, others)
             step.seconds_drafting, table_writes = time.perf_counter() - started, ()
         drafts = self._draft is not None
         step.batch = self.builder.build(step.plan, table_writes, shape=step.shape, rows_are_written=drafts)
-        step.batch.tokens_of_ranks = step.tokens_of_ranks
+        step.batch.tokens_of_ranks = None if step.tokens_of_forwards is None else step.tokens_of_forwards[-1]
 
     def run_layers(self, step: LocalStep, received_TD: Tensor | None = None, *, chunk: int = 0) -> Tensor | None:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].
@@ -233,9 +237,15 @@ class ModelRunner:
     def then(self, action: Callable[[], None]) -> None:
         action()
 
+    def sizes(self, plan: StepPlan) -> list[int]:
+        return [*([] if self._draft is None else self._draft.sizes(plan)), plan.num_tokens]
+
     @torch.inference_mode()
-    def run_alone(self, action: Callable[[], None]) -> None:
-        action()
+    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
+        *others, own = tokens_of_forwards
+        if self._draft is not None:
+            self._draft.serve(others)
+        self.model.serve(self.builder.ops, own)
 
     def _set_rows(self, plan: StepPlan) -> None:
         """Set the sampling parameters of rows that have a new request in this plan."""

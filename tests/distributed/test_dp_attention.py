@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.served_engine import info_of
 from megatron_infer.engine.async_llm import EngineThread
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, OtherRankFailed, RequestError, SnapshotError
 from megatron_infer.models import moe
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.rollout_queue import RolloutQueue
@@ -55,6 +55,7 @@ MODELS = {
         moe_router_enable_expert_bias=True,
         init_method_std=0.2,
     ),
+    "MTP layer with experts": partial(tiny_gpt, **EXPERTS, mtp_num_layers=1, init_method_std=0.2),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -74,8 +75,8 @@ def build(kind: str, **sizes: int) -> torch.nn.Module:
     return MODELS[kind](randomize=False, max_sequence_length=512, **sizes)
 
 
-def whole(folder: Path) -> None:
-    for kind in MODELS:
+def whole(folder: Path, kinds: Sequence[str] = tuple(MODELS)[:2]) -> None:
+    for kind in kinds:
         torch.manual_seed(3)
         model = build(kind)
         with torch.no_grad():
@@ -113,7 +114,7 @@ def own_share(rank: int, counts: tuple[int, ...]) -> slice:
 
 def on_rank(rank: int, size: int, folder: Path) -> None:
     new_groups(expert_model_parallel_size=size)
-    for kind in MODELS:
+    for kind in tuple(MODELS)[:2]:
         model, answers = part(kind, folder)
         for name, settings in SETTINGS.items():
             with exchanging_exactly(model) if name == "plain" else nullcontext():
@@ -124,6 +125,33 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
                     assert_same_account(got, renamed(answers, mine), (kind, name, share))
             assert_no_block_leaked(engine)
             suspended_at_once(engine, rank, answers, (kind, name))
+
+
+DRAFTING = ("the model", "a dense model", "MTP layer with experts")
+
+
+def drafts_on_rank(rank: int, size: int, folder: Path) -> None:
+    new_groups(expert_model_parallel_size=size)
+    for name in DRAFTING:
+        kind = name if name in MODELS else "shared expert"
+        model, answers = part(kind, folder)
+        draft = {"the model": model, "a dense model": None if kind == name else tiny_gpt(max_sequence_length=512)}
+        how = BASE | {"overlap": name != "the model", "enable_prefix_caching": True, "buffer_size_gb": 0.006}
+        engine = engines.make_engine(model, draft=draft.get(name, "mtp"), dp_attention=True, **how)
+        mine = own_share(rank, (0, 7))
+        assert_same_account(account(engines.run(engine, workload(14)[mine])), renamed(answers, mine), name)
+        suspended_at_once(engine, rank, answers, name)
+        found = engine.spec_decode_metrics()
+        assert found is not None and found.num_drafted > 5, name
+        assert name != "the model" or found.num_accepted > 0.9 * found.num_drafted, found
+        assert_no_block_leaked(engine)
+
+
+@pytest.mark.long
+def test_models_that_draft_meet_at_their_experts_too(tmp_path: Path) -> None:
+    """Ranks that draft for other numbers of requests, or have none."""
+    whole(tmp_path, [kind for kind in MODELS if kind in ("shared expert", *DRAFTING)])
+    run_on_ranks(drafts_on_rank, 2, tmp_path)
 
 
 def renamed(answers: dict[str, Any], mine: slice) -> dict[str, Any]:
@@ -216,6 +244,95 @@ def test_rollouts_of_own_prompts_follow_weights_of_every_rank(tmp_path: Path) ->
     run_on_ranks(rollouts_on_rank, 2, tmp_path)
 
 
+def conversations_on_rank(rank: int, size: int, folder: Path) -> None:
+    """Rank 1 has one of a single turn, and serves the experts of rank 0's; or its tool waits while rank 0 draws."""
+    new_groups(expert_model_parallel_size=2)
+    model, _ = part("shared expert", folder)
+    roll = Rollout(make_engine(model, dp_attention=True, enable_prefix_caching=True))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    mine = prompts(4)[:3] if rank == 0 else prompts(4)[3:]
+
+    async def tool(conversation: Any, turn: Any) -> Any:
+        if turn.start == 0 and rank:
+            await asyncio.sleep(0.3)
+        return [9, 8, 7] if len(conversation.turns) <= 2 - rank else None
+
+    for _ in range(2):
+        groups = run_conversations(roll, mine, params, tool)
+        known = [list(group.prompt_ids) for group in groups]
+        for _ in range(3):  # as many calls on both ranks
+            answers = roll.generate(known, params)
+            known = [ids + one.samples[0].token_ids + [9, 8, 7] for ids, one in zip(known, answers, strict=True)]
+        for ids, group in zip(known, groups, strict=True):
+            sample = group.samples[0]
+            assert len(sample.info["turns"]) == 3 - rank and sample.info["ended"] == "tool"
+            assert sample.ids == ids[: len(sample.ids)], rank
+
+    async def fails(conversation: Any, turn: Any) -> Any:
+        raise KeyError("a tool")
+
+    if rank:
+        with pytest.raises(KeyError, match="a tool"):
+            run_conversations(roll, mine, params, fails)
+    else:  # the other rank's error is its own
+        assert len(run_conversations(roll, mine, params, tool)) == 3
+
+
+def test_conversations_with_tools_wait_for_no_other_rank(tmp_path: Path) -> None:
+    whole(tmp_path, ["shared expert"])
+    run_on_ranks(conversations_on_rank, 2, tmp_path)
+
+
+def saved_on_rank(rank: int, size: int, folder: Path) -> None:
+    new_groups(expert_model_parallel_size=2)
+    model, answers = part("shared expert", folder)
+    mine = own_share(rank, (3, 1))
+    want = renamed(answers, mine)
+
+    def begun() -> DynamicInferenceEngine:
+        engine = make_engine(model, dp_attention=True)
+        engines.submit(engine, workload(14)[mine])
+        for _ in range(6):
+            engine.step()
+        return engine
+
+    for how in ("with kv", "without", "kept"):
+        engine, path = begun(), folder / how
+        if how == "kept":
+            engine.keep_snapshots(path, every_steps=2)
+            for _ in range(3):
+                engine.step()
+        else:
+            engine.save_requests(path, kv=how == "with kv")
+        torch.distributed.barrier()
+        other = make_engine(model, dp_attention=True)
+        report = other.load_requests(path)
+        assert set(report.with_kv if how == "with kv" else report.recomputed) == {*report.loaded} != set(), how
+        finished = [*report.finished, *engines.finish(other).values()]
+        assert_same_account(account(finished), want, how)
+    with pytest.raises(SnapshotError, match="saved by part 0 of 2, and this is one engine"):
+        make_engine(model).load_requests(folder / "with kv")
+    if rank == 1:  # the experts of one rank: what any rank has computed is void
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "local_experts.1." in name:
+                    parameter.mul_(1.5)
+    other = make_engine(model, dp_attention=True)
+    report = other.load_requests(folder / "with kv")
+    assert report.recomputed and other.weight_version == 1
+    torch.distributed.barrier()
+    if rank:
+        (folder / "with kv.expert1").unlink()
+    torch.distributed.barrier()
+    with pytest.raises(FileNotFoundError if rank else OtherRankFailed):
+        make_engine(model, dp_attention=True).load_requests(folder / "with kv")
+
+
+def test_each_rank_saves_its_own_requests_and_goes_on_with_them(tmp_path: Path) -> None:
+    whole(tmp_path, ["shared expert"])
+    run_on_ranks(saved_on_rank, 2, tmp_path)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one rank": ({}, "one expert-parallel rank"),
     "tp": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, "tp"),
@@ -233,19 +350,13 @@ def refusals_on_rank(rank: int, size: int, folder: Path) -> None:
     model = build("shared expert", expert_model_parallel_size=2)
     assert make_engine(model, dp_attention=None, max_requests=DP_ATTENTION_REQUESTS).relay.own_requests
     assert not make_engine(model, dp_attention=None, max_requests=DP_ATTENTION_REQUESTS - 1).relay.own_requests
-    with pytest.raises(ConfigError, match=r"dp_attention=True: .*MTP"):
-        make_engine(model, dp_attention=True, drafts_for_itself=True)
     engine = make_engine(model, dp_attention=True)
     groups = engine.rank_group.groups
     assert (groups.dp_rank, groups.dp_size) == (rank, size), "seeds, and shares of prompts"
     calls: dict[str, Callable[[], object]] = {
-        "save_requests": lambda: engine.save_requests(folder / "saved"),
-        "load_requests": lambda: engine.load_requests(folder / "saved"),
-        "keep_snapshots": lambda: engine.keep_snapshots(folder / "saved"),
         "follow": engine.follow,
         "AsyncLLM": lambda: EngineThread(engine),
         "replica": lambda: info_of(engine),
-        "converse": lambda: run_conversations(Rollout(engine), [[5]], SamplingParams(), lambda *_: None),
     }
     for name, call in calls.items():
         with pytest.raises(ConfigError, match=f"{name}.* with dp_attention=True is not supported"):

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2 x EP4, whole experts": {TP: 2, EP: 4, ETP: 1},
     "PP2 x EP2": {PP: 2, EP: 2},
 }
+DRAFTS: dict[str, Any] = {"speculative": {"method": "mtp", "adaptive": False}}
 EVICTIONS: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "max_tokens": 40,
@@ -74,11 +75,20 @@ def latent_attention(stage: int = 0, **sizes: Any) -> torch.nn.Module:
     return gpt(stage, LATENT | sizes)
 
 
-MODELS: dict[str, Any] = {"moe": moe, "latent experts": latent_experts, "latent attention": latent_attention}
+def mtp(stage: int = 0, **sizes: Any) -> torch.nn.Module:
+    return gpt(stage, {"mtp_num_layers": 1} | sizes)
+
+
+MODELS: dict[str, Any] = {
+    "moe": moe,
+    "latent experts": latent_experts,
+    "latent attention": latent_attention,
+    "mtp": mtp,
+}
 KINDS = {
-    "TP2 x EP2": ("moe", "latent experts", "latent attention"),
+    "TP2 x EP2": ("moe", "latent experts", "latent attention", "mtp"),
     "TP2 x EP4, whole experts": ("moe", "latent experts"),
-    "PP2 x EP2": ("moe", "latent experts"),
+    "PP2 x EP2": ("moe", "latent experts", "mtp"),
 }
 
 
@@ -125,7 +135,11 @@ def on_layouts(rank: int, size: int, folder: Path, kinds: tuple[str, ...]) -> No
         new_groups(**sizes)
         for kind in (kind for kind in KINDS[layout] if kind in kinds):
             model, want = part(kind, layout, folder)
-            for name, settings in RUNS.items() if kind == "moe" and len(kinds) > 1 else [("evictions", EVICTIONS)]:
+            for name, settings in (
+                RUNS.items()
+                if kind == "moe" and len(kinds) > 1
+                else [("drafts", DRAFTS) if kind == "mtp" else ("evictions", EVICTIONS)]
+            ):
                 engine = ranks.make_engine(model, dp_attention=True, **settings)
                 groups = engine.rank_group.groups
                 assert groups.own_requests and (groups.engine_size, groups.dp_size, engine.relay.size) == (4, 2, 2)
@@ -135,6 +149,7 @@ def on_layouts(rank: int, size: int, folder: Path, kinds: tuple[str, ...]) -> No
                     places = range(counts[0] * number, counts[0] * number + counts[number])
                     expected = {f"{place}#0": want[f"{place}#0"] for place in places}
                     ranks.assert_same_account(got, expected, (layout, kind, name, share))
+                assert kind != "mtp" or engine.spec_decode_metrics().num_drafted > 50
                 ranks.assert_no_block_leaked(engine)
                 engine.rank_group.sharing.close()
                 engine.rank_group.lockstep.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,13 @@ from megatron_infer.outputs.request_output import RequestOutput
 
 
 def full_logits(model: nn.Module, ids: list[int]) -> Tensor:
-    """[len(ids), padded vocabulary] in fp32."""
+    """[len(ids), padded vocabulary] in fp32. MTP layers are left out: megatron-core's forward asks for labels then."""
     tokens = torch.tensor([ids])
     positions = torch.arange(len(ids))[None]
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as patches:
+        if getattr(getattr(model, "config", None), "mtp_num_layers", None):
+            patches.enter_context(mock.patch.object(model.config, "mtp_num_layers", None))
+            patches.enter_context(mock.patch.object(model, "mtp_process", False))
         return model(tokens, positions, None)[0].float()
 
 

@@ -293,7 +293,7 @@ class KVArchive:
         draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
         self._weights = weights
-        self._groups = rank_group.groups
+        self._groups, self._rank = rank_group.groups, rank_group.sharing.rank
         self._shape = describe(adopted.shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft_shape)
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
         """Some rank keeps keys and values."""
@@ -346,11 +346,11 @@ class KVArchive:
             return FileMemory(kv=None, tensors={}, unusable="saved without keys and values")
         if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
             return FileMemory(kv=None, tensors={}, unusable=differs)
-        if groups.engine_rank != own_rank:
+        if self._rank != own_rank:
             try:
-                kv, tensors = read_part(path, manifest, groups.engine_rank)
+                kv, tensors = read_part(path, manifest, self._rank)
             except FileNotFoundError as error:
-                missing = f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
+                missing = f"the part of rank {self._rank} is missing: {error.filename or error}"
                 return FileMemory(kv=None, tensors={}, unusable=missing)
         own = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS, STATES) if name in tensors}
         memory = FileMemory(kv=kv, tensors=own, unusable=None)

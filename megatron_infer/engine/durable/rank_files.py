@@ -3,6 +3,7 @@
     PATH                  the leader's: requests, outputs, its own memory, the layout and the names of the other files
     PATH.<save>.rank1     memory of rank 1: a file of the same format without requests
     PATH.context1         in the place of PATH: the second of several context-parallel engines
+    PATH.expert1          the same of an engine's parts with requests of their own (`dp_attention`)
 
 Each save has a name of its own: files of the save before stay until the leader's file is replaced, which makes the new
 save valid. Files that no leader's file names are removed after that.
@@ -28,16 +29,18 @@ Made = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def path_of(path: str | os.PathLike[str], groups: ParallelGroups) -> Path:
-    """Where this engine's leader has its file; every context-parallel engine is given the same path."""
+    """Where the leader of these requests has its file; all leaders are given the same path."""
     number, _ = groups.context_place
     own = Path(path)
-    return own.with_name(f"{own.name}.context{number}") if number else own
+    return own.with_name(f"{own.name}.{'expert' if groups.own_requests else 'context'}{number}") if number else own
 
 
 def engine_of(groups: ParallelGroups) -> str:
     """Whose requests a file has, in words."""
     number, count = groups.context_place
-    return f"engine {number} of {count} context-parallel ones" if count > 1 else "one engine"
+    if count == 1:
+        return "one engine"
+    return f"part {number} of {count}" if groups.own_requests else f"engine {number} of {count} context-parallel ones"
 
 
 def layout_of(groups: ParallelGroups) -> dict[str, int]:
@@ -67,10 +70,9 @@ def save_together(path: Path, make: Callable[[list[str]], Made], rank_group: Ran
 
     make: returns this rank's content, given the names of the parts; makes no rounds.
     """
-    groups = rank_group.groups
-    names = part_names(path, rank_group.from_leader("the name of a save", secrets.token_hex(4)), groups.engine_size)
-    leads = groups.is_leader
-    own = None if leads else path.with_name(names[groups.engine_rank - 1])
+    sharing = rank_group.sharing
+    names = part_names(path, rank_group.from_leader("the name of a save", secrets.token_hex(4)), sharing.size)
+    own = path.with_name(names[sharing.rank - 1]) if sharing.rank else None
     before: list[Path] = []
     staged: Path | None = None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,13 +123,13 @@ class Archive:
             remove(before)
             return
         self._weights.accept_changes()
-        groups = self._rank_group.groups
+        rank = self._rank_group.sharing.rank
 
         def make(names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             memory = self._kv.collect(_unfinished(self._output.requests))
-            if groups.is_leader:
+            if not rank:
                 return self.contents(undelivered, finished, memory=memory, part_names=names)
-            return {"part": names[groups.engine_rank - 1], "kv": self._kv.describe(memory)}, memory.tensors
+            return {"part": names[rank - 1], "kv": self._kv.describe(memory)}, memory.tensors
 
         save_together(path, make, self._rank_group)
 
@@ -264,11 +265,14 @@ class Archive:
         weights, processor = self._weights, self._input
         weights.accept_changes()
         unusable = self._rank_group.first_text("a look at saved keys and values", self._kv.why_unusable(content.memory))
-        # Only the leader can tell whether these are the weights: the sums in the file are those of its part.
-        known = self._rank_group.from_leader("a look at saved weights", content.weights["sums"] == self._weight_sums())
-        same = unusable is None or known
+        # Only a leader can tell whether these are the weights: the sums in a file are those of its part.
+        differ = self._rank_group.groups.is_leader and content.weights["sums"] != self._weight_sums()
+        looks = self._rank_group.lockstep.gather(
+            "a look at saved weights", json.dumps([content.weights["version"], differ])
+        )
+        versions, others = zip(*map(json.loads, looks), strict=True)
         # Versions only rise: tokens drawn from now on must not have the version of other weights.
-        weights.raise_version(content.weights["version"] + (not same))
+        weights.raise_version(max(versions) + (unusable is not None and any(others)))
         processor.num_seeds = max(processor.num_seeds, content.num_seeds)
         processor.num_ids = max(processor.num_ids, content.num_ids)
         self._raise_adapter_versions(content)

@@ -137,9 +137,9 @@ class StageRunner:
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_ranks: Sequence[int] | None = None,
+        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
     ) -> StageStep:
-        step = StageStep(LocalStep(plan, tokens_of_ranks), self._on_wait, self._alone_s)
+        step = StageStep(LocalStep(plan, tokens_of_forwards), self._on_wait, self._alone_s)
         step.computed = self._thread.submit(partial(self._compute, step, table_writes))
         if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
             step.computed.exception()
@@ -155,8 +155,11 @@ class StageRunner:
     def then(self, action: Callable[[], None]) -> None:
         self._thread.submit(action)
 
-    def run_alone(self, action: Callable[[], None]) -> None:
-        done = self._thread.submit(partial(self._runner.run_alone, action))
+    def sizes(self, plan: StepPlan) -> list[int]:
+        return self._runner.sizes(plan)
+
+    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
+        done = self._thread.submit(partial(self._runner.serve, tokens_of_forwards))
         while not wait([done], timeout=WAIT_S).done:
             self._on_wait()
         done.result()

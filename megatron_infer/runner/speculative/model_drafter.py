@@ -15,7 +15,7 @@ position of the draw that verifies them: a draft model like the model proposes w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -93,16 +93,45 @@ class ModelDrafter:
         self._low_tokens = LowTokens(sampler.vocab_size)
         self.proposals: Proposals | None = None
         """The drafts of the last run with their distributions, where these are kept."""
+        self._of_others: Iterator[Sequence[int]] = iter(())
+        """See `run`, of the forwards to come."""
 
     @property
     def verifying_sampler(self) -> Callable[..., Sampler]:
         """The class of the sampler that draws what verifies the drafts."""
         return Sampler if self._kept is None else partial(ResidualSampler, proposals=lambda: self.proposals)
 
+    def sizes(self, plan: StepPlan) -> list[int]:
+        """The tokens of each forward of `run`."""
+        drafting = [len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device]
+        later = [sum(count > place for count in drafting) for place in range(max(drafting, default=0))]
+        if self.target is not None:
+            return [len(drafting), *later[:-1]] if drafting else []
+        return [plan.num_tokens - sum(drafting), *later] if plan.num_tokens else []
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> Tensor | None:
+    def serve(self, tokens_of_forwards: Iterable[Sequence[int]]) -> None:
+        """This rank's part of forwards in which only other ranks have tokens."""
+        for counts in tokens_of_forwards:
+            self._model.serve(self._builder.ops, counts)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor | None:
         """Write the step's block-table entries and tokens, compute its keys and values, and put the drafts of chunks
-        that have them `ON_DEVICE` into the token pool -> all of these, int64, chunk by chunk; None: there are none."""
+        that have them `ON_DEVICE` into the token pool -> all of these, int64, chunk by chunk; None: there are none.
+
+        tokens_of_forwards: where ranks have requests of their own, the `sizes` of all of them."""
+        self._of_others = iter(tokens_of_forwards or ())
+        token_N = self._run(plan, table_writes)
+        self.serve(self._of_others)
+        return token_N
+
+    def _run(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> Tensor | None:
         self.proposals = None
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
@@ -137,6 +166,7 @@ class ModelDrafter:
 
     def _forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]] = ()) -> tuple[Tensor, Batch]:
         batch = self._builder.build(plan, table_writes)
+        batch.tokens_of_ranks = next(self._of_others, None)
         return self._model.hidden(batch), batch
 
     def _write_rows(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> None:

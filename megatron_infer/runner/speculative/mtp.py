@@ -13,7 +13,7 @@ Legend: T tokens, D hidden, X bytes, P positions in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,10 @@ class MTPModel:
     def packable_weights(self) -> Iterable[Tensor]:
         """None of its own: the model packs them with its others."""
         return ()
+
+    def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
+        if (experts := self._head.experts) is not None:
+            experts.serve(ops, tokens_of_ranks, getattr(torch, self._adopted.shape.dtype))
 
     @property
     def _head(self) -> Any:
@@ -136,3 +140,6 @@ class MTPTarget:
 
     def packable_weights(self) -> Iterable[Tensor]:
         return self._adopted.packable_weights()
+
+    def serve(self, ops: Ops, tokens_of_ranks: Sequence[int]) -> None:
+        self._adopted.serve(ops, tokens_of_ranks)
