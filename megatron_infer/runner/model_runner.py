@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,7 +25,6 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from megatron_infer.runner.padded_steps import PaddedSteps
-    from megatron_infer.runner.speculative.model_drafter import ModelDrafter
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
@@ -45,6 +44,21 @@ class EditLogits(Protocol):
     def apply(self, logits_SV: Tensor, sampled: Sequence[Request]) -> Tensor | None:
         """Logits and the requests that draw from them -> logits to draw from instead; None: from those."""
         ...
+
+
+class Drafter(Protocol):
+    """A model that drafts, before each step: `runner.speculative.model_drafter.ModelDrafter`."""
+
+    def sizes(self, plan: StepPlan) -> list[int]: ...
+
+    def serve(self, tokens_of_forwards: Iterable[Sequence[int]]) -> None: ...
+
+    def run(
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor | None: ...
 
 
 class Runner(Protocol):
@@ -114,7 +128,7 @@ class ModelRunner:
         graphs: PaddedSteps | None = None,
         edit_logits: EditLogits | None = None,
         load_adapter: Callable[[int, str], None] | None = None,
-        draft: ModelDrafter | None = None,
+        draft: Drafter | None = None,
         chooses_keys: bool = False,
     ) -> None:
         """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none.
