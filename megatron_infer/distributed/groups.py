@@ -104,6 +104,14 @@ class ParallelGroups:
         return [values[ranks.index(rank)] for rank in dist.get_process_group_ranks(self.ep)]
 
     @property
+    def stage_ranks(self) -> set[int]:
+        """Global ranks that compute this rank's pipeline stage with it."""
+        own = {dist.get_rank()} if dist.is_initialized() else {0}
+        others = set() if self.pp is None else set(dist.get_process_group_ranks(self.pp)) - own
+        found = [set(dist.get_process_group_ranks(one)) for one in (*self.inner, self.cp) if one is not None]
+        return own.union(*(ranks for ranks in found if not ranks & others))
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 

@@ -72,6 +72,10 @@ class Heartbeat:
         """What a rank was doing at its last heartbeat."""
         return self._phases.get(rank, "an unknown phase") + self._after(rank)
 
+    def is_in_trouble(self, rank: int) -> bool:
+        """Whether a rank has sent a `trouble` with its last heartbeat."""
+        return bool(self._troubles.get(rank))
+
     def _after(self, rank: int) -> str:
         return f" ({self._troubles[rank]})" if self._troubles.get(rank) else ""
 

@@ -133,8 +133,9 @@ class Lockstep:
         within: Lockstep | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        """give_up: see `Heartbeat`. patient: a rank that lives may be late. within: the lockstep of all ranks of the
-        engine, of which these are some, whose heartbeats it shares. ranks: their numbers there, for errors."""
+        """give_up: see `Heartbeat`. patient: a rank that lives may be late, unless it has left a block by an error.
+        within: the lockstep of all ranks of the engine, of which these are some, whose heartbeats it shares. ranks:
+        their numbers there, for errors."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self._ranks = ranks or range(links.size)
         self._links = links
@@ -393,6 +394,7 @@ class Lockstep:
             if message is not None:
                 return _RoundReport(*message)
             self._watch.check()
+            deadline = min(deadline, self._limit_of_trouble(rank, patience_s))
             if time.monotonic() > deadline:
                 raise alone or RankFailure(self._ranks[rank], self.phase, self._late(rank, call))
 
@@ -422,11 +424,17 @@ class Lockstep:
             if message is not None:
                 return message
             self._watch.check()
+            deadline = min(deadline, self._limit_of_trouble(0, patience_s))
             if not lost and alone is not None and time.monotonic() > deadline:
                 raise alone
             if lost or time.monotonic() > deadline:
                 reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
                 raise RankFailure(self._ranks[0], self.phase, reason)
+
+    def _limit_of_trouble(self, rank: int, patience_s: float) -> float:
+        """Until when a wait without a limit goes on for a rank that may have left the calls of the others."""
+        is_in_trouble = patience_s == math.inf and self._watch.is_in_trouble(self._ranks[rank])
+        return time.monotonic() + self._watch.patience_s if is_in_trouble else math.inf
 
     def _late(self, rank: int, call: str) -> str:
         where = self._watch.phase_of(self._ranks[rank])
@@ -448,12 +456,15 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
     """What the leader answers to all ranks."""
     named = [(rank, report) for rank, report in enumerate(reports) if report.call != FOLLOW]
     calls = {report.call for _, report in named}
+    if FAILED_STEP in calls and (len(calls) > 1 or len(named) < len(reports)):
+        failed = [
+            (report.of_collective, report.call != FAILED_STEP, not cause, rank, cause or what)
+            for rank, report in named
+            if report.failed
+            for what, *_, cause in [json.loads(report.text) if report.call == FAILED_STEP else [report.text, ""]]
+        ]
+        return {"lost": min(failed)[3:]}
     if len(calls) > 1:
-        if FAILED_STEP in calls:
-            failed = [(rank, report) for rank, report in named if report.failed]
-            rank, report = min(failed, key=lambda one: (one[1].of_collective, one[1].call != FAILED_STEP, one[0]))
-            what, *_, cause = json.loads(report.text) if report.call == FAILED_STEP else [report.text, ""]
-            return {"lost": [rank, cause or what]}
         where = (f"rank {rank}: {report.call}{report.trouble and f' ({report.trouble})'}" for rank, report in named)
         return {"differ": f"ranks are in different calls: {', '.join(where)}"}
     if len({report.digest for _, report in named}) > 1:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from megatron_infer.distributed.collective_errors import is_of_collective, is_shared, mark_shared
 from megatron_infer.distributed.groups import ParallelGroups, TimeLimit, groups_among, lockstep_over, own_addresses
-from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
+from megatron_infer.distributed.lockstep import ALONE_S, LocalLockstep, Lockstep
 from megatron_infer.distributed.peer_reports import PeerReports, Report
 from megatron_infer.errors import OtherRankFailed, RankFailure
 
 BLAME_S = 3.0
 """Seconds in which the end of a process is noticed, after a collective with it has failed."""
 _SLICE_S = 0.3
+POLL_S = 0.02
 
 
 class RankGroup:
@@ -44,6 +45,8 @@ class RankGroup:
         """Lockstep of the ranks that compute the same requests."""
         self._timeout_s = timeout_s
         self._reports: PeerReports | None = None
+        self._num_raised = 0
+        """Calls of `whole_stage_raises`."""
 
     def divide_requests(self, groups: ParallelGroups) -> None:
         """Expert-parallel ranks have requests of their own from now on. Every rank calls it. groups: with these."""
@@ -145,6 +148,22 @@ class RankGroup:
                 self._blame(error)
             self._tell(phase, error)
             raise
+
+    def whole_stage_raises(self) -> bool:
+        """This rank has raised between two collectives of its pipeline stage -> whether all ranks of the stage have, in
+        as many calls of this: else another one waits in the collective, and must meet this rank in no later one."""
+        self._num_raised += 1
+        ranks = self.groups.stage_ranks
+        if len(ranks) == 1:
+            return True
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + ALONE_S
+        key = "megatron_infer/raised/{}/{}".format
+        store.set(key(dist.get_rank(), self._num_raised), "")
+        while not (all_have := store.check([key(rank, self._num_raised) for rank in ranks])):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return bool(all_have)
 
     def join_job(self) -> None:
         """Report to the job's other ranks, whose trainers they compute with: data-parallel replicas."""

@@ -41,9 +41,9 @@ def replay_index_choices(
     choices: for each sequence, [positions, layers, C] as in CompletionOutput.index_choices: all its positions, or all
     but the last. Layers are those of `model` with an indexer; a layer that shares its choice follows it.
     sequences: prompt and output ids, one a row of the forward's tokens [B, S] and padded at the end. Rows are
-    recognised by their tokens and may be some of the sequences in another order. A later pipeline stage, which gets no
-    tokens, assumes all sequences in order. Positions without a record choose as usual, in megatron-core's DSAttention
-    the first keys. Indexers get no gradients inside. Where activations are recomputed the backward must be inside, too.
+    recognised by their tokens and may be some of the sequences in another order. A later pipeline stage without tokens
+    assumes all sequences in order. Positions without a record choose as usual, in megatron-core's DSAttention the
+    first keys. Indexers get no gradients inside. Where activations are recomputed the backward must be inside, too.
     Raises ModelError, with nothing changed, for arrays and models that do not fit, naming what does not.
     """
     attentions = list(_attentions(model))
@@ -60,9 +60,8 @@ def replay_index_choices(
     ]
     rows = ReplayedRows(_CALLER, sequences, [len(array) for array in arrays])
     with contextlib.ExitStack() as stack:
-        for chunk in map(unwrap, chunks_of(model)):
-            if chunk.pre_process:
-                stack.callback(chunk.register_forward_pre_hook(rows.on_tokens, with_kwargs=True).remove)
+        for hook in rows.watch(model):
+            stack.callback(hook.remove)
         layer = -1
         for name, core in attentions:
             layer += core.indexer is not None

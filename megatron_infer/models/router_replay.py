@@ -45,7 +45,7 @@ def replay_routing(
     sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence per row, padded at the end, or
     [1, N] with the sequences one behind the other. Rows are recognised by their tokens and may be some of the sequences
     in another order, as `RolloutSession.score` runs them. Context-parallel ranks have one sequence per row, of which
-    each has its positions (`models.context_parallel`). A later pipeline stage, which gets no tokens, assumes all
+    each has its positions (`models.context_parallel`). A later pipeline stage that is given no tokens assumes all
     sequences in order. Positions without a record (last ones, padding) are routed as usual.
     Where activations are recomputed the backward must be inside, too. An engine of the model generates inside as usual;
     make it before, as adoption refuses modules with hooks.
@@ -61,11 +61,7 @@ def replay_routing(
             replay = _Replay(targets, layer, name, router.router_replay)
             hooks.append(router.register_forward_pre_hook(replay.on_forward, with_kwargs=True))
             router.router_replay = replay
-        hooks += [
-            chunk.register_forward_pre_hook(targets.rows.on_tokens, with_kwargs=True)
-            for chunk in map(unwrap, chunks_of(model))
-            if chunk.pre_process
-        ]
+        hooks += targets.rows.watch(model)
         yield
     finally:
         for hook in hooks:
@@ -85,12 +81,6 @@ def check_not_replaying(model: torch.nn.Module | Sequence[torch.nn.Module], call
                 f"{call}: {name} replays the experts of other tokens ({action}); call "
                 "RouterReplay.clear_global_router_replay_action() before, or run within replay_routing(...)"
             )
-
-
-def knows_rows(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
-    """Whether a record is replayed in forwards of this model, of which it knows the rows of the last one."""
-    hooks = [hook for chunk in chunks_of(model) for hook in unwrap(chunk)._forward_pre_hooks.values()]
-    return any(isinstance(getattr(hook, "__self__", None), ReplayedRows) for hook in hooks)
 
 
 class _Replay:
@@ -142,6 +132,10 @@ class ReplayedRows:
         self.rows: tuple[int, ...] | None = None
         """Of the present forward; None: one behind the other, or unknown."""
         self._used = False
+
+    def watch(self, model: Any) -> list[Any]:
+        """Look at the tokens of each forward of the model's chunks, which may run in turns -> the hooks."""
+        return [unwrap(chunk).register_forward_pre_hook(self.on_tokens, with_kwargs=True) for chunk in chunks_of(model)]
 
     def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when a forward begins."""

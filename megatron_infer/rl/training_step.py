@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.distributed.collective_errors import is_of_collective
 from megatron_infer.distributed.lockstep import digest_of
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -26,7 +27,7 @@ from megatron_infer.engine.metrics.definitions import TRAINER
 from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, WrongState
 from megatron_infer.models.attached_lora import adapters_off, attached
 from megatron_infer.models.model_chunks import chunks_of
-from megatron_infer.models.router_replay import check_not_replaying, knows_rows
+from megatron_infer.models.router_replay import check_not_replaying
 from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, evaluation, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
@@ -401,11 +402,6 @@ class TrainerStep:
                 "megatron-core's schedule then takes one message between the two ranks for another; set "
                 "overlap_p2p_comm=True and batch_p2p_comm=False"
             )
-        if self._num_chunks > 1 and knows_rows(self._chain[-1]):
-            raise ConfigError(
-                "score_and_backward() within a replay, over virtual pipeline stages: a chunk runs other micro-batches "
-                "before the next chunk runs the first, and the replay knows the rows of the last one only"
-            )
         if len(sequences) < num_micro_batches:
             raise ConfigError(
                 f"score_and_backward() with {len(sequences)} sequences, where another expert-parallel rank has "
@@ -458,7 +454,8 @@ class TrainerStep:
         roots = list(self._chain[0]) if self._num_chunks > 1 else [self._chain[0]]
         # the schedule divides by the number of micro-batches, and multiplies by that of context-parallel ranks
         scale = len(losses.batches) / self._groups.cp_size
-        calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale)
+        goes_on = self._rank_group.whole_stage_raises
+        calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale, goes_on=goes_on)
         shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
         with self._rank_group.together("the schedule of score_and_backward()", has_collectives=True):
             try:
@@ -575,7 +572,8 @@ class LossCalls:
 
 
 class StageCalls:
-    """One stage's calls in megatron-core's schedule. After an error it goes on with zeros: the other stages wait."""
+    """One stage's calls in megatron-core's schedule. After an error of all its ranks it goes on with zeros: the other
+    stages wait."""
 
     def __init__(
         self,
@@ -585,9 +583,11 @@ class StageCalls:
         roots: Sequence[torch.nn.Module],
         *,
         scale: float,
+        goes_on: Callable[[], bool],
     ) -> None:
         """stand_in: see `Scorer.stand_in`. roots: the chunks in their wrappers, as the schedule gives them. scale: of
-        losses that the schedule gets."""
+        losses that the schedule gets. goes_on: whether it does after an error of this rank, or ends with the error."""
+        self._goes_on = goes_on
         self._run, self._losses, self._stand_in, self._roots, self._scale = run, losses, stand_in, roots, scale
         self.failure: BaseException | None = None
         """What this stage's forward or the loss has raised first."""
@@ -601,7 +601,7 @@ class StageCalls:
             try:
                 out = self._run(batch, chunk)
             except Exception as error:
-                self.failure = error
+                self._note(error)
         return self._stand_in(batch, chunk) if out is None else out, partial(self._loss_of, batch)
 
     def _loss_of(self, batch: MicroBatch, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -611,8 +611,13 @@ class StageCalls:
                 self._losses.num_done += 1
                 return value * self._scale, {}
             except BaseException as error:
-                self.failure = error
+                self._note(error)
         return out.sum() * 0.0, {}
+
+    def _note(self, error: BaseException) -> None:
+        self.failure = error
+        if not is_of_collective(error) and not self._goes_on():
+            raise error
 
 
 class SequencesOfRank(NamedTuple):

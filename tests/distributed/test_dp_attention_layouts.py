@@ -107,7 +107,8 @@ def part(kind: str, layout: str, folder: Path) -> tuple[torch.nn.Module, dict[st
     sizes = LAYOUTS[layout]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ends = stage_ends(stage, sizes[PP]) if PP in sizes else {}
-    model = MODELS[kind](stage=stage, **sizes, **ends)
+    with cpu_shim(2):  # a copy of embeddings for an MTP layer is made on CUDA
+        model = MODELS[kind](stage=stage, **sizes, **ends)
     weights, answers = torch.load(folder / f"{kind}.pt")
     ranks.take_part(model, weights)
     return model, answers

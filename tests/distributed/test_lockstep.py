@@ -115,6 +115,35 @@ def test_a_rank_that_follows_while_the_leader_is_in_no_call_is_refused():
     assert isinstance(follower, LockstepError) and "rank 0 is in a look where this rank follows" in str(follower)
 
 
+def test_a_step_that_fails_while_another_rank_follows_names_the_rank_that_raised():
+    def act(lockstep: Lockstep) -> None:
+        lockstep.phase = "decode of step 4"
+        if lockstep.rank == 1:
+            lockstep.meet("follow()")
+        cause = "ValueError: a draw" if lockstep.rank == 2 else ""
+        lockstep.step_failed(ValueError("a draw" if cause else "stage 1"), 0.1, cause=cause)
+
+    for error in play(3, act):
+        assert isinstance(error, RankFailure) and "rank 2 of the engine failed" in str(error) and "a draw" in str(error)
+
+
+def test_a_rank_that_left_by_an_error_is_not_waited_for_without_a_limit():
+    ended = threading.Barrier(3)
+
+    def act(lockstep: Lockstep) -> Any:
+        lockstep._patient = True
+        try:
+            if lockstep.rank == 1:
+                return lockstep.left("left generating() by ValueError: a reward")
+            return lockstep.meet("generate()")
+        finally:
+            ended.wait(25)
+
+    first, _, third = play(3, act, timeout_s=1.0)
+    for error in (first, third):
+        assert isinstance(error, RankFailure) and error.rank == 1 and "by ValueError: a reward" in str(error)
+
+
 def test_together_fails_everywhere_with_the_rank_and_reason():
     def act(lockstep: Lockstep) -> None:
         with lockstep.together("offload"):

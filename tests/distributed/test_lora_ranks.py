@@ -10,6 +10,7 @@ import torch
 from engine_ranks import weights_of
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from session_case import answers_in, make_session
+from test_virtual_stages import VPP2, chunks_of_rank
 from trainers import MegatronTrainer
 from training_case import loss_over, sequences_of
 
@@ -25,6 +26,7 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 MODELS: dict[str, Any] = {
     "gpt": lambda **how: tiny_gpt(init_method_std=0.2, share_embeddings_and_output_weights=True, **how),
+    "four layers": lambda **how: tiny_gpt(init_method_std=0.2, num_layers=4, qk_layernorm=True, **how),
     "hybrid": lambda **how: tiny_hybrid("M*-", init_method_std=0.2, **how),
 }
 LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -32,6 +34,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "TP2, sequence parallel": ("gpt", {TP: 2, "sequence_parallel": True}, False),
     "TP2, exact": ("gpt", {TP: 2}, True),
     "PP2": ("gpt", {PP: 2}, False),
+    "PP2 with two chunks": ("four layers", {PP: 2} | VPP2, False),
     "DP2": ("gpt", {}, False),
     "TP2, hybrid": ("hybrid", {TP: 2}, False),
 }
@@ -65,9 +68,13 @@ def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
         weights, want, answers = cases[kind]
         stages = stage_ends(rank, size) if PP in sizes else {}
-        with cpu_shim(4):  # a tied embedding on two stages
-            model = MODELS[kind](**sizes, **stages)
-        apply(model, weights)
+        if kind == "four layers":
+            settings = {"init_method_std": 0.2, "num_layers": 4, "qk_layernorm": True}
+            model = chunks_of_rank(settings | VPP2, 1, weights)
+        else:
+            with cpu_shim(4):  # a tied embedding on two stages
+                model = MODELS[kind](**sizes, **stages)
+            apply(model, weights)
         part = slice(rank, None, size) if name == "DP2" else slice(None)
         adapter, session, got = trained(model, exact, part)
         same_pairs(adapter, want, name)
@@ -105,7 +112,7 @@ def same_pairs(adapter: AttachedLoRA, want: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["TP2, sequence parallel", "PP2"],
+        ["TP2, sequence parallel", "PP2", "PP2 with two chunks"],
         pytest.param(["TP2", "TP2, exact", "DP2", "TP2, hybrid"], marks=pytest.mark.long),
     ],
     ids=", ".join,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, OtherRankFailed
 from megatron_infer.models.loading.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.models.lora.adapter import Adapter
-from megatron_infer.models.lora.attach import attach_lora
 from megatron_infer.models.mcore_compat import version
 from megatron_infer.models.router_replay import replay_routing
 from megatron_infer.models.specs import gpt_spec
@@ -162,17 +162,20 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     settings = GPT | MOE | VPP2
     new_groups()
     model = whole(settings)
-    weights, routed = weights_for_stages(model), routing_of(stage_case.make_engine(model))
+    weights, session = weights_for_stages(model), make_session(model)
+    routed = routing_of(session.engine)
+    wanted_scores, wanted_gradients = replayed(session, range(6), model.decoder.layers)
     groups_of(settings, 1)
     chunks = chunks_of_rank(settings, 1, weights)
     engine = stage_case.make_engine(chunks, collective_timeout_s=60)
     assert routing_of(engine) == routed
     engine.rank_group.lockstep.close()
-    session, ids = make_session(chunks, settings={"collective_timeout_s": 60}), [5, 6, 7, 8]
-    own = np.array([[[0, 1]] * (2 if rank == 0 else 4)] * len(ids))
-    error = pytest.raises(OtherRankFailed if rank else ConfigError, match="within a replay, over virtual")
-    with cpu_shim(4), session.training(), replay_routing(chunks, [own] * 2, [ids] * 2), error:
-        session.score_and_backward([ids] * 2, loss_over([ids] * 2))
+    session = make_session(chunks, settings={"collective_timeout_s": 60})
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    scores, gradients = replayed(session, [[0, 3], [1, 2, 4, 5]][rank], layers)
+    torch.testing.assert_close(scores, wanted_scores, atol=1e-5, rtol=0)
+    for number, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[number], atol=1e-6, rtol=1e-4)
     session.engine.rank_group.lockstep.close()
 
     settings = GPT | VPP2
@@ -202,8 +205,6 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     session.update_weights(folder / "chunks")
     for name, parameter in chunks[1].named_parameters():
         assert torch.equal(parameter, dict(chunks_of_rank(settings, 1, weights)[1].named_parameters())[name])
-    with pytest.raises(ConfigError, match=r"attach_lora\(\) on several model chunks"):
-        attach_lora(chunks, rank=4)
     fail_in_scores(session, chunks, rank)
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     for number, layer in enumerate(layers, 1 + 4 * rank):  # as if each rank had layers in a row
@@ -214,6 +215,22 @@ def on_other_calls(rank: int, size: int, folder: Path) -> None:
     again = whole(settings | {"seed": 2})
     CheckpointSource(folder / "chunks").load_into(again)
     stage_case.assert_same(stage_case.generate(stage_case.make_engine(again)), expected, "saved by chunks")
+
+
+def replayed(session: Any, own: Iterable[int], layers: Any) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Scores, and the routers' gradients by number of the layer, in micro-batches whose tokens go to experts drawn at
+    random. own: which of the mixture-of-experts layers this rank has."""
+    sequences, rng = sequences_of(LENGTHS), np.random.default_rng(3)
+    drawn = [rng.random((len(ids), 6, 4)).argsort(-1)[..., :2] for ids in sequences]
+    record = [one[:, list(own)] for one in drawn]
+    with cpu_shim(4), session.training():
+        plain = session.score(sequences)
+        with replay_routing(session.model, record, sequences):
+            scores = session.score(sequences, micro_batch_tokens=24)
+            session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=24)
+    assert not torch.allclose(torch.cat(plain), torch.cat(scores), atol=1e-3)
+    routers = {layer.layer_number: getattr(layer.mlp, "router", None) for layer in layers}
+    return torch.cat(scores), {n: router.weight.grad.clone() for n, router in routers.items() if router is not None}
 
 
 def check_saved_requests(chunks: list[Any], expected: list[Any], rank: int, folder: Path) -> None:

@@ -31,7 +31,7 @@ from megatron_infer.models.lora.names import LAYERS, PARTS, AdaptedLinears
 from megatron_infer.models.lora.peft import write_adapter
 from megatron_infer.models.lora.peft_config import scale_of
 from megatron_infer.models.mamba_mixer import split_in_parts
-from megatron_infer.models.model_chunks import ModelChunks
+from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.module_guard import plain_class
 from megatron_infer.models.sharded_weights import gathered
 from megatron_infer.models.te_apex import qualified
@@ -52,12 +52,13 @@ def attach_lora(
 ) -> AttachedLoRA:
     """Put a pair of low-rank factors on each target of a live model and freeze everything else, in place.
 
-    model: bare or in Float16Module, one pipeline stage or tensor-parallel rank of it; call this before DDP and the
-    optimizer are built, on every rank. targets: ends of megatron-core's names: linear_qkv, linear_proj, linear_fc1,
-    linear_fc2 (of shared experts too), in_proj, out_proj; routed experts have no pairs. dropout: of a pair's input, in
-    training only. rslora: scale alpha / sqrt(rank) in the place of alpha / rank. seed: of the first values, which are
-    PEFT's (a uniform, b zero) and the same in every parallel layout. description: the base model's, by whose family
-    `save` names the linears; None: that of the source of `build_model`, or else the model's own with Llama's names.
+    model: bare or in Float16Module, one pipeline stage or tensor-parallel rank of it, or the list of its chunks; call
+    this before DDP and the optimizer are built, on every rank. targets: ends of megatron-core's names: linear_qkv,
+    linear_proj, linear_fc1, linear_fc2 (of shared experts too), in_proj, out_proj; routed experts have no pairs.
+    dropout: of a pair's input, in training only. rslora: scale alpha / sqrt(rank) in the place of alpha / rank. seed:
+    of the first values, which are PEFT's (a uniform, b zero) and the same in every parallel layout. description: the
+    base model's, by whose family `save` names the linears; None: that of the source of `build_model`, or else the
+    model's own with Llama's names.
     Raises ConfigError and AdoptionError with nothing changed.
     """
     _check(rank, alpha, dropout, targets)
@@ -248,16 +249,15 @@ class AttachedLoRA:
 
 def _bare(model: Any) -> Any:
     live = unwrap(model)
-    if isinstance(live, ModelChunks):
-        raise ConfigError("attach_lora() on several model chunks (virtual pipeline stages) is not supported")
-    outer = model[0] if isinstance(model, list | tuple) else model
-    while outer is not live:
-        if not isinstance(outer, mcore.Float16Module):
-            raise ConfigError(
-                f"attach_lora() on a model within {type(outer).__name__}, which would not train the adapter: "
-                "call it before DDP and the optimizer are built"
-            )
-        outer = outer.module
+    for outer in chunks_of(model):
+        bare = unwrap(outer)
+        while outer is not bare:
+            if not isinstance(outer, mcore.Float16Module):
+                raise ConfigError(
+                    f"attach_lora() on a model within {type(outer).__name__}, which would not train the adapter: "
+                    "call it before DDP and the optimizer are built"
+                )
+            outer = outer.module
     if any(plain_class(module) is not type(module) for module in live.modules()):
         raise ConfigError(
             "attach_lora() after FSDP2's fully_shard, which would neither shard the adapter nor reduce its gradients: "
@@ -286,13 +286,20 @@ def _check(rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> N
 def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:
     """Names of this rank's linears by their path in the whole model."""
     found: dict[str, str] = {}
-    for place, layer in enumerate(live.decoder.layers):
+    chunks = chunks_of(live)
+    prefixes = [f"chunks.{number}." if len(chunks) > 1 else "" for number in range(len(chunks))]
+    layers = [
+        (f"{prefix}{LAYERS}.{place}", layer)
+        for prefix, chunk in zip(prefixes, chunks, strict=True)
+        for place, layer in enumerate(chunk.decoder.layers)
+    ]
+    for of_layer, layer in layers:
         for part in PARTS:
             try:
                 linear = layer.get_submodule(part)
             except AttributeError:
                 continue  # this layer has no such linear
-            name = f"{LAYERS}.{place}.{part}"
+            name = f"{of_layer}.{part}"
             if part.rpartition(".")[2] not in targets:
                 continue
             if type(linear) not in (mcore.ColumnParallelLinear, mcore.RowParallelLinear):
