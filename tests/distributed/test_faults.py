@@ -86,7 +86,14 @@ def test_two_hundred_faults_at_random_calls(tmp_path: Path) -> None:
     seed = int(os.environ.get("FAULT_SEED", "40"))
     results = run(drawn_cases(200, seed), tmp_path, timeout_s=7000)
     came = [result for result in results if result["off"] is not None]
-    print(Counter((result["case"]["layout"], result["case"]["kind"], complaint(result) == "") for result in came))
+    waits = [
+        end["at"] - result["off"][0]
+        for result in came
+        for rank, end in result["ranks"].items()
+        if end is not None and int(rank) != result["case"]["victim"]
+    ]
+    named = Counter((result["case"]["layout"], result["case"]["kind"], complaint(result) == "") for result in came)
+    print(f"{len(came)} faults, seed {seed}; {len(waits)} other ranks waited {max(waits):.1f} s at most: {named}")
     assert len(came) > 180
     assert [(result, complaint(result)) for result in came if complaint(result)] == []
 

@@ -138,7 +138,7 @@ class Archive:
         self._weights.accept_changes()
         memory = self._kv.collect(_unfinished([state]))
         manifest, tensors = self.contents(undelivered, {}, states=[state], memory=memory)
-        return Parcel(manifest=manifest | {"rank": self._rank_group.groups.engine_rank}, tensors=tensors)
+        return Parcel(manifest=manifest | {"rank": self._rank_group.sharing.rank}, tensors=tensors)
 
     def contents(
         self,
