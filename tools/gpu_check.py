@@ -119,8 +119,14 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
     deadline = start + options.time_limit
     jobs = options.jobs if options.jobs is not None else default_jobs(options.rehearse)
 
-    def run_unit(unit: Sequence[Check]) -> None:
-        worker.run_group(unit, command, environment_of(options), tell, deadline=deadline, patience=options.patience)
+    def run_unit(unit: Sequence[Check], hear: Callable[[Check, Result], None] = tell) -> None:
+        worker.run_group(unit, command, environment_of(options), hear, deadline=deadline, patience=options.patience)
+
+    crowded: list[Check] = []
+
+    def unless_crowded(check: Check, result: Result) -> None:
+        """What had no memory next to others is run again without them."""
+        crowded.append(check) if result.reason.startswith(worker.NO_ROOM) else tell(check, result)
 
     if not jobs:
         run_unit(by_group(checks, (*FIRST, *ALONE)))
@@ -131,7 +137,7 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
         late: list[Check] = []
 
         def one_of(check: Check) -> None:
-            run_unit([check]) if time.monotonic() < until else late.append(check)
+            run_unit([check], unless_crowded) if time.monotonic() < until else late.append(check)
 
         with ThreadPoolExecutor(jobs) as pool:
             for future in [pool.submit(one_of, one) for one in some]:
@@ -145,6 +151,7 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
         run_unit(group)
     for one in together([*late, *(one for one in checks if one not in first and one not in alone)], deadline):
         tell(one, Result(SKIPPED, reason=worker.NO_TIME))
+    run_unit(crowded)
     return ordered()
 
 

@@ -46,6 +46,8 @@ BLACKWELL = (10, 0)
 """The wheels for CUDA 12.6 have no kernels for it."""
 NEEDED_BYTES = 12 << 30
 """On disk: torch and NVIDIA's libraries, and what pip unpacks meanwhile."""
+FREE_MIB = 8 << 10
+"""Of the GPU's memory: what the checks of correctness take several at a time."""
 CHECK_S = 1800
 """Seconds for all checks: of a first run a large part goes into compiling kernels."""
 COMPILERS = ("cc", "gcc", "clang")
@@ -198,12 +200,15 @@ def look(environment: Mapping[str, str], room: Path) -> Machine:
         header = Path(sysconfig.get_paths()["include"], "Python.h")
         if not header.exists():
             missing.append(f"Triton needs Python's headers, there is no {header}: apt-get install python3-dev")
+    if (free := gpu.total_mib - gpu.used_mib) < min(FREE_MIB, gpu.total_mib):
+        holders = "nvidia-smi names the processes that hold the rest: end them"
+        missing.append(f"GPU {gpu.index} has {free:,} of {gpu.total_mib:,} MiB free, {FREE_MIB:,} are needed: {holders}")
     named = environment.get("CC")
     if named is None and not any(shutil.which(name, path=path) for name in COMPILERS):
         missing.append("Triton needs a C compiler: apt-get install gcc, or set CC")
     if torch is None:
-        if (free := shutil.disk_usage(room).free) < NEEDED_BYTES:
-            missing.append(f"{room} has {free / 2**30:.1f} GiB free, torch with CUDA takes {NEEDED_BYTES >> 30}")
+        if (left := shutil.disk_usage(room).free) < NEEDED_BYTES:
+            missing.append(f"{room} has {left / 2**30:.1f} GiB free, torch with CUDA takes {NEEDED_BYTES >> 30}")
         try:
             index_for(gpu, platform.machine())
         except Unfit as reason:

@@ -80,6 +80,7 @@ def test_without_a_driver_the_command_says_so_and_installs_nothing(tmp_path):
         ("0, NVIDIA H100, [GPU is lost], 9.0, 81559, 4", 0, "fallen off the bus"),
         ("0, NVIDIA H100, 580.95.05, [N/A], 81559, 4", 0, "too old"),
         (V100, 0, "compute capability 8.0 is needed (A100 or newer), here: Tesla V100-SXM2-16GB (7.0)"),
+        (H100.replace(", 4", ", 81000"), 0, "GPU 0 has 559 of 81,559 MiB free, 8,192 are needed: nvidia-smi names"),
         (H100.replace("580.95.05", "470.256.02"), 0, "the driver is 470.256.2, CUDA 12 needs 525.60.13"),
         ("0, NVIDIA B200, 575.57.08, 10.0, 183359, 4", 0, "built for CUDA 13, which needs 580.65.6 or newer"),
     ],

@@ -201,29 +201,79 @@ def test_tests_for_a_gpu_are_not_called_run_without_one():
     assert result.returncode == 1 and "no CUDA device" in result.stdout
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no 2 GiB"), MemoryError("not even one request fits")])
-def test_a_shape_that_a_small_device_has_no_room_for_is_skipped_and_fails_on_a_large_one(monkeypatch, error):
+class Device:
+    """As much of torch.cuda as a worker of checks uses. free: GiB, until it has been asked for; the last one stays."""
+
+    def __init__(self, *, seconds: float = 1.0, total: int = 80, free: tuple[int, ...] = (79,)) -> None:
+        self.seconds, self.total, self.free = seconds, total, list(free)
+
+    def synchronize(self):
+        pass
+
+    def memory_reserved(self):
+        return 0
+
+    def mem_get_info(self):
+        free = self.free.pop(0) if len(self.free) > 1 else self.free[0]
+        return free << 30, self.total << 30
+
+    def take(self, num_gib: int):
+        if num_gib > self.free[0]:
+            raise torch.OutOfMemoryError(f"tried to allocate {num_gib} GiB")
+
+
+@pytest.mark.parametrize(
+    ("device", "large_gib", "difference", "status", "said"),
+    [
+        (Device(), 30, 0.5, 0, ["all ok: attention, graphs, speed", "3 ok, 0 failed, 0 skipped"]),
+        (Device(), 30, 2.0, 1, ["all ok: graphs, speed", "FAILED: right", "2 ok, 1 failed, 0 skipped"]),
+        (Device(), 90, 0.5, 1, ["FAILED: large", "2 ok, 1 failed, 0 skipped"]),
+        (Device(total=24, free=(23,)), 30, 0.5, 0, ["not run: large (no room: the device has 24 GiB)"]),
+        (Device(free=(2,)), 30, 0.5, 0, ["not run: large (no room: other processes hold 78 of 80 GiB)", "2 ok, 0 failed"]),
+        (Device(free=(2, 79)), 30, 0.5, 0, ["all ok: attention, graphs, speed", "3 ok, 0 failed, 0 skipped"]),
+        (Device(seconds=60.0), 30, 2.0, 1, ["FAILED: right", "not run: large (no time left)", "run it again"]),
+        (Device(seconds=200.0), 30, 0.5, 0, ["not run: large, fast (no time left)", "1 ok, 0 failed, 2 skipped"]),
+    ],
+    ids=["sound", "wrong", "leaks", "small", "full", "crowded", "slow and wrong", "slow"],
+)
+def test_the_verdict_on_a_device_is_true(monkeypatch, capsys, tmp_path, device, large_gib, difference, status, said):
+    """Whole runs of the tool, in this process, on a device and a clock of their own."""
     for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
         monkeypatch.syspath_prepend(str(folder))
-    from gpu_checks import speed
-    from gpu_checks.registry import Unavailable
+    import gpu_check
+    from gpu_checks import worker
+    from gpu_checks.context import Context
+    from gpu_checks.registry import Check, Result
 
-    class Small:
-        total = 24 << 30
+    now, ctx = [0.0], Context(torch.device("cpu"), device)
 
-        @property
-        def cuda(self):
-            return self
+    def run_group(unit, command, environment, hear, *, deadline, patience):
+        for check in unit:
+            if now[0] >= deadline:
+                hear(check, Result("skipped", reason=worker.NO_TIME))
+                continue
+            now[0] += device.seconds
+            hear(check, worker.run_one(check, ctx))
 
-        def mem_get_info(self):
-            return 0, self.total
+    def large(ctx, compare):
+        device.take(large_gib)
+        compare.require("fits", True)
 
-    ctx = Small()
-    with pytest.raises(Unavailable, match="llama-8b does not fit a device of 24 GiB: no"), speed._fits(ctx, "llama-8b"):
-        raise error
-    ctx.total = 80 << 30
-    with pytest.raises(type(error), match=r"^no"), speed._fits(ctx, "llama-8b"):
-        raise error
+    checks = [
+        Check("right", "", lambda ctx, compare: compare.add("a case", difference, 1.0), 1.0, group="attention"),
+        Check("large", "", large, 1.0, group="graphs"),
+        Check("fast", "", lambda ctx, compare: compare.require("fast", True), 1.0, group="speed"),
+    ]
+    monkeypatch.setattr(gpu_check, "load", lambda groups: checks)
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(worker, "run_group", run_group)
+    out = tmp_path / "out.json"
+    assert gpu_check.main(["--jobs", "1", "--time-limit", "100", "--out", str(out)]) == status
+    printed = capsys.readouterr().out
+    assert all(f"gpu_check: {line}" in printed for line in said), printed
+    assert len(json.loads(out.read_text())["checks"]) == 3
 
 
 class LateDevice:

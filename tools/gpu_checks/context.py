@@ -19,6 +19,10 @@ from light.machine import seconds
 from gpu_checks.registry import Unavailable
 
 T = TypeVar("T")
+ENOUGH_BYTES = 36 << 30
+"""Device memory in which every check has room: 16 GiB of weights, a cache, and the peer's activations."""
+OTHERS_BYTES = 2 << 30
+"""More than the driver's own part of a process: another process has the rest."""
 
 
 class StandIn:
@@ -51,6 +55,9 @@ class StandIn:
         with open("/proc/self/statm", encoding="ascii") as line:
             used = int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return 2**36 - used, 2**36
+
+    def memory_reserved(self) -> int:
+        return 0
 
     def set_sync_debug_mode(self, mode: str) -> None:
         assert mode in ("default", "warn", "error")
@@ -94,6 +101,14 @@ class Context:
         self.cuda.synchronize()
         self.cuda.empty_cache()
         return int(self.cuda.mem_get_info()[0])
+
+    def lacks_room(self) -> str | None:
+        """Why a check may find no memory though nothing is wrong; None: the device has enough."""
+        free, total = self.cuda.mem_get_info()
+        if total < ENOUGH_BYTES:
+            return f"the device has {total / 2**30:.0f} GiB"
+        others = total - free - self.cuda.memory_reserved()
+        return f"other processes hold {others / 2**30:.0f} of {total / 2**30:.0f} GiB" if others > OTHERS_BYTES else None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

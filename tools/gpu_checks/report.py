@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gpu_checks import worker
 from gpu_checks.registry import FAILED, OK, SKIPPED, Check, Result
 
 PACKAGES = (
@@ -150,6 +151,8 @@ def verdict(rows: Sequence[tuple[Check, Result]], seconds: float) -> str:
             lines.append(
                 f"{said}, for {len(shown) - 3} other reasons: {sum(len(names) for _, names in shown[3:])} checks"
             )
+    if any(result.reason.startswith(worker.NO_TIME) for _, result in rows):
+        lines.append("run it again: what was ok is kept, and kernels are compiled")
     missed = [target.name for _, result in rows for target in result.targets if not target.met]
     if missed:
         lines.append(f"targets not met: {', '.join(missed)}")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import speed_of_light
-import torch
 from light.machine import measure
 from light.measures import lines
 
@@ -16,8 +13,6 @@ from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Target, Unavailable, check
 
 DECODE_SHARE, IDLE_SHARE = 0.8, 0.03
-ENOUGH_BYTES = 36 << 30
-"""Device memory in which every shape has room: 16 GiB of weights, a cache, and the peer's activations."""
 FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
 """With --quick."""
 
@@ -36,25 +31,12 @@ def _targets(rows: list[Any], name: str) -> list[Target]:
     return targets
 
 
-@contextlib.contextmanager
-def _fits(ctx: Context, name: str) -> Iterator[None]:
-    """A device that is too small for the shape fails nothing."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        total = ctx.cuda.mem_get_info()[1]
-        if total >= ENOUGH_BYTES:
-            raise
-        raise Unavailable(f"{name} does not fit a device of {total / 2**30:.0f} GiB: {error}") from None
-
-
 def _measured(ctx: Context, compare: Comparison, name: str) -> dict[str, Any]:
     ceilings = measure(ctx.device)
     small, sizes = speed_of_light.SMALL, FEWER if ctx.quick else speed_of_light.Sizes()
     if ctx.rehearse:
         name, sizes = f"tiny-{name.split('-')[0]}", dataclasses.replace(small, batches=(2,), prompts=(40,))
-    with _fits(ctx, name):
-        rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
+    rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
     speed_of_light.give_back()
     best = max((row["share"] for row in rows if row["what"].startswith("decode")), default=0.0)
     compare.figure = f"decode at {best:.0%} of copy bandwidth at best"
@@ -83,8 +65,7 @@ def speed_peer(ctx: Context, compare: Comparison) -> dict[str, Any]:
         raise Unavailable(f"transformers: {reason}") from None
     sizes = speed_of_light.SMALL if ctx.rehearse else speed_of_light.Sizes(batches=(1, 16, 64))
     name = ctx.pick("llama-8b", "tiny-llama")
-    with _fits(ctx, name):
-        rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
+    rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
     speed_of_light.give_back()
     compare.figure = ", ".join(f"{row['what'].split('generate ')[1]}: {row['ms']:.2f} ms" for row in rows)
     rows = [{key: value for key, value in row.items() if key != "faster"} for row in rows]

@@ -51,6 +51,10 @@ POISONED = 86
 TAIL, TRACEBACK = 500, 12_000
 """Characters of what went wrong that the line of a check has, and that the JSON report has."""
 NO_TIME = "no time left"
+NO_ROOM = "no room"
+"""How the reason of a check begins that ran out of memory on a device that is small, or that others use too."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""torch's, and what the engine raises where not one request fits."""
 
 
 class Absent(importlib.abc.MetaPathFinder):
@@ -79,6 +83,8 @@ def run_one(check: Check, ctx: Any) -> Result:
     except Unavailable as reason:
         result = Result(SKIPPED, reason=str(reason))
     except Exception as error:
+        if type(error).__name__ in OUT_OF_MEMORY and (why := ctx.lacks_room()) is not None:
+            return Result(SKIPPED, reason=f"{NO_ROOM}: {why}", seconds=time.perf_counter() - start)
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
         traceback.print_exc()
