@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | frameworks | census | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | frameworks | census | check-kernels | tritons | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -10,8 +10,11 @@ PYTEST_ARGS ?=
 LAUNCHES := $(VENV)/launches
 # What the compiler gave for each kernel: one that has not changed is not compiled again.
 KERNELS_TABLE := tools/aot_table.txt
+# The Tritons of torch 2.12.0, and of 2.12.1 and 2.13; the environment has that of torch 2.11, whose interpreter the tests run.
+TRITONS ?= 3.7.0 3.7.1
 # As --seconds 300: compile for so long what the table lacks, in an order by chance, and count the rest.
 COMPILE_ARGS ?=
+COMPILE = $(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --table $(KERNELS_TABLE) $(COMPILE_ARGS)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -36,7 +39,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
+.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu test test-all check-kernels tritons kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -132,12 +135,23 @@ test-all: $(VENV)/.smollm2
 # What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
 	rm -rf $(LAUNCHES)
-	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m triton --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --table $(KERNELS_TABLE) --recheck 20 $(COMPILE_ARGS)
+	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m "triton and not slow" --durations=10 $(PYTEST_ARGS)
+	$(COMPILE) --launches $(LAUNCHES) --recheck 20
+	for triton in $(INSTALLED_TRITONS); do PYTHONPATH=$$triton $(COMPILE) --quick --recheck 20 || exit 1; done
 
 # After a kernel has changed, and `make check-kernels` has noted what is launched: what it compiled anew is known from then on.
 kernels-table: $(VENV)/.smollm2
-	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --table $(KERNELS_TABLE) --write $(KERNELS_TABLE) $(COMPILE_ARGS)
+	$(COMPILE) --launches $(LAUNCHES) --write $(KERNELS_TABLE)
+	for triton in $(lastword $(INSTALLED_TRITONS)); do PYTHONPATH=$$triton $(COMPILE) --quick --write $(KERNELS_TABLE); done
+
+# Other versions of Triton, each in a folder of its own; `make check-kernels` compiles with those that are there.
+INSTALLED_TRITONS = $(sort $(patsubst %/.installed,%,$(wildcard $(VENV)/triton-*/.installed)))
+
+tritons: $(TRITONS:%=$(VENV)/triton-%/.installed)
+
+$(VENV)/triton-%/.installed: $(VENV)/.installed
+	$(PIP) install -q --no-deps --target $(@D) triton==$*
+	@touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -13,7 +13,8 @@ way for each (products on tensor cores, 8-bit floats, inline assembly) or its sh
 listed in bf16, too, is compiled for the others in bf16 alone: models run in it, and the code is the same.
 
 With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random,
-whose figures must be those of FILE. --write writes FILE from what was compiled or found; `make kernels-table` does.
+whose figures must be those of FILE. --write writes FILE from what was compiled or found, with --quick next to what it
+has; `make kernels-table` does.
 
 Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
 them: that is what turns loads into copies to shared memory, the larger case of both figures.
@@ -411,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job, one in done.items()
             if one.error is None
         }
-        aot_table.write(options.write, rows)
+        aot_table.write(options.write, rows, keep=options.quick)
     failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
     if options.json:
         rows = [asdict(outcome) | {"failure": outcome.failure(options.max_spill)} for outcome in outcomes]

@@ -1,7 +1,8 @@
-"""A table of compiled kernels: what the compiler was given, as a hash, and the figures that it gave.
+"""A table of compiled kernels: what the compiler was given, as a hash, and the figures that each Triton gave.
 
-`tools/aot_compile.py --table FILE` does not compile again what FILE has. A kernel that changes, or another version of
-Triton, has other hashes, and is compiled.
+`tools/aot_compile.py --table FILE` does not compile again what FILE has from the Triton that runs. A kernel that
+changes has another hash, and is compiled. The first line names the columns. A minor version of Triton has one: FIGURES,
+"=" for those of the column before, "-" for none.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import triton
 import triton.language
 
 FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch", "only_fp32")
-"""Columns for a compiled kernel, whole numbers; the last two are 0 or 1."""
+"""Of a compiled kernel, whole numbers; the last two are 0 or 1."""
 
 
 def key_of(variant: Any, arch: int, aligned: Iterable[str]) -> str:
     """A hash of everything that decides what the compiler gives; aligned: arguments taken as multiples of 16."""
     values = {name: _source(value) if _is_kernel(value) else value for name, value in variant.constexprs.items()}
     given = (
-        triton.__version__,
         _source(variant.kernel),
         [(name, variant.signature.get(name)) for name in variant.kernel.arg_names],
         sorted(values.items()),
@@ -69,26 +69,59 @@ def _is_kernel(value: Any) -> bool:
     return isinstance(value, triton.runtime.jit.JITCallable)
 
 
+def version() -> str:
+    """The column of the Triton that runs."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Key -> figures; raises ValueError for a line that is none."""
-    found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        words = line.split()
-        if line.startswith("#") or not words:
-            continue
+    """Key -> figures of the Triton that runs; raises ValueError for a line that is none."""
+    columns = _columns(path)
+    return {
+        key: dict(zip(FIGURES, (*cells[:3], *map(bool, cells[3:])), strict=True))
+        for key, (_, row) in columns.items()
+        if (cells := row.get(version())) is not None
+    }
+
+
+def _columns(path: Path) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
+    """Key -> (name of the variant, version -> figures)."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    versions = lines[0].split()[1:-1] if lines else []
+    rows = {}
+    for number, line in enumerate(lines[1:], 2):
         try:
-            figures = dict(zip(FIGURES, map(int, words[1 : len(FIGURES) + 1]), strict=True))
+            key, *cells, name = line.split()
+            row: dict[str, tuple[int, ...]] = {}
+            last: tuple[int, ...] = ()
+            for one, cell in zip(versions, cells, strict=True):
+                if cell == "-":
+                    continue
+                last = row[one] = last if cell == "=" else tuple(map(int, cell.split("/")))
+                if len(last) != len(FIGURES):
+                    raise ValueError
         except ValueError:
             raise ValueError(f"{path}:{number}: is no line of the table; write it again with --write") from None
-        found[words[0]] = figures | {name: bool(figures[name]) for name in ("by_arch", "only_fp32")}
-    return found
+        rows[key] = name, row
+    return rows
 
 
-def write(path: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
-    """rows: key -> (name of the variant, figures)."""
-    lines = [
-        f"{key} {' '.join(str(int(figures[name])) for name in FIGURES)} {name}"
-        for key, (name, figures) in sorted(rows.items(), key=lambda row: (row[1][0], row[0]))
-    ]
-    head = f"# made by `make kernels-table` with Triton {triton.__version__}: key {' '.join(FIGURES)} kernel"
-    path.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+def write(path: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]], *, keep: bool = False) -> None:
+    """Write the column of the Triton that runs; of other columns the keys in `rows` stay.
+
+    rows: key -> (name of the variant, figures). keep: other keys stay, too.
+    """
+    known = _columns(path) if path.exists() else {}
+    table = (known if keep else {}) | {
+        key: (name, known.get(key, (name, {}))[1] | {version(): tuple(int(figures[one]) for one in FIGURES)})
+        for key, (name, figures) in rows.items()
+    }
+    versions = sorted({one for _, row in table.values() for one in row}, key=lambda one: [*map(int, one.split("."))])
+    lines = [" ".join(("key", *versions, "kernel"))]
+    for key, (name, row) in sorted(table.items(), key=lambda item: (item[1][0], item[0])):
+        cells, last = [], None
+        for one in versions:
+            cells.append("-" if one not in row else "=" if row[one] == last else "/".join(map(str, row[one])))
+            last = row.get(one, last)
+        lines.append(" ".join((key, *cells, name)))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

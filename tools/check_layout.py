@@ -144,6 +144,19 @@ PURE = (
     "coordinator.router",
 )
 """Importable with torch and numpy absent."""
+FOR_GPUS: dict[str, tuple[str, ...]] = {
+    "package": (
+        *("kernels/triton/*.py", "kernels/packages/*.py", "runner/cuda_graphs/*.py", "config/graph_*.py"),
+        *(f"kernels/{name}.py" for name in ("triton_scratch", "attention_phases", "backend_candidates")),
+        *(f"kernels/{name}.py" for name in ("draw_columns", "host_uploads", "symmetric_allreduce", "te_tensors")),
+        *(f"memory/{name}.py" for name in ("copy_pipeline", "layerwise_restore", "suspend_copy")),
+        *(f"memory/regions/{name}.py" for name in ("cuda", "managed", "saver")),
+        *("engine/build_graphs.py", "models/fp8.py", "models/te_apex.py"),
+    ),
+    "tools": ("aot_*.py", "gpu_*.py", "gpu_checks/*.py", "bench/host_costs.py"),
+    "tests": ("triton/*.py", "contract/test_gpu_setup.py", "contract/test_not_yet_on_a_gpu.py"),
+}
+"""Files that mostly or only a GPU needs, by the folder they are in; `summary` counts their lines."""
 IMPURE_ROOTS = ("torch", "numpy", "megatron")
 
 
@@ -402,7 +415,7 @@ def check_tree(own: list[Module]) -> list[Violation]:
     return [violation for module in own for violation in check_imports(module)]
 
 
-def summary(own: list[Module]) -> Iterator[str]:
+def summary(own: list[Module], root: Path) -> Iterator[str]:
     """What the tree is like, for the reader of a CI log."""
     doors: dict[str, int] = defaultdict(int)
     for module in own:
@@ -411,6 +424,9 @@ def summary(own: list[Module]) -> Iterator[str]:
     yield f"doors: {len(doors)}, folders: {len(folders)}"
     yield f"lines: {sum(doors.values()):,}, afternoon path: {path_lines(own):,}"
     yield from (f"    {count:,} {door}" for door, count in sorted(doors.items(), key=lambda one: -one[1]))
+    for part, patterns in FOR_GPUS.items():
+        files = {path for one in patterns for path in (root / (PACKAGE if part == "package" else part)).glob(one)}
+        yield f"for GPUs, {part}: {sum(len(path.read_text('utf-8').splitlines()) for path in files):,}"
     classes, long, wide = Classes(own), [], []
     for module in own:
         for node in module.tree.body:
@@ -493,7 +509,7 @@ def main() -> int:
         violations.append(Violation(Path(PAGE), 1, "page", "it shows another tree: run tools/check_layout.py --write"))
     for violation in violations:
         print(violation)
-    print(*summary(own), sep="\n")
+    print(*summary(own, root), sep="\n")
     print(f"check_layout: {len(violations)} violation{'s' * (len(violations) != 1)}")
     return 1 if violations else 0
 

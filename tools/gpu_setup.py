@@ -201,8 +201,8 @@ def look(environment: Mapping[str, str], room: Path) -> Machine:
         if not header.exists():
             missing.append(f"Triton needs Python's headers, there is no {header}: apt-get install python3-dev")
     if (free := gpu.total_mib - gpu.used_mib) < min(FREE_MIB, gpu.total_mib):
-        holders = "nvidia-smi names the processes that hold the rest: end them"
-        missing.append(f"GPU {gpu.index} has {free:,} of {gpu.total_mib:,} MiB free, {FREE_MIB:,} are needed: {holders}")
+        found = f"GPU {gpu.index} has {free:,} of {gpu.total_mib:,} MiB free, {FREE_MIB:,} are needed"
+        missing.append(f"{found}: nvidia-smi names the processes that hold the rest, end them")
     named = environment.get("CC")
     if named is None and not any(shutil.which(name, path=path) for name in COMPILERS):
         missing.append("Triton needs a C compiler: apt-get install gcc, or set CC")

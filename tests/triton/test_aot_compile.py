@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from megatron_infer.kernels.triton.launch import launch
 from megatron_infer.testing.launches import recording
@@ -59,6 +60,7 @@ def aot_variants():
     product_types = {"x": "*fp16", "out": "*fp32"}
     return [VARIANTS]
 """
+VERSION = ".".join(triton.__version__.split(".")[:2])
 PLANTED = """
     variant("double", scaled, scaled_types, N=64),
     variant("dot", product, product_types, N=16, K=16),
@@ -169,12 +171,33 @@ def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_p
     for change in (("constexpr(2)", "constexpr(3)"), ('"n": "i32', '"n": "i64')):  # of a function that it calls; a type
         changed = told("--table", str(table), replaced=change)
         assert "1 compiled" in changed.stdout and "1 in the table" in changed.stdout
-    key, registers, rest = table.read_text().splitlines()[1].split(maxsplit=2)
-    table.write_text(f"{key} {int(registers) + 1} {rest}\n")
+    head, *lines = table.read_text().splitlines()
+    assert head == f"key {VERSION} kernel" and len(lines) == 2
+    key, figures, name = lines[0].split()
+    registers, rest = figures.split("/", 1)
+    table.write_text(f"{head}\n{key} {int(registers) + 1}/{rest} {name}\n")
     checked = told("--table", str(table), "--recheck", "5")
     assert checked.returncode == 1 and "make kernels-table" in checked.stdout
-    table.write_text(f"{key} many {rest}\n")
-    assert "table.txt:1: is no line of the table" in told("--table", str(table)).stderr
+    table.write_text(f"{head}\n{key} {registers} {name}\n")
+    assert "table.txt:2: is no line of the table" in told("--table", str(table)).stderr
+
+
+def test_another_version_of_triton_has_a_column_of_its_own(tmp_path):
+    both = 'variant("double", scaled, scaled_types, N=64), variant("half", scaled, scaled_types, N=32)'
+    table = tmp_path / "table.txt"
+    arguments = ("--arch", "90", "--table", str(table), "--write", str(table))
+    table.write_text("")
+    assert "2 compiled" in ran(tmp_path, *arguments, planted=both).stdout
+    of_one = table.read_text().replace(f"key {VERSION}", "key 2.9").splitlines()
+    table.write_text("\n".join([*of_one[:2], ""]))  # the other kernel is not in the table of that version
+    assert "2 compiled" in ran(tmp_path, *arguments, planted=both).stdout
+    head, *lines = table.read_text().splitlines()
+    assert head == f"key 2.9 {VERSION} kernel"
+    assert lines[0] == of_one[1].replace(" kernels", " = kernels")
+    assert lines[1] == of_one[2].replace(" ", " - ", 1)
+    one = both.partition("),")[0] + ")"
+    assert "0 compiled" in ran(tmp_path, *arguments, "--quick", planted=one).stdout
+    assert table.read_text().splitlines() == [head, *lines]
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):

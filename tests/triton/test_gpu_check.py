@@ -229,7 +229,7 @@ class Device:
         (Device(), 30, 2.0, 1, ["all ok: graphs, speed", "FAILED: right", "2 ok, 1 failed, 0 skipped"]),
         (Device(), 90, 0.5, 1, ["FAILED: large", "2 ok, 1 failed, 0 skipped"]),
         (Device(total=24, free=(23,)), 30, 0.5, 0, ["not run: large (no room: the device has 24 GiB)"]),
-        (Device(free=(2,)), 30, 0.5, 0, ["not run: large (no room: other processes hold 78 of 80 GiB)", "2 ok, 0 failed"]),
+        (Device(free=(2,)), 30, 0.5, 0, ["not run: large (no room: other processes hold 78 of 80 GiB)", "2 ok"]),
         (Device(free=(2, 79)), 30, 0.5, 0, ["all ok: attention, graphs, speed", "3 ok, 0 failed, 0 skipped"]),
         (Device(seconds=60.0), 30, 2.0, 1, ["FAILED: right", "not run: large (no time left)", "run it again"]),
         (Device(seconds=200.0), 30, 0.5, 0, ["not run: large, fast (no time left)", "1 ok, 0 failed, 2 skipped"]),

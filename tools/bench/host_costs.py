@@ -23,12 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
+from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.testing.stub_driver import stubbed
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
+KINDS = ("llama", "moe", "mamba")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEYS = 4, 2, 16, 16, 512
 LAYERS: dict[str, Any] = {
     "hidden_size": HEADS * HEAD_DIM,
@@ -43,15 +47,17 @@ class Step:
     """Decode rows of KEYS keys each, as `runner.batch.Batch` gives them to the layers."""
 
     is_padded = False
-    padding_T1 = routing_TLK = lora = absorbed_S = None
+    padding_T1 = routing_TLK = lora = absorbed_S = tokens_of_ranks = None
 
     def __init__(self, batch: int, num_layers: int) -> None:
-        from megatron_infer.kernels.triton import attention, elementwise
+        from megatron_infer.kernels.triton import attention, elementwise, scan
 
         device, blocks = torch.device("cpu"), KEYS // BLOCK
         rows = torch.arange(batch, dtype=torch.int32)
         self.ops = elementwise.make(device, torch.float32)
         self.attention = attention.TritonPagedAttention(num_cores=132, shared_kib=227)
+        self.scan = scan.TritonScan()
+        self.states: LayerStates | None = None
         self.kv_cache = torch.zeros(num_layers, 2, batch * blocks + 1, BLOCK, KV_HEADS, HEAD_DIM)
         self.num_tokens, self.token_ids_T = batch, torch.ones(batch, dtype=torch.long)
         self.positions_T = torch.full((batch,), KEYS - 1)
@@ -79,6 +85,13 @@ class Step:
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
 
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:
+        if self.states is None:
+            sizes = spec.num_heads, spec.head_dim, spec.state_dim
+            conv_SCW = torch.zeros(self.num_tokens, spec.num_channels, spec.conv_width)
+            self.states = LayerStates(conv_SCW, torch.zeros(self.num_tokens, *sizes))
+        return self.scan.run(xBC_TC, dt_TX, self.states, weights, spec)
+
     def run_program(self, *_: Any) -> None:
         return None
 
@@ -101,6 +114,8 @@ def decoder(kind: str, num_layers: int, experts: int) -> AdoptedModel:
         settings |= {"num_moe_experts": experts, "moe_router_topk": 8, "moe_ffn_hidden_size": 16}
         settings |= {"moe_grouped_gemm": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         return adopt(tiny_hybrid("*" + "E" * num_layers, **settings))
+    if kind == "mamba":
+        return adopt(tiny_hybrid("*" + "M" * num_layers, **LAYERS))
     return adopt(tiny_gpt(**settings).eval())
 
 
@@ -109,9 +124,28 @@ def step_of(adopted: AdoptedModel, step: Step) -> Callable[[], Any]:
 
     def run() -> None:
         step.attention.plan(step.meta)
+        step.scan.plan(step.meta)
         adopted.hidden(step)  # type: ignore[arg-type]
 
     return run
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations that compute something: one launch each on a GPU."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view and "empty" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """Of Triton's kernels and of torch's operations."""
+    kernels: list[str] = []
+    with Operations() as operations, listening(lambda launch, kernel, *_: kernels.append(kernel.fn.__name__)):
+        call()
+    return len(kernels) + operations.num
 
 
 @torch.inference_mode()
@@ -121,15 +155,15 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 12], help="a shallow and a deep decoder")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--profile", choices=["llama", "moe"], help="show where the time of a step goes")
+    parser.add_argument("--profile", choices=KINDS, help="show where the time of a step goes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what no kernel has written may be slow to multiply
     shallow, deep = options.layers
-    found: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, stubbed(Path(folder)):
-        for kind in ("llama", "moe"):
+        for kind in KINDS:
             runs = [
                 step_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
                 for depth in (shallow, deep)
@@ -140,8 +174,13 @@ def main() -> None:
                 profile.runcall(lambda run=runs[1]: [run() for _ in range(50)])
                 pstats.Stats(profile).sort_stats("tottime").print_stats(35)
             few, many = (microseconds(run, options.repeats) for run in runs)
-            found[kind] = (many - few) / (deep - shallow)
-            print(f"{kind:6} {found[kind]:7.1f} us of host a layer (decode, batch {options.batch})", flush=True)
+            fewer, more = map(launches, runs)
+            row = found[kind] = {"us": (many - few) / (deep - shallow), "launches": (more - fewer) / (deep - shallow)}
+            print(
+                f"{kind:6} {row['us']:7.1f} us of host a layer, {row['launches']:g} launches "
+                f"(decode, batch {options.batch})",
+                flush=True,
+            )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -108,7 +108,9 @@ class Context:
         if total < ENOUGH_BYTES:
             return f"the device has {total / 2**30:.0f} GiB"
         others = total - free - self.cuda.memory_reserved()
-        return f"other processes hold {others / 2**30:.0f} of {total / 2**30:.0f} GiB" if others > OTHERS_BYTES else None
+        if others > OTHERS_BYTES:
+            return f"other processes hold {others / 2**30:.0f} of {total / 2**30:.0f} GiB"
+        return None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
