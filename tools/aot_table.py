@@ -19,12 +19,15 @@ import triton.language
 
 FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch", "only_fp32")
 """Of a compiled kernel, whole numbers; the last two are 0 or 1."""
+FIRST_VERSION = "3.6.0"
+"""Part of every hash, so that hashes stay as they were when the table was for one Triton."""
 
 
 def key_of(variant: Any, arch: int, aligned: Iterable[str]) -> str:
     """A hash of everything that decides what the compiler gives; aligned: arguments taken as multiples of 16."""
     values = {name: _source(value) if _is_kernel(value) else value for name, value in variant.constexprs.items()}
     given = (
+        FIRST_VERSION,
         _source(variant.kernel),
         [(name, variant.signature.get(name)) for name in variant.kernel.arg_names],
         sorted(values.items()),
