@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_infer.cli.coordinator import DEFAULT_BIND, add_key_option, key_from
 from megatron_infer.cli.loading import add_model_options, load_llm, note
+from megatron_infer.config.coordinator_options import ReplicaRole
 from megatron_infer.errors import ConfigError
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -27,6 +28,12 @@ def add_parser(subparsers: Any) -> None:
         default=DEFAULT_BIND,
         metavar="ADDRESS",
         help=f"the coordinator's address (default {DEFAULT_BIND})",
+    )
+    parser.add_argument(
+        "--role",
+        choices=[role.value for role in ReplicaRole],
+        default=ReplicaRole.BOTH.value,
+        help="prefill_only: prompts and first tokens; decode_only: what follows them (default: both)",
     )
     parser.add_argument("--name", default="", help="name of this replica (default: the host's name)")
     add_key_option(parser)
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         args.coordinator,
         name=args.name,
         key=key,
+        role=args.role,
         control=args.control,
         weights_root=args.weights_root,
         lora_root=args.lora_root,

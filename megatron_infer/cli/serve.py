@@ -13,7 +13,7 @@ from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note, run_options
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.layout import Layout, RunOptions
+from megatron_infer.config.layout import EngineRoles, Layout, RunOptions
 from megatron_infer.config.options import options_of
 from megatron_infer.config.request_metadata import FILLED
 from megatron_infer.config.speculative import refuse_synthetic
@@ -48,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     add_flags(parser, group, ServerConfig, SERVER_PREFIX)
     layout = parser.add_argument_group("layout", "number of processes; --tp, --pp and --ep need torchrun")
     add_flags(parser, layout, Layout, "")
+    add_flags(parser, layout, EngineRoles, "")
     add_run_options(parser)
     add_pipeline_options(parser)
     parser.set_defaults(run=run)
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.coordinator is not None:
             raise ConfigError("--coordinator under torchrun: the first rank starts one; leave it out")
+        _roles(args).of_engines(layout)
         serve_rank(options, settings, **asdict(layout))
         return 0
     parallel = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
@@ -74,13 +76,20 @@ def run(args: argparse.Namespace) -> int:
         )
     from megatron_infer.server.launch import attach, serve
 
-    options = replace(options, dp=layout.dp)
+    options = replace(options, roles=tuple(role.value for role in _roles(args).of_engines(layout)))
     if args.coordinator is not None:
         _check_starts_no_engine(args, options)
         attach(options, settings, args.coordinator, key_from(args), note)
     else:
         serve(options, settings, note=note)
     return 0
+
+
+def _roles(args: argparse.Namespace) -> EngineRoles:
+    """Those of the command line, else of the file."""
+    _, file = read_config_file(args.config)
+    in_file = {name: file[name] for name in options_of(EngineRoles) if name in file}
+    return EngineRoles(**in_file | given_flags(args, EngineRoles, ""))
 
 
 def _from_pipeline(args: argparse.Namespace) -> Served | None:
@@ -149,7 +158,8 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
 
 def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) -> None:
     """Raises ConfigError for flags that would have no effect beside --coordinator."""
-    typed = [*given(args), *given_flags(args, Layout, ""), *run_options(args)]
+    layout = {**given_flags(args, Layout, ""), **given_flags(args, EngineRoles, "")}
+    typed = [*given(args), *layout, *run_options(args)]
     if options.endpoint_base is not None:
         typed.append("zmq_endpoint_base")
     if typed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.config.options import CHECKED, checked, choose, option, options_of
@@ -13,6 +14,16 @@ MAX_STEP_S = 600.0
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
 MAX_HEARTBEAT_S = 0.5
+
+
+class ReplicaRole(str, Enum):
+    """What a replica does of a request."""
+
+    BOTH = "prefill_and_decode"
+    PREFILL = "prefill_only"
+    """It computes prompts, draws first tokens and hands the requests out."""
+    DECODE = "decode_only"
+    """It goes on with requests that others have begun, and computes short prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +60,9 @@ class CoordinatorOptions:
     """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = option(MAX_MESSAGE, least=1, flag=None)
     """Most bytes of a message."""
+    role_min_prompt_tokens: int = option(128, least=0)
+    """Prompts with fewer tokens that its cache does not have stay on the replica that decodes them, in place of a
+    prefill_only replica."""
     seed: int = option(0, is_common=True)
     """Requests without a seed get one derived from this, in the order of arrival."""
 

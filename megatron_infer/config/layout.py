@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_infer.config.options import choose, option, options_of
+from megatron_infer.config.coordinator_options import ReplicaRole
+from megatron_infer.config.options import checked, choose, option, options_of
 from megatron_infer.errors import ConfigError
 
 DP_ATTENTION_REQUESTS = 8
@@ -53,6 +54,32 @@ class Layout:
         """Raise ConfigError for a number that is none of ranks. names: what an error calls the fields instead."""
         for name, size in asdict(self).items():
             _check_count((names or {}).get(name, name), size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRoles:
+    """Engines that do a part of each request, in the place of `Layout.dp`. Raises ConfigError."""
+
+    prefill: int = option(0, least=0, is_common=True)
+    """Engines that compute prompts and draw first tokens. Needs `decode`."""
+    decode: int = option(0, least=0, is_common=True)
+    """Engines that go on with these requests. Needs `prefill`."""
+
+    def __post_init__(self) -> None:
+        for name, one in options_of(EngineRoles).items():
+            checked(one, getattr(self, name))
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError(f"prefill is {self.prefill} and decode is {self.decode}; give both, or dp in their place")
+
+    def of_engines(self, layout: Layout) -> tuple[ReplicaRole, ...]:
+        """The role of each engine."""
+        if not self.prefill:
+            return (ReplicaRole.BOTH,) * layout.dp
+        if layout.world_size > 1:
+            raise ConfigError(
+                "prefill and decode are for engines of one process, whose memory moves; leave dp, tp, pp and ep out"
+            )
+        return (ReplicaRole.PREFILL,) * self.prefill + (ReplicaRole.DECODE,) * self.decode
 
 
 def dp_attention_pays(max_requests: int) -> bool:

@@ -31,7 +31,7 @@ log = logging.getLogger("megatron_infer.coordinator")
 MIN_KEY_BYTES = 16
 HANDSHAKE_TIMEOUT_S = 30.0
 """Seconds that a connection has to prove its key."""
-_ENCRYPTION_BYTES = 256
+ENCRYPTION_BYTES = 256
 """Most bytes that CurveZMQ adds to a frame, with room to spare."""
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -113,7 +113,7 @@ def _read_own_key(path: Path) -> bytes:
 
 def protect_listener(socket: zmq.Socket[bytes], key: bytes | None) -> None:
     """Have a listening socket take only peers that hold the key, and frames of bounded size."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + _ENCRYPTION_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + ENCRYPTION_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_TIMEOUT_S))
     if key is None:
         return

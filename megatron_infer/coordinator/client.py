@@ -361,6 +361,14 @@ class InferenceClient(EngineCommands[Answers, Answers, Answers]):
     def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> Answers:
         return self.control(name, timeout_s=timeout_s, **args)
 
+    def drain(self, replica: str, *, move: bool = False, end: bool = False, timeout_s: float = 10.0) -> Answers:
+        """A replica takes no more requests; move: those it has go on elsewhere, with what is computed of them. The
+        value has "running": how many it still has (`stats` says when there is none). end: it takes requests again.
+        Raises ControlFailed for a name that no replica has.
+        """
+        result = self._session.ask(lambda number: protocol.Drain(number, replica, move, end)).result(timeout_s)
+        return _checked(result, "drain")
+
     def stats(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
         """The coordinator's counters, and the state of every replica."""
         report: protocol.Report = self._session.ask(protocol.Query).result(timeout_s)
@@ -467,6 +475,12 @@ class AsyncInferenceClient(EngineCommands[LaterAnswers, LaterAnswers, LaterAnswe
 
     async def _command(self, name: str, *, timeout_s: float | None, **args: Any) -> Answers:
         return await self.control(name, timeout_s=timeout_s, **args)
+
+    async def drain(self, replica: str, *, move: bool = False, end: bool = False) -> Answers:
+        """See `InferenceClient.drain`."""
+        await self.ready()
+        ask = self._session.ask(lambda number: protocol.Drain(number, replica, move, end))
+        return _checked(await asyncio.wrap_future(ask), "drain")
 
     async def stats(self) -> dict[str, Any]:
         await self.ready()

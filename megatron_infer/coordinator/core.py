@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from megatron_infer.config.coordinator_options import CoordinatorOptions
+from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import Broadcasts
@@ -116,6 +116,13 @@ class CoordinatorCore:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
         self.broadcasts.tick(self._clock())
         self._update_availability()
+        self._move_on()
+
+    def _move_on(self) -> None:
+        """Replicas that are emptied hand out what others have room for by now."""
+        for replica in list(self._replicas.values()):
+            if replica.moves and replica.running:
+                self.dispatch.move_away(replica)
 
     # ------------------------------------------------------------------ clients
 
@@ -128,6 +135,8 @@ class CoordinatorCore:
             self.dispatch.abort(client, message.id)
         elif isinstance(message, protocol.Control):
             self.broadcasts.start(client.peer, message)
+        elif isinstance(message, protocol.Drain):
+            self._drain(client, message)
         elif isinstance(message, protocol.Query):
             self._send(client.peer, protocol.Report(message.id, self.stats()))
         elif isinstance(message, protocol.Goodbye):
@@ -143,6 +152,8 @@ class CoordinatorCore:
             if not self.dispatch.output(replica, message):
                 self.unreachable(replica.peer, f"it sent tokens of request {message.number} out of turn")
                 self._send(replica.peer, protocol.Refused("fenced", "an output was out of turn; say hello again"))
+        elif isinstance(message, protocol.HandedOut):
+            self.dispatch.handed_out(replica, message)
         elif isinstance(message, protocol.Beat):
             self._beat(replica, message)
         elif isinstance(message, protocol.PrefixNews):
@@ -224,11 +235,14 @@ class CoordinatorCore:
             replica.is_outdated = is_older or replica.now.weights != in_force.weights.now.stamp
             if not replica.is_outdated:
                 replica.why_outdated = ""
-            if replica.draining or replica.is_outdated:
+            is_running, only_prompts = replica.now.state == "running", replica.role is ReplicaRole.PREFILL
+            is_closed = replica.draining or replica.is_drained_by_client or replica.is_outdated
+            replica.view.takes_prompts = only_prompts and is_running and not is_closed
+            if is_closed:
                 replica.view.availability = Availability.CLOSED
             else:
-                is_running = replica.now.state == "running"
-                replica.view.availability = Availability.OPEN if is_running else Availability.RESERVE
+                is_first = is_running and not only_prompts
+                replica.view.availability = Availability.OPEN if is_first else Availability.RESERVE
             opened |= gained or before is Availability.CLOSED is not replica.view.availability
             if lost or before is not Availability.CLOSED is replica.view.availability:
                 closed.append(replica)
@@ -244,6 +258,19 @@ class CoordinatorCore:
         view.adapters = {name: digest for name, digest in replica.now.adapters.items() if name not in view.outdated}
         gained = not (view.adapters.items() <= had.items() and old <= view.outdated)
         return gained, not (had.items() <= view.adapters.items() and view.outdated <= old)
+
+    def _drain(self, client: ClientState, drain: protocol.Drain) -> None:
+        found = [replica for replica in self._registered() if replica.name == drain.replica]
+        for replica in found:
+            replica.is_drained_by_client, replica.moves = not drain.end, drain.move and not drain.end
+        self._update_availability()
+        self._move_on()
+        answers = {one.name: protocol.Answer(ok=True, value={"running": len(one.running)}) for one in found}
+        if not found:
+            names = ", ".join(replica.name for replica in self._registered())
+            text = f"no replica {drain.replica[:60]!r}; there are: {names or 'none'}"
+            answers = {"coordinator": protocol.Answer(ok=False, kind="ConfigError", message=text)}
+        self._send(client.peer, protocol.ControlResult(drain.id, answers))
 
     def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:
         if not goodbye.draining:

@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from megatron_infer.config.coordinator_options import CoordinatorOptions
+from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.fair_queue import Caller, FairQueue
 from megatron_infer.coordinator.peers import ClientState, Counts, PendingRequest, ReplicaState, caller_share
-from megatron_infer.coordinator.router import Availability, Route, Router
+from megatron_infer.coordinator.router import Availability, ReplicaView, Route, Router
 from megatron_infer.outputs.schema import Failure, Piece
 
+CHARS_OF_A_TOKEN = 4
+"""Of a text whose tokens are not known yet."""
 HANDED_IN_AGAIN = 8
 """Times max_queue that may wait when clients hand their requests in again after a coordinator was lost: what waited
 there, and what ran at its replicas."""
@@ -131,6 +133,41 @@ class Dispatcher:
         if replica is not None:
             self._fill(replica)
 
+    def move_away(self, replica: ReplicaState) -> None:
+        """Have a replica hand out as many of its requests as other replicas have room for; the rest stay for now."""
+        others = [one for one in self._open() if one is not replica and one.role is not ReplicaRole.PREFILL]
+        room = sum(max(0, one.info.capacity - one.num_taken - len(one.backlog)) for one in others)
+        moving = sum(request.is_moving for request in replica.running.values())
+        for request in list(replica.running.values()):
+            if moving >= room:
+                return
+            if not request.is_moving and not request.aborted and request.prefill is None:
+                request.is_moving = True
+                moving += 1
+                self._send(replica.peer, protocol.HandOut(request.number))
+
+    def handed_out(self, replica: ReplicaState, message: protocol.HandedOut) -> None:
+        """A replica has let a request go: another one goes on with it."""
+        request = replica.running.pop(message.number, None)
+        if request is None:
+            self.counts.fenced += 1
+            return
+        self.counts.moved += 1
+        request.num_moves += 1
+        request.number, request.parcel, request.is_moving = 0, message.parcel, False
+        self._count_waiting(request, +1)
+        place = self._place_of(request)
+        if request.aborted:
+            self._leave(request)
+            self._finish(request)
+        elif place is not None and place.view is not None and place.view.availability is not Availability.CLOSED:
+            self._start(request, place)
+        else:
+            self._leave(request)
+            self._count_waiting(request, -1)
+            self._assign(request)
+        self._fill_all()
+
     def clear_backlog(self, replica: ReplicaState) -> None:
         """Reassign what has not been sent to a replica that takes no more requests."""
         backlog, replica.backlog = _drained(replica.backlog), FairQueue()
@@ -141,6 +178,9 @@ class Dispatcher:
 
     def lose(self, replica: ReplicaState) -> None:
         """Reassign all requests of a replica that is gone from `replicas` and the router, with the tokens it sent."""
+        for request in self._at_prefill():
+            if request.route is not None and request.route.key == replica.peer:
+                request.route = None  # its place is gone; where it is it goes on
         self._reassign([*replica.running.values(), *_drained(replica.backlog)])
 
     # ------------------------------------------------------------------ outputs
@@ -187,14 +227,41 @@ class Dispatcher:
         assert not request.ended, f"request {request.submit.id} has ended before"
         request.ended = True
         del request.client.requests[request.submit.id]
-        if request.route is not None and self.router is not None:
-            self.router.release(request.route)
-        if not request.number:
+        replica = self._replica_of(request) if request.number else None
+        self._leave(request)
+        if replica is None:
             self._count_waiting(request, -1)
             return
-        replica = self._replica_of(request)
         del replica.running[request.number]
         self._fill(replica)
+        if replica.role is ReplicaRole.PREFILL:
+            self._fill_all()
+
+    def _leave(self, request: PendingRequest) -> None:
+        """Give back its route, and its place at the replica that is to decode it."""
+        if (place := self._place_of(request)) is not None:
+            place.num_places -= 1
+        if request.route is not None and self.router is not None:
+            self.router.release(request.route)
+        request.route = request.prefill = None
+
+    def _place_of(self, request: PendingRequest) -> ReplicaState | None:
+        """The replica that keeps a place for a request while it is at a prefill_only one."""
+        if request.prefill is None or request.route is None:
+            return None
+        return self._replicas.get(request.route.key)  # type: ignore[call-overload, no-any-return]
+
+    def _at_prefill(self) -> list[PendingRequest]:
+        running = (request for replica in self._replicas.values() for request in replica.running.values())
+        return [request for request in running if request.prefill is not None]
+
+    def _fill_all(self) -> None:
+        for replica in list(self._replicas.values()):
+            self._fill(replica)
+
+    def _open(self) -> list[ReplicaState]:
+        views = ((replica, replica.view) for replica in self._replicas.values())
+        return [replica for replica, view in views if view is not None and view.availability is Availability.OPEN]
 
     # ------------------------------------------------------------------ assignment
 
@@ -218,28 +285,57 @@ class Dispatcher:
         if replica.view is None or replica.peer not in self._replicas:
             return
         while (request := self._next_for(replica)) is not None:
-            self._count_waiting(request, -1)
-            self._num_sent += 1
-            request.number = self._num_sent
-            request.attempts += 1
-            replica.running[request.number] = request
-            submit = request.submit
-            has_tokens = any(one.tokens for one in request.sequences)
-            self._send(
-                replica.peer,
-                protocol.Run(
-                    request.number,
-                    replica.incarnation,
-                    request.prompt,
-                    submit.text if request.prompt is None else None,
-                    submit.salt,
-                    submit.params,
-                    request.seed,
-                    submit.stream,
-                    [one.copy() for one in request.sequences] if has_tokens else [],
-                    request.caller_number,
-                ),
-            )
+            prefill = self._prefill_for(request, replica)
+            if prefill is not None:
+                request.prefill = prefill.peer
+                replica.num_places += 1
+            self._start(request, prefill or replica)
+
+    def _prefill_for(self, request: PendingRequest, replica: ReplicaState) -> ReplicaState | None:
+        """The prefill_only replica that computes a request's prompt before `replica` goes on; None: `replica` does."""
+        if replica.role is ReplicaRole.PREFILL or request.parcel is not None or request.num_moves:
+            return None
+        prompt, route = request.prompt, request.route
+        length = len(prompt) // 4 if prompt is not None else len(request.submit.text or "") // CHARS_OF_A_TOKEN
+        cached = 0 if route is None else route.matched * replica.info.block_size
+        if length - cached < self._options.role_min_prompt_tokens or any(one.tokens for one in request.sequences):
+            return None
+        views = ((one, one.view) for one in self._replicas.values() if one.role is ReplicaRole.PREFILL)
+        free = [
+            one
+            for one, view in views
+            if view is not None and view.takes_prompts and len(one.running) < one.limit and _has_adapter(view, request)
+        ]
+        return min(free, key=lambda one: len(one.running) / one.info.capacity, default=None)
+
+    def _start(self, request: PendingRequest, replica: ReplicaState) -> None:
+        """Send a waiting request to a replica; its prompt alone where it keeps a place at another one."""
+        if request.prefill is not None and replica.peer != request.prefill:
+            replica.num_places -= 1
+            request.prefill = None
+        self._count_waiting(request, -1)
+        self._num_sent += 1
+        request.number = self._num_sent
+        request.attempts += 1
+        replica.running[request.number] = request
+        submit = request.submit
+        has_tokens = any(one.tokens for one in request.sequences)
+        run = protocol.Run(
+            request.number,
+            replica.incarnation,
+            request.prompt,
+            submit.text if request.prompt is None else None,
+            submit.salt,
+            submit.params,
+            request.seed,
+            submit.stream,
+            [one.copy() for one in request.sequences] if has_tokens else [],
+            request.caller_number,
+            request.parcel,
+            request.prefill is not None,
+        )
+        request.parcel = None
+        self._send(replica.peer, run)
 
     def _next_for(self, replica: ReplicaState) -> PendingRequest | None:
         """The next of its backlog; a replica that is at most half full takes over from the longest backlog."""
@@ -249,7 +345,7 @@ class Dispatcher:
                 return request
         assert replica.view is not None
         is_open = replica.view.availability is Availability.OPEN
-        if not is_open or 2 * len(replica.running) > replica.info.capacity:
+        if not is_open or 2 * replica.num_taken > replica.info.capacity:
             return None
         longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
         while longest.backlog:
@@ -276,10 +372,12 @@ class Dispatcher:
             if request.number:
                 self._count_waiting(request, +1)
                 self.counts.resent += 1
-            request.number, request.route = 0, None
+            if request.prefill is not None:
+                self._leave(request)
+            request.number, request.route, request.is_moving = 0, None, False
             if request.aborted:
                 self._finish(request)
-            elif request.attempts >= self._options.max_attempts:
+            elif request.attempts - request.num_moves >= self._options.max_attempts:
                 text = f"{request.attempts} replicas were lost while they served it (limit: max_attempts)"
                 self._finish(request, Failure("ReplicaLost", text))
             else:
@@ -287,6 +385,8 @@ class Dispatcher:
                 self._assign(request)
 
     def _replica_of(self, request: PendingRequest) -> ReplicaState:
+        if request.prefill is not None:
+            return self._replicas[request.prefill]
         assert request.route is not None
         return self._replicas[request.route.key]  # type: ignore[index]
 
@@ -303,7 +403,10 @@ class Dispatcher:
         assert len(held) == len(waiting) + len(running), "a request is in two places"
         for replica in replicas:
             backlog = sum(not request.ended for request in replica.backlog)
-            is_counted = replica.view is None or replica.view.load == len(replica.running) + backlog
+            own = sum(request.prefill is None for request in replica.running.values())
+            placed = [one for one in self._at_prefill() if one.route is not None and one.route.key == replica.peer]
+            assert len(placed) == replica.num_places, f"places of {replica.name}"
+            is_counted = replica.view is None or replica.view.load == own + len(placed) + backlog
             assert is_counted, f"load of {replica.name}"
 
 
@@ -313,12 +416,16 @@ def _below_share(replica: ReplicaState) -> Callable[[Caller], bool] | None:
     Where it is full, a caller below an even share of the limit may, so that none waits for the requests of others to
     end: the replica then has twice its limit at most, and shares its rows.
     """
-    num_running, limit = len(replica.running), replica.limit
+    num_running, limit = replica.num_taken, replica.limit
     if num_running < limit:
         return None
     running = Counter(request.caller for request in replica.running.values())
     share = limit // (len(running) + 1) if num_running < 2 * limit else 0
     return lambda caller: running[caller] < share
+
+
+def _has_adapter(view: ReplicaView, request: PendingRequest) -> bool:
+    return request.adapter is None or request.adapter in view.adapters
 
 
 def _drained(queue: FairQueue) -> list[PendingRequest]:

@@ -6,8 +6,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_infer.config.coordinator_options import ReplicaRole
 from megatron_infer.coordinator.fair_queue import FairQueue
-from megatron_infer.coordinator.protocol import EngineInfo, EngineNow, Kept, Register, Submit
+from megatron_infer.coordinator.protocol import EngineInfo, EngineNow, Kept, ParcelPlace, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
 
@@ -31,6 +32,14 @@ class PendingRequest:
     """Its number at its replica; 0 while it waits."""
     route: Route | None = None
     attempts: int = 0
+    num_moves: int = 0
+    """Attempts that another replica handed on."""
+    prefill: bytes | None = None
+    """The prefill_only replica that it is at, while `route` keeps a place at another one."""
+    parcel: ParcelPlace | None = None
+    """Where its memory waits, for the next attempt."""
+    is_moving: bool = False
+    """Its replica was told to hand it out."""
     aborted: bool = False
     ended: bool = False
 
@@ -96,12 +105,27 @@ class ReplicaState(PeerState):
     why_outdated: str = ""
     """Why it cannot get the weights in force before the next update; "" unless that is so."""
     draining: bool = False
+    is_drained_by_client: bool = False
+    """A client's `Drain` is in force."""
+    moves: bool = False
+    """And its requests go elsewhere."""
+    num_places: int = 0
+    """Places kept for requests that are at a prefill_only replica."""
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def info(self) -> EngineInfo:
         assert self.register is not None, f"replica {self.name} has not registered"
         return self.register.info
+
+    @property
+    def role(self) -> ReplicaRole:
+        return ReplicaRole.BOTH if self.register is None else self.register.role
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that it has or keeps a place for."""
+        return len(self.running) + self.num_places
 
     @property
     def limit(self) -> int:
@@ -115,7 +139,8 @@ class ReplicaState(PeerState):
         return {
             "name": self.name,
             "incarnation": self.incarnation,
-            "state": "draining" if self.draining else self.now.state,
+            "state": "draining" if self.draining or self.is_drained_by_client else self.now.state,
+            "role": self.role.value,
             "weight_version": self.now.weight_version,
             "restoring": self.is_restoring,
             "outdated": self.why_outdated,
@@ -141,6 +166,8 @@ class Counts:
     finished: int = 0
     refused: int = 0
     """Refused because the queue was full."""
+    moved: int = 0
+    """Handed from replica to replica."""
     resent: int = 0
     """Sent again because a replica was lost."""
     replicas_lost: int = 0

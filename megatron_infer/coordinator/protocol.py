@@ -6,6 +6,8 @@
                                            <---- Register (its sizes), PrefixNews
       Submit ------------------>           Run --------------------->
       <---------------- Output             <---- Output, Beat, PrefixNews
+                                           HandOut ----------------->
+                                           <---- HandedOut; the next Run says where its parcel is
       Control ----------------->           Command ----------------->
       <--------- ControlResult             <---- Done
 
@@ -24,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_infer.config.coordinator_options import MAX_MESSAGE
+from megatron_infer.config.coordinator_options import MAX_MESSAGE, ReplicaRole
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.outputs import schema
 from megatron_infer.outputs.schema import Failure, Piece, PromptRecord
@@ -34,7 +36,7 @@ if find_spec("zmq") is None:
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
     )
 
-SCHEMA = 9
+SCHEMA = 10
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
@@ -173,9 +175,17 @@ class Submit(_Message):
     kept: list[Kept] | None = None
 
 
+class ParcelPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where a request's parcel waits to be fetched, see `parcel_transfer`."""
+
+    address: str
+    id: str
+
+
 class Run(_Message):
     """A request for a replica. number: the coordinator's, new for each attempt. kept: one per sequence, [] at first.
-    caller: a number of its caller's, the same at each replica; see `CallerShares`."""
+    caller: a number of its caller's, the same at each replica; see `CallerShares`. parcel: the request with its memory,
+    where another replica has handed it out. hands_out: this one hands it out behind its first token."""
 
     number: int
     incarnation: int
@@ -187,6 +197,8 @@ class Run(_Message):
     stream: bool
     kept: list[Kept]
     caller: int = 0
+    parcel: ParcelPlace | None = None
+    hands_out: bool = False
 
 
 class StageTimes(msgspec.Struct, array_like=True, gc=False):
@@ -238,6 +250,30 @@ class Cancel(_Message):
 
     number: int
     silent: bool
+
+
+class HandOut(_Message):
+    """Coordinator to replica: hand a request out, for another replica. Nothing if it has ended."""
+
+    number: int
+
+
+class HandedOut(_Message):
+    """The replica has let a request go; all its outputs were sent before. parcel: None where its tokens move alone."""
+
+    number: int
+    incarnation: int
+    parcel: ParcelPlace | None = None
+
+
+class Drain(_Message):
+    """A client's: a replica takes no more requests. move: those it has go elsewhere. end: it takes requests again.
+    The answer is a ControlResult."""
+
+    id: int
+    replica: str
+    move: bool = False
+    end: bool = False
 
 
 class Goodbye(_Message):
@@ -296,6 +332,7 @@ class Register(_Message):
     """Changes of adapters that were undone."""
     weights: dict[str, Any] = {}
     """`WeightsInForce.to_dict` of the weight updates that coordinators' commands have brought."""
+    role: ReplicaRole = ReplicaRole.BOTH
 
 
 class Beat(_Message):
@@ -388,6 +425,9 @@ Message = (
     | Output
     | Abort
     | Cancel
+    | HandOut
+    | HandedOut
+    | Drain
     | Goodbye
     | Register
     | Beat

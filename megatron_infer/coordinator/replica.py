@@ -20,18 +20,23 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_infer.coordinator import protocol
+from megatron_infer.config.coordinator_options import ReplicaRole
+from megatron_infer.coordinator import access, protocol
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
+from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
 from megatron_infer.coordinator.served_engine import (
     ServedEngine,
     ServedRequest,
     can_step,
     info_of,
+    max_parcel_bytes,
+    moves_memory,
+    num_published,
     params_of,
     stats_of,
 )
-from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, WrongState
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.outputs.schema import failure_of
 from megatron_infer.scheduler.context.prefix_events import PrefixReport
@@ -61,14 +66,15 @@ class Replica:
         control: bool = False,
         commands: Mapping[str, Callable[..., Any]] | None = None,
         adapter_commands: Mapping[str, Callable[..., Any]] | None = None,
+        role: ReplicaRole | str = ReplicaRole.BOTH,
     ) -> None:
         """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
         commands: further ones than the engine's methods, by name (`Group.WEIGHTS`). adapter_commands: those of
-        `AdapterCommands`, taken without `control` too. Raises ConfigError.
+        `AdapterCommands`, taken without `control` too. role: what it does of a request. Raises ConfigError.
         """
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
-        self.engine = engine
+        self.engine, self.role = engine, ReplicaRole(role)
         self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
@@ -89,6 +95,9 @@ class Replica:
         self.connection = CoordinatorConnection(
             coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s
         )
+        self._parcels: ParcelTransfer | None = None
+        if moves_memory(engine) and not coordinator.startswith("inproc://"):
+            self._parcels = ParcelTransfer(coordinator, access.peer_key(coordinator, key))
 
     # ------------------------------------------------------------------ for the caller
 
@@ -112,6 +121,8 @@ class Replica:
         finally:
             self._abort_all()
             self.connection.close(protocol.Goodbye(reason=reason))
+            if self._parcels is not None:
+                self._parcels.close()
 
     def stop(self) -> None:
         """End after the present step; others continue its requests. From any thread or a signal handler."""
@@ -172,7 +183,7 @@ class Replica:
         while not self._stopping:
             with self._wake:
                 if not self._inbox and not can_step(self.engine) and not self._may_end():
-                    self._wake.wait(HOLD_S if self._has_held() else None)
+                    self._wake.wait(HOLD_S if self._has_held() or self._draining else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
             self._brief_until = time.monotonic() + BRIEF_S
@@ -185,7 +196,8 @@ class Replica:
         return False
 
     def _may_end(self) -> bool:
-        return self._draining and not self._requests and not self._preparing
+        is_empty = not self._requests and not self._preparing
+        return self._draining and is_empty and (self._parcels is None or not self._parcels.num_waiting)
 
     def _apply(self, came: float, message: protocol.Message | int | None) -> None:
         if isinstance(message, int):
@@ -198,6 +210,8 @@ class Replica:
             self._begin(message)
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
+        elif isinstance(message, protocol.HandOut):
+            self._hand_out(message.number)
         elif isinstance(message, protocol.Command) and message.incarnation == self._incarnation:
             answer = self._commands.execute(self.engine, message, came, again=lambda: self._post(message))
             if answer is not None:
@@ -216,6 +230,7 @@ class Replica:
             in_force.adapters,
             list(in_force.undone),
             in_force.weights.to_dict(),
+            self.role,
         )
         self.connection.send(register)
         if self._prefix_events is not None:
@@ -228,21 +243,68 @@ class Replica:
         if prepared is None:
             return
         try:
+            preparing: Future[Any] | None
             if prepared:
-                request = prepared[0]
+                request, preparing = prepared
             else:
                 request = ServedRequest(run, params_of(run))
-                preparing = request.prepare(self.engine)
+                preparing = self._fetch(run) if run.parcel is not None else request.prepare(self.engine)
                 if preparing is not None and not self._waits_briefly(run, preparing):
                     # posted again when it is prepared; steps go on meanwhile
                     self._preparing[run.number] = request, preparing
                     preparing.add_done_callback(lambda _: self._post(run))
                     return
-            request.begin(self.engine)
+            parcel = preparing.result() if run.parcel is not None and preparing is not None else None
+            if parcel is None or not self._takes_in(request, parcel):
+                request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
             self.connection.send(protocol.Output(run.number, run.incarnation, [], True, refused=failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
+
+    def _fetch(self, run: protocol.Run) -> Future[Any] | None:
+        """Begin to fetch a request's parcel; None: this engine cannot use it."""
+        if run.parcel is None or self._parcels is None:
+            return None
+        num_here = num_published(self.engine, run)
+        return self._parcels.fetch(run.parcel, num_published=num_here, max_bytes=max_parcel_bytes(self.engine))
+
+    def _takes_in(self, request: ServedRequest, parcel: bytes) -> bool:
+        try:
+            request.take_in(self.engine, parcel)
+        except InferenceError as error:
+            log.warning("request %s goes on from its tokens: %s", request.id, error)
+            return False
+        return True
+
+    def _hand_out(self, number: int) -> None:
+        """Let a request go, with what is computed of it where the engine can; its outputs so far are sent before."""
+        if (preparing := self._preparing.get(number)) is not None:
+            self._preparing[number] = None
+            preparing[1].cancel()
+            self.connection.send(protocol.HandedOut(number, self._incarnation))
+        request = self._numbers.get(number)
+        if request is None:
+            return
+        try:
+            place = self._offer(request.id)
+        except UnknownRequest:  # it has just ended; the next step returns its output
+            return
+        if (held := request.take_held()) is not None:
+            self._send(held)
+        del self._requests[request.id], self._numbers[number]
+        self.connection.send(protocol.HandedOut(number, self._incarnation, place))
+
+    def _offer(self, request_id: str) -> protocol.ParcelPlace | None:
+        """Take a request out of the engine -> where its memory waits; None: its tokens move alone."""
+        if self._parcels is not None:
+            try:
+                parcel = self.engine.hand_out(request_id)  # type: ignore[attr-defined]
+                return self._parcels.offer(parcel)
+            except WrongState as error:
+                log.info("request %s moves by its tokens: %s", request_id, error)
+        self.engine.abort(request_id)
+        return None
 
     def _waits_briefly(self, run: protocol.Run, preparing: Future[Any]) -> bool:
         """Whether a request that is new is prepared within a moment."""
@@ -280,6 +342,8 @@ class Replica:
                 request = self._requests.get(output.request_id)
                 if request is not None:
                     self._deliver(request, output)
+                    if request.run.hands_out and not output.finished and any(one.token_ids for one in output.outputs):
+                        self._hand_out(request.run.number)
             self._report_changes()
 
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:

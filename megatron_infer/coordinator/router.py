@@ -127,6 +127,8 @@ class ReplicaView:
     loading: list[str] = field(default_factory=list)
     """Adapters that the others have and it is about to have."""
     availability: Availability = Availability.OPEN
+    takes_prompts: bool = False
+    """It is a prefill_only replica that runs and has the weights in force."""
     load: int = 0
     """Requests assigned to it and not ended."""
     foreign: int = 0

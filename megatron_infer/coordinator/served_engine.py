@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ from megatron_infer.outputs.schema import (
     prompt_record,
 )
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
+
+log = logging.getLogger("megatron_infer.coordinator")
 
 
 class ServedEngine(Protocol):
@@ -68,6 +71,25 @@ class ServedEngine(Protocol):
     ) -> bool: ...
 
     def prefix_events(self) -> PrefixEvents | None: ...
+
+
+def moves_memory(engine: Any) -> bool:
+    """Whether an engine hands requests out with what is computed of them, and takes them in so."""
+    return hasattr(engine, "hand_out") and engine.rank_group.size == 1
+
+
+def max_parcel_bytes(engine: Any) -> int:
+    """Most bytes of a parcel that an engine can use: its cache, and room for the record."""
+    return int(engine.sizes.kv_bytes + engine.sizes.state_bytes) + (64 << 20)
+
+
+def num_published(engine: Any, run: protocol.Run) -> int:
+    """How many leading tokens of a request the engine's prefix cache holds: of several sequences, of their prompt."""
+    ids = bytes_to_ids((run.prompt or b"") + (bytes(run.kept[0].tokens) if len(run.kept) == 1 else b""))
+    adapter = run.params.get("adapter")
+    if adapter is not None and adapter not in (engine.input_processor.adapters or {}):
+        return 0
+    return int(engine.num_published(ids, adapter=adapter, salt=run.salt))
 
 
 def info_of(engine: Any) -> EngineInfo:
@@ -158,6 +180,14 @@ class ServedRequest:
         prepare = getattr(engine, "prepare", None)
         future: Future[Any] | None = None if prepare is None else prepare(self.params, self.run.caller)
         return None if future is None or future.done() else future
+
+    def take_in(self, engine: Any, parcel: bytes) -> None:
+        """Go on with the memory that another replica has handed out. Raises SnapshotError, after which it can begin."""
+        kept = self.run.kept or [protocol.Kept() for _ in range(self.params.n)]
+        drawn = [_drawn(one) for one in kept]
+        report = engine.take_in(parcel, request_id=self.id, drawn=drawn, caller=self.run.caller)
+        for why in report.recomputed.values():
+            log.info("request %s is computed again: %s", self.id, why)
 
     def begin(self, engine: ServedEngine) -> None:
         """Add it to the engine. Raises what the engine refuses it with."""

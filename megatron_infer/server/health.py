@@ -53,7 +53,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
 def report_of(client: EngineClient) -> dict[str, Any]:
     """Figures without names of files and hosts: every client that reaches the port can read them."""
-    fields = ("state", "weight_version", "running", "waiting", "capacity", "free_rows")
+    fields = ("state", "role", "weight_version", "running", "waiting", "capacity", "free_rows")
     return {
         "status": client.state,
         "waiting": client.stats.get("waiting", 0) if client.is_connected else None,

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_infer.errors import ConfigError
+from megatron_infer.config.coordinator_options import ReplicaRole
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec
 
@@ -26,8 +26,8 @@ class EngineOptions:
     threads: int | None = None
     use_legacy_module: bool = False
     """See `build_model`."""
-    dp: int = 1
-    """Engines, each a replica."""
+    roles: tuple[str, ...] = (ReplicaRole.BOTH.value,)
+    """The role of each engine, which is a replica."""
     chat_template: str | None = None
     """Goes before the model's own."""
     loader: str | None = None
@@ -36,9 +36,10 @@ class EngineOptions:
     endpoint_base: str | None = None
     """What the addresses of the processes begin with (see `SocketBase`); None: a folder of their own."""
 
-    def __post_init__(self) -> None:
-        if self.dp < 1:
-            raise ConfigError(f"dp is {self.dp}, it must be at least 1")
+    @property
+    def dp(self) -> int:
+        """Engines."""
+        return len(self.roles)
 
     @property
     def threads_each(self) -> int | None:
@@ -50,7 +51,8 @@ class EngineOptions:
 
     def process(self, index: int, coordinator: str, settings: ServerConfig) -> ProcessSpec:
         name = f"replica{index}"
-        options = {"options": asdict(self), "allowed": allowed_by(settings), "coordinator": coordinator, "name": name}
+        replica = {"coordinator": coordinator, "name": name, "role": self.roles[index]}
+        options = {"options": asdict(self), "allowed": allowed_by(settings), **replica}
         return ProcessSpec(name=name, role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from megatron_infer.config.layout import Layout, RunOptions
+from megatron_infer.config.layout import EngineRoles, Layout, RunOptions
 from megatron_infer.config.options import CHECKED, Option, checked, option, options_of
 from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
@@ -272,7 +272,7 @@ def _parsed(item: Option, text: str) -> Any:
         raise ConfigError(f"{variable} is {text!r}, expected {item.type_text}") from None
 
 
-ENGINE_KEYS = ("model", *options_of(RunOptions), "engine", *options_of(Layout))
+ENGINE_KEYS = ("model", *options_of(RunOptions), "engine", *options_of(Layout), *options_of(EngineRoles))
 """Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
 
 

@@ -111,10 +111,10 @@ def tokenizer(*, model: str, folder: str, chat_template: str | None = None) -> N
     report(ready=save_tokenizer(model, folder, chat_template))
 
 
-def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str, name: str) -> None:
+def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str, name: str, role: str) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    options: of `EngineOptions`. allowed: see `allowed_by`.
+    options: of `EngineOptions`. allowed: see `allowed_by`. role: of `ReplicaRole`.
     """
     beat = ParentHeartbeat()
     with loading_for_good():
@@ -140,7 +140,7 @@ def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str
         module, _, function = what.loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**what.loader_options)
     check_vocabulary(what.model, own.shape.vocab_size)
-    replica = engine_replica(own, coordinator, name=name, **allowed)
+    replica = engine_replica(own, coordinator, name=name, role=role, **allowed)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})

@@ -194,6 +194,7 @@ COORDINATOR = _specs(
     ("coordinator_submitted_total", "counter", "requests", "Requests accepted"),
     ("coordinator_finished_total", "counter", "requests", "Requests that ended on a replica"),
     ("coordinator_refused_total", "counter", "requests", "Requests refused because the queue was full"),
+    ("coordinator_moved_total", "counter", "requests", "Requests handed from one replica to another"),
     ("coordinator_resent_total", "counter", "requests", "Requests sent again after a replica was lost"),
     ("coordinator_replicas_lost_total", "counter", "replicas", "Replicas lost"),
     ("coordinator_fenced_total", "counter", "messages", "Dropped messages of earlier incarnations"),
@@ -305,6 +306,6 @@ def coordinator_families(stats: Mapping[str, Any] | None) -> list[Family]:
     for name in ("waiting", "clients"):
         metrics.gauge(f"coordinator_{name}").set(stats[name])
     metrics.gauge("coordinator_replicas").set(len(stats["replicas"]))
-    for name in ("submitted", "finished", "refused", "resent", "replicas_lost", "fenced"):
+    for name in ("submitted", "finished", "refused", "moved", "resent", "replicas_lost", "fenced"):
         metrics.counter(f"coordinator_{name}_total").inc(stats[name])
     return metrics.families()

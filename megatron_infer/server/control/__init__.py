@@ -12,6 +12,7 @@ from __future__ import annotations
 from megatron_infer.server.control import (
     adapter_routes,
     profile_routes,
+    replica_routes,
     server_info,
     sglang_generate,
     sglang_routes,
@@ -43,6 +44,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)
     profile_routes.register(control_routes, machine)
+    replica_routes.register(control_routes, client)
     fields = StructuredOutputFields(client, settings)
     vllm_generate.register(control_routes, machine, fields)
     trl_routes.register(control_routes, machine, fields)

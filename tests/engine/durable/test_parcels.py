@@ -232,6 +232,7 @@ def test_where_its_memory_cannot_be_used_a_request_goes_on_from_its_tokens(model
         assert done["a"].outputs[0].token_ids == make_engine(model).generate(PROMPT, params)[0].outputs[0].token_ids
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("kind", ["attention", "hybrid"], indirect=True)
 def test_cut_changed_and_forged_parcels_are_refused_and_leave_the_engine_as_it_was(model, kind):
     params = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True, logprobs=1)

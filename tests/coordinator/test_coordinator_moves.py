@@ -1,0 +1,222 @@
+"""Requests that move between replicas with their memory answer as those of one engine, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+
+import pytest
+from coordinator_case import cluster, coordinator, replica, wait_for
+from durable_case import PROMPT, make_engine, make_model
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import parcel_transfer
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
+from megatron_infer.coordinator.protocol import ControlFailed, ParcelPlace, Refused
+from megatron_infer.engine.durable.parcel import Parcel
+from megatron_infer.testing.echo import EchoEngine
+
+PARAMS = [
+    SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=140, seed=4, n=2, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=150, seed=5, repetition_penalty=1.2, ignore_eos=True, return_support=True, top_k=9),
+    SamplingParams(max_tokens=1, seed=6, logprobs=1),
+    SamplingParams(max_tokens=130, seed=7, prompt_logprobs=1, ignore_eos=True),
+]
+PROMPTS = [PROMPT[i:] for i in range(len(PARAMS))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [answer(one) for one in make_engine(model).generate(PROMPTS, PARAMS)]
+
+
+def answer(output) -> tuple:
+    assert output.error is None
+    each = [
+        (one.token_ids, one.logprobs, one.support, one.finish_reason, one.cumulative_logprob) for one in output.outputs
+    ]
+    return output.prompt_logprobs, each
+
+
+def computed(*engines) -> int:
+    return sum(engine.stats().counters["prefill_tokens"] for engine in engines)
+
+
+@contextlib.contextmanager
+def of_roles(model, *, versions=(), **roles):
+    """(coordinator, engines by name, client): a replica of each role, by its name. versions: of weights, by name."""
+    engines = {name: make_engine(model, prefix="lru") for name in roles}
+    for name, version in dict(versions).items():
+        engines[name].set_weight_version(version)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(coordinator(role_min_prompt_tokens=8))
+        client = stack.enter_context(InferenceClient(one.address))
+        for name, role in roles.items():
+            stack.enter_context(replica(one.address, engines[name], name=name, role=role))
+        wait_for(lambda: len(client.stats()["replicas"]) == len(roles))
+        yield one, engines, client
+
+
+def is_empty(one, engines) -> None:
+    wait_for(lambda: not any(replica["running"] for replica in one.core.stats()["replicas"]))
+    one.core.check()
+    for engine in engines:
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("key", [None, secrets.token_bytes(32)], ids=["ipc", "tcp with a key"])
+def test_a_drained_replica_hands_its_requests_on_and_takes_none_until_it_may(model, expected, key):
+    engines = [make_engine(model, prefix="lru") for _ in range(2)]
+    with cluster(engines=engines, key=key) as (one, _, client):
+        client.drain("r1")
+        futures = [client.submit(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
+        stream = client.stream(PROMPTS[0], PARAMS[0])
+        first = next(stream)
+        wait_for(lambda: client.stats()["replicas"][0]["running"] >= 4)
+        client.drain("r1", end=True)
+        client.drain("r0", move=True)
+        assert [answer(future.result(60)) for future in futures] == expected
+        last = [first, *stream][-1]
+        assert last.outputs[0].token_ids == expected[0][1][0][0]
+        stats = client.stats()
+        assert stats["moved"] >= 3 and not stats["resent"] and not stats["replicas_lost"]
+        assert stats["replicas"][0]["state"] == "draining"
+        assert computed(*engines) <= sum(map(len, PROMPTS)) + len(PROMPTS[0]), "a prompt was computed again"
+        client.generate(PROMPTS[1], PARAMS[1])
+        assert engines[1].stats().counters["finished"] and not client.stats()["replicas"][0]["running"]
+        client.drain("r0", end=True)
+        assert client.stats()["replicas"][0]["state"] == "running"
+        with pytest.raises(ControlFailed, match="no replica 'r7'; there are: r0, r1"):
+            client.drain("r7")
+        is_empty(one, engines)
+
+
+@pytest.mark.parametrize("roles", [("prefill_only", "decode_only"), ("prefill_only", "decode_only", "decode_only")])
+def test_prompts_are_computed_on_one_side_and_answers_on_the_other(model, expected, roles):
+    names = {f"r{i}": role for i, role in enumerate(roles)}
+    with of_roles(model, **names) as (one, engines, client):
+        outputs = client.generate(PROMPTS, PARAMS)
+        assert [answer(output) for output in outputs] == expected
+        stats = client.stats()
+        assert stats["moved"] == 4 and not stats["resent"], "the one of one token stays"
+        assert [replica["role"] for replica in stats["replicas"]] == list(roles)
+        decoding = [engine for name, engine in engines.items() if names[name] == "decode_only"]
+        assert computed(*decoding) == 0, "a prompt was computed where answers are"
+        short = client.generate(PROMPT[:5], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(short[0].outputs[0].token_ids) == 3 and computed(*decoding) == 5
+        assert len(next(iter(client.stream(PROMPTS[2], PARAMS[2]))).outputs[0].token_ids) == 1
+        is_empty(one, engines.values())
+
+
+@pytest.mark.parametrize("role", ["prefill_only", "decode_only"])
+def test_where_one_role_is_missing_the_other_does_both(model, expected, role):
+    with of_roles(model, only=role) as (one, engines, client):
+        assert [answer(output) for output in client.generate(PROMPTS, PARAMS)] == expected
+        assert not client.stats()["moved"]
+        is_empty(one, engines.values())
+
+
+LOSSES = ["the parcel is gone", "cut on the way", "larger than allowed", "other weights there", "no answer in time"]
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_parcel_that_is_lost_or_unusable_costs_the_computation_and_nothing_else(model, expected, loss, monkeypatch):
+    if loss == "the parcel is gone":
+        monkeypatch.setattr(parcel_transfer, "MAX_WAITING_BYTES", 1000)
+    elif loss == "cut on the way":
+        whole = Parcel.to_bytes
+        monkeypatch.setattr(Parcel, "to_bytes", lambda self: whole(self)[:-9])
+    elif loss == "larger than allowed":
+        monkeypatch.setattr("megatron_infer.coordinator.replica.max_parcel_bytes", lambda engine: 2000)
+    elif loss == "no answer in time":
+        monkeypatch.setattr(parcel_transfer, "TRANSFER_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(ParcelTransfer, "_begin", lambda self, *how: None)
+    versions = {"d": 3} if loss == "other weights there" else {}
+    with of_roles(model, p="prefill_only", d="decode_only", versions=versions) as (one, engines, client):
+        same_tokens(client.generate(PROMPTS, PARAMS), expected)
+        assert client.stats()["moved"] == 4 and computed(engines["d"]) > 0
+        is_empty(one, engines.values())
+
+
+def same_tokens(outputs, expected) -> None:
+    for output, (_, each) in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one[0] for one in each] and output.error is None
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+def test_either_side_may_be_lost_at_any_time(model, expected, lost):
+    with of_roles(model, p="prefill_only", d="decode_only", e="decode_only") as (one, _, client):
+        futures = [client.submit(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
+        peer = next(replica.peer for replica in one.core._registered() if replica.name == lost)
+        time.sleep(0.02)
+        one.core._send(peer, Refused("fenced", "cut off by the test"))
+        one.core.unreachable(peer, "cut off by the test")
+        same_tokens([future.result(60) for future in futures], expected)
+        wait_for(lambda: len(client.stats()["replicas"]) == 3)
+        one.core.check()
+
+
+def test_engines_that_move_no_memory_move_tokens():
+    engines = [EchoEngine(step_s=0.002) for _ in range(2)]
+    with cluster(engines=engines) as (one, _, client):
+        client.drain("r1")
+        params = SamplingParams(max_tokens=60)
+        want = EchoEngine()
+        want.add_request(PROMPT, params, request_id="a")
+        futures = [client.submit(PROMPT, params) for _ in range(4)]
+        wait_for(lambda: client.stats()["replicas"][0]["running"] == 4)
+        client.drain("r1", end=True)
+        client.drain("r0", move=True)
+        tokens = {tuple(future.result(60).outputs[0].token_ids) for future in futures}
+        assert client.stats()["moved"] == 4 and all(len(one) == 60 for one in tokens)
+        one.core.check()
+
+
+@pytest.mark.security
+def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
+    """Without the key nothing is answered; with it, an unknown id and messages of any form."""
+    import zmq
+
+    from megatron_infer.coordinator import access
+
+    key = secrets.token_bytes(32)
+    one, other = ParcelTransfer("tcp://127.0.0.1:1", key), ParcelTransfer("tcp://127.0.0.1:1", key)
+    engine = make_engine(model)
+    engine.add_request(PROMPT, PARAMS[0], request_id="a")
+    engine.step()
+    parcel = engine.hand_out("a")
+    place = one.offer(parcel)
+    context = zmq.Context()
+    try:
+        with contextlib.closing(context.socket(zmq.DEALER)) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(one.address)
+            stranger.send_multipart([b"get", place.id.encode(), b"0"])
+            assert not stranger.poll(500), "a parcel went to one without the key"
+        with contextlib.closing(context.socket(zmq.DEALER)) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            access.protect_connection(peer, key)
+            peer.connect(one.address)
+            for frames in ([b""], [b"get"], [b"get", b"\xff", b"-1"], [b"more"], [b"done"], [b"get", b"", b"9" * 99]):
+                peer.send_multipart(frames)
+        assert other.fetch(ParcelPlace(one.address, "0" * 32), num_published=0, max_bytes=1 << 30).result(10) is None
+        assert other.fetch(place, num_published=0, max_bytes=100).result(10) is None
+        assert other.fetch(ParcelPlace("nonsense", "x"), num_published=0, max_bytes=1 << 30).result(10) is None
+        assert one.num_waiting == 1, "it waits for the next attempt"
+        content = other.fetch(place, num_published=0, max_bytes=1 << 30).result(10)
+        assert Parcel.of_bytes(content).manifest == parcel.manifest
+        wait_for(lambda: not one.num_waiting)
+    finally:
+        context.destroy(0)
+        one.close()
+        other.close()
