@@ -191,6 +191,7 @@ def test_table_has_every_route_of_control():
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
     listed |= {("POST", path) for path in ("/chat/", "/get_sequence_logprobs/", "/skyrl/v1/generate")}  # as /generate/
     listed |= {("POST", path) for path in ("/start_profile", "/stop_profile")}  # test_control_engine.py
+    listed |= {("POST", f"/v1/replicas/{{name}}/{verb}") for verb in ("drain", "undrain")}  # test_replica_routes.py
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
     listed |= {("POST", path) for path in adapters}  # tests/models/lora/test_serve.py
     refused = {
