@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any
+
+from megatron_infer.config.inference import ConfigWarning
 
 INFERENCE = "megatron.core.inference"
 REPLACED: dict[str, tuple[str, str]] = {
@@ -32,15 +35,18 @@ def install() -> dict[str, Any]:
 
     A module that is imported later finds the replacements too. Calling it again changes nothing. Raises ImportError
     without megatron-core. A release that lacks a module, as 0.16 lacks the asynchronous text generation server, keeps
-    what it has.
+    what it has. A module that does not load for want of a package (quart, flask) is named in a warning.
     """
     replacements: dict[str, Any] = {}
     for name, (theirs, ours) in REPLACED.items():
         try:
             home = importlib.import_module(f"{INFERENCE}.{theirs}")
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
             if INFERENCE not in sys.modules:
                 raise
+            if not str(error.name).startswith("megatron"):
+                text = f"{name} stays megatron-core's, which does not load here: there is no package {error.name!r}"
+                warnings.warn(f"{text}; install it to run scripts that need {name}", ConfigWarning, stacklevel=2)
             continue
         replacement = getattr(importlib.import_module(f"{__name__}.{ours}"), name)
         original, replacements[name] = getattr(home, name, replacement), replacement
