@@ -55,6 +55,7 @@ class Dialect:
     """The route in `ExtraFields` whose fields and rules act; "": none do."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Fields in errors and in the header x-ignored-fields -> this dialect's names of them."""
+    method: str = "POST"
     streams: bool = True
     named_events: bool = False
     """See `Events.named`."""
@@ -94,7 +95,7 @@ class Generator:
         """add: `Routes.add` or `ControlRoutes.add`. options: for it."""
         for path, body in dialect.bodies.items():
             add(
-                "POST",
+                dialect.method,
                 path,
                 partial(self.serve, dialect),
                 dialect.summary,

@@ -233,3 +233,30 @@ async def test_client_that_leaves_frees_its_blocks(case, engine):
         wait_for(lambda: engine.stats().num_running == 0)
         assert engine.num_steps - steps < 100
     assert math.isclose(engine.stats().num_free_blocks, before, abs_tol=1)
+
+
+def test_megatrons_put_api_gives_the_tokens_texts_and_log_probabilities_of_the_engine(case, offline):
+    def put(expected=200, **body):
+        reply = httpx.put(f"{case.url}/api", json=body, headers={"Authorization": "Bearer a key"}, timeout=60)
+        assert reply.status_code == expected, reply.text
+        return reply.json()
+
+    wanted, most = offline[0], {"tokens_to_generate": 12, "top_k": 1}
+    reply = put(prompts=[TEXT, "Red"], logprobs=True, **most)
+    assert reply["text"][0] == TEXT + wanted.outputs[0].text and reply["text"][1].startswith("Red")
+    ids = [*wanted.prompt_token_ids, *wanted.outputs[0].token_ids]
+    assert reply["tokens"][0] == ids and len(reply["segments"][0]) == len(reply["logprobs"][0]) + 1 == len(ids)
+    of_prompt = [entry[token].logprob for token, entry in zip(ids[1:], wanted.prompt_logprobs[1:], strict=False)]
+    assert reply["logprobs"][0][: len(of_prompt)] == pytest.approx(of_prompt, abs=1e-4)
+    scored = put(prompts=[TEXT], tokens_to_generate=0, logprobs=True)
+    assert scored["text"] == [TEXT] and scored["tokens"] == [list(wanted.prompt_token_ids)]
+    assert scored["logprobs"] == [pytest.approx(of_prompt, abs=1e-4)]
+    assert "logprobs" not in put(prompts=[TEXT], random_seed=5, top_p=0.0, **{**most, "top_k": 0})
+    for body, words in (
+        ({"prompts": [TEXT], "tokens_to_generate": 0}, "tokens_to_generate is 0"),
+        ({"prompts": []}, "prompts"),
+        ({"prompts": [TEXT], "sentences": [TEXT]}, "unknown field 'sentences'"),
+        ({"prompts": [TEXT], "top_p": 0.5, "top_p_decay": 0.1}, "top_p is the same for all tokens"),
+        ({"prompts": [TEXT], "tokens_to_generate": 1 << 20}, "maximum context length is 256"),
+    ):
+        assert words in put(400, **body)["error"]["message"]

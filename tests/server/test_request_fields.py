@@ -43,6 +43,7 @@ LEAST = {
     },
     "/v1/messages": {"messages": HI, "tools": [{"name": "f"}], "max_tokens": 1},
     "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/api": {"prompts": ["a"], "tokens_to_generate": 1},
 }
 """The smallest body of the first route of every table."""
 ACTS = ("/generate", "lora_path")
@@ -106,6 +107,10 @@ OF_A_TRAINER = (
 """Routes that answer 200 with a trainer's group or tensors alone: `test_weight_group_routes.py` holds their fields."""
 
 
+def send(case, route, body):
+    return case.http.request("PUT" if route == "/api" else "POST", route, json=body)
+
+
 def every_rule():
     for routes, table in TABLES.items():
         route = routes.split(", ")[0]
@@ -124,12 +129,12 @@ def test_every_field_of_the_tables_is_taken_listed_or_refused_as_they_say(case, 
     wrong, rules = [], list(every_rule())
     for route, where, name, rule, put_field in rules[::every]:
         for value in (None, *rule.unset):
-            reply = post(case, route, **put_field(name, value))
+            reply = send(case, route, put_field(name, value))
             if reply.status_code != 200 or "x-ignored-fields" in reply.headers:
                 wrong.append((route, where, value, reply.status_code, reply.text[:200]))
             if route == "/begin_weight_update":
                 post(case, "/cancel_weight_update")
-        reply = post(case, route, **put_field(name, ASKS))
+        reply = send(case, route, put_field(name, ASKS))
         if rule.is_refused:
             error = reply.json()["error"] if reply.status_code == 400 else {"message": reply.text, "code": None}
             if where not in error["message"] or error["code"] != "unsupported_field":
@@ -143,7 +148,8 @@ def test_every_route_with_a_table_is_described_with_its_fields(case):
     document = case.http.get("/openapi.json").json()
     for routes, table in TABLES.items():
         for route in routes.split(", "):
-            schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            operation = document["paths"][route]["put" if route == "/api" else "post"]
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
             component = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             shown = component["properties"].keys() | component["x-fields-without-action"].keys()
             assert set(table.rules) <= shown, route
