@@ -87,7 +87,7 @@ class EngineGroups:
         names: list[str],
         dtypes: list[str],
         shapes: list[list[int]],
-        buffer_bytes: int | None,
+        buffer_bytes: int | None = None,
     ) -> None:
         """Write what comes. After an error this rank is out of step with the trainer: its caller leaves the group."""
         member = self._members.get(name)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.coordinator.weight_paths import fingerprint, weights_path
-from megatron_infer.engine.lifecycle_commands import Group, names_of
+from megatron_infer.engine.lifecycle_commands import Group, WeightCommands, names_of
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.models.loading.hf_weights import SafetensorsReader
 from megatron_infer.rl.updates import WeightUpdate, as_source
@@ -122,7 +122,8 @@ class WeightReceiver:
         """Run a command on every rank."""
         method = getattr(self, command)
         if self._engine.rank_group.size > 1:
-            inspect.signature(method).bind(**args)  # an argument that is unknown would end the other ranks
+            declared = inspect.signature(getattr(WeightCommands, command))
+            declared.bind(self, **args)  # an argument that is unknown would end the other ranks
             if isinstance(args.get("data"), bytes):
                 args["data"] = base64.b85encode(args["data"]).decode()
             self._engine.relay.meet(CALL, {"command": command, "args": args})
@@ -198,18 +199,10 @@ class WeightReceiver:
     def leave_weight_group(self, name: str) -> None:
         self._groups.leave(name)
 
-    def receive_weights(
-        self,
-        group: str,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        buffer_bytes: int | None = None,
-    ) -> None:
+    def receive_weights(self, group: str, **tensors: Any) -> None:
         update = self._open_update("receive_weights")
-        receive = partial(self._groups.receive_into, update, group, names, dtypes, shapes, buffer_bytes)
         try:
-            update.check(receive)
+            update.check(partial(self._groups.receive_into, update, group, **tensors))
         except InferenceError:
             self._groups.leave(group)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,19 +134,12 @@ class EchoControls:
     def leave_weight_group(self, name: str) -> None:
         self.weight_groups.discard(name)
 
-    def receive_weights(
-        self,
-        group: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        buffer_bytes: int | None = None,
-    ) -> None:
+    def receive_weights(self, group: str, **tensors: Any) -> None:
         self._require_update("receive_weights")
         self._fault("receive_weights")
         if group not in self.weight_groups:
             raise WeightUpdateError(f"there is no group {group!r}")
-        self._hash.update(f"{names} {dtypes} {shapes} {buffer_bytes}".encode())
+        self._hash.update(json.dumps(tensors).encode())
 
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, int]:
         self._require_update("finish_weights")

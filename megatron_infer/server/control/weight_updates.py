@@ -100,7 +100,8 @@ class WeightUpdates:
     ) -> None:
         """Receive tensors in a group. The first begin an update that `end_received` finishes, unless one has begun.
 
-        version: for that. A failure ends the update, and the group, in which the trainer is ahead then.
+        version: for that; the latest that a call has given counts. A failure ends the update, and the group, in which
+        the trainer is ahead then.
         """
         await self._begin_with_tensors(version)
         given: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "buffer_bytes": buffer_bytes}
@@ -113,8 +114,9 @@ class WeightUpdates:
     async def _begin_with_tensors(self, version: Version | None) -> None:
         if self._machine.status.state is not ControlState.UPDATING:
             await self._begin("begin_weights", "begin")
-            self._ends_at_resume = True
-        self._version_of_tensors = version
+            self._ends_at_resume, self._version_of_tensors = True, None
+        if version is not None:
+            self._version_of_tensors = version
 
     async def end_received(self) -> None:
         """Finish the update that received tensors have begun, if one is under way."""
