@@ -18,6 +18,7 @@ from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import ConfigWarning, GraphCapture, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.distributed.backends import backend_on
+from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.kernels.base import GraphSupport, PagedModel
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
@@ -43,12 +44,13 @@ def step_graphs(
     builder: BatchBuilder,
     sampler: Sampler,
     link: StageLink | None,
+    groups: ParallelGroups,
 ) -> StepGraphs | None:
     """The graphs that the config asks for, or None; a row of the start-up table says which, or why not.
 
     model: what a step runs, `adopted` or what is around it.
     """
-    device = builder.device
+    device, num_exchanging = builder.device, groups.ep_size if groups.own_requests else 1
     if not config.num_cuda_graphs:
         if device.is_cuda:
             chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": "num_cuda_graphs=0"}))
@@ -63,7 +65,8 @@ def step_graphs(
         shapes = tuple(
             shape
             for shape in sizes.graph_shapes
-            if not adopted.waits_for_device(chosen.ops, shape.num_tokens) and (shape.is_decode_only or not only_decode)
+            if not adopted.waits_for_device(chosen.ops, num_exchanging * shape.num_tokens)
+            and (shape.is_decode_only or not (only_decode or groups.own_requests))
         )
         if reason is None and only_decode and config.cuda_graph_all_prefills:
             reason = f"cuda_graph_all_prefills=True, and {on_host}"
@@ -102,6 +105,7 @@ def step_graphs(
         hidden_size=adopted.shape.hidden_size,
         num_logits=adopted.shape.padded_vocab_size // num_parts,
         dtype=getattr(torch, adopted.shape.dtype),
+        num_exchanging=num_exchanging,
     )
     pool = GraphPool(
         shapes,
@@ -148,7 +152,7 @@ def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) ->
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is a class of the user's own, and its device work is unknown"
-    for group in adopted.groups():
+    for group in (*adopted.groups(), *adopted.expert_groups):
         backend = backend_on(group, adopted.device.type)
         if recorder.collectives is not None and backend not in recorder.collectives:
             return f"{recorder.name} holds no collectives of {backend}"

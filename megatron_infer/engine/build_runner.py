@@ -91,7 +91,7 @@ def build_runner(
         raise ConfigError(
             f"{adopted.num_chunks} model chunks and one pipeline stage; give the pipeline's groups (pg_collection)"
         )
-    graphs = step_graphs(adopted, model, config, sizes, chosen, builder, sampler, link)
+    graphs = step_graphs(adopted, model, config, sizes, chosen, builder, sampler, link, rank_group.groups)
     runner = ModelRunner(
         model,
         builder,

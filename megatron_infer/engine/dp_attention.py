@@ -69,6 +69,4 @@ def why_shared(
         ranks = dist.get_process_group_ranks(groups.ep)
         if any(dist.get_process_group_ranks(group) != ranks for group in model.expert_groups):
             return f"{whose}experts are divided over other ranks than the model's; leave it False"
-    if config.num_cuda_graphs:
-        return "steps that exchange tokens are not captured as CUDA graphs; set num_cuda_graphs=0, or leave it False"
     return None

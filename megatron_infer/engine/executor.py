@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
+from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.distributed.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import Runner
+from megatron_infer.runner.padded_steps import RankSizes
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 
 POLL_S = 0.0005
 """Between two checks whether the device has finished a step."""
+NO_TOKENS = GraphShape(0, 0, 0)
 
 
 class FailedStep(InferenceError):
@@ -86,33 +90,37 @@ class Executor:
         context = self._scheduler.context
         return context.num_rows - context.num_free_rows - self._scheduler.admitted_requests.num_live
 
-    def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[list[list[int]], bool]:
-        """Where expert-parallel ranks have requests of their own -> tokens of each of them in each forward of the step
-        that comes, and whether any rank goes on with another step within the same call."""
-        lockstep = self.rank_group.lockstep
-        mine = json.dumps([self.runner.sizes(plan), goes_on])
-        each = [json.loads(text) for text in lockstep.gather("the sizes of a step", mine)]
-        of_ranks = self.rank_group.groups.of_expert_ranks([sizes for sizes, _ in each])
+    def exchange_sizes(self, plan: StepPlan, *, goes_on: bool) -> tuple[RankSizes, bool]:
+        """Where expert-parallel ranks have requests of their own -> what they agree on for the step that comes, and
+        whether any rank goes on with another step within the same call."""
+        graphs = self.runner.graphs
+        shape = self.runner.shape_of(plan) if plan.num_tokens else NO_TOKENS
+        mine = json.dumps([self.runner.sizes(plan), goes_on, None if shape is None else astuple(shape)])
+        each = [json.loads(text) for text in self.rank_group.lockstep.gather("the sizes of a step", mine)]
+        of_ranks = self.rank_group.groups.of_expert_ranks([sizes for sizes, *_ in each])
         num_drafting = max(map(len, of_ranks)) - 1
         aligned = [[*sizes[:-1], *[0] * (num_drafting - len(sizes) + 1), sizes[-1]] for sizes in of_ranks]
-        return [list(one) for one in zip(*aligned, strict=True)], any(more for _, more in each)
+        forwards = [list(one) for one in zip(*aligned, strict=True)]
+        shapes = [None if one is None else GraphShape(*one) for *_, one in each]
+        common = None if graphs is None else graphs.common(shapes)
+        return RankSizes(forwards=forwards, shape=common), any(more for _, more, _ in each)
 
-    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
+    def serve(self, ranks: RankSizes) -> None:
         """A step in which only other ranks have tokens: run this rank's experts for them."""
         started = time.perf_counter()
         try:
-            self.runner.serve(tokens_of_forwards)
+            self.runner.serve(ranks)
         except Exception as error:
             self.report_failure(error, started, fatal=True)
             raise
 
-    def forward(self, plan: StepPlan, tokens_of_forwards: Sequence[Sequence[int]] | None = None) -> InFlightStep:
+    def forward(self, plan: StepPlan, ranks: RankSizes | None = None) -> InFlightStep:
         """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers.
 
-        tokens_of_forwards: see `Runner.forward`.
+        ranks: see `Runner.forward`.
         """
         context = self._scheduler.context
-        step = self.runner.forward(plan, context.take_table_writes(), tokens_of_forwards)
+        step = self.runner.forward(plan, context.take_table_writes(), ranks)
         if context.swap is not None:
             blocks, states = context.swap.take_freed()
             if blocks or states:  # after the copies of the steps launched so far

@@ -24,6 +24,7 @@ from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
+    from megatron_infer.runner.padded_steps import RankSizes
     from megatron_infer.runner.sampling.grammar_matchers import Grammars
     from megatron_infer.runner.speculative.verify import Verifier
 
@@ -156,13 +157,13 @@ class StepLoop:
         named = None if among is None else self.output_processor.sequences_of(among)
         plan = scheduler.schedule(named)
         executor.announce(plan, named, num_in_flight=len(self._in_flight))
-        tokens_of_forwards: list[list[int]] | None = None
+        ranks: RankSizes | None = None
         if self._ranks_have_work is not None:
             left = scheduler.recompute_progress.num_left
-            tokens_of_forwards, self._ranks_go_on = executor.exchange_sizes(plan, goes_on=left not in (0, num_left))
-            if not plan.num_tokens and any(tokens_of_forwards[-1]):
-                executor.serve(tokens_of_forwards)
-        launched = bool(plan.num_tokens) and self._launch(plan, outputs, tokens_of_forwards)
+            ranks, self._ranks_go_on = executor.exchange_sizes(plan, goes_on=left not in (0, num_left))
+            if not plan.num_tokens and any(ranks.forwards[-1]):
+                executor.serve(ranks)
+        launched = bool(plan.num_tokens) and self._launch(plan, outputs, ranks)
         self._finish_steps(outputs, leave=self._ahead if launched else max(0, len(self._in_flight) - 1))
         if not len(self.output_processor):  # a step launched for requests that have ended is finished at once
             self._finish_steps(outputs)
@@ -247,13 +248,11 @@ class StepLoop:
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _launch(
-        self, plan: StepPlan, outputs: list[RequestOutput], tokens_of_forwards: Sequence[Sequence[int]] | None
-    ) -> bool:
+    def _launch(self, plan: StepPlan, outputs: list[RequestOutput], ranks: RankSizes | None) -> bool:
         """Whether the step is in flight now."""
         started = time.perf_counter()
         try:
-            step = self._executor.forward(plan, tokens_of_forwards)
+            step = self._executor.forward(plan, ranks)
             masks = self._masks(plan, outputs) if self.output_processor.num_structured else None
             self._executor.runner.sample(step, masks)
         except Exception as error:  # an error of a forward belongs to the requests of this step, not to the engine

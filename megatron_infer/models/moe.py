@@ -215,7 +215,7 @@ class FusedExperts(LayerOp):
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = ids_TK
         own_TX = x_TD if self.down is None else self.down.run(step, x_TD, None)[0]
-        sum_TX = self._answered(ops, own_TX, ids_TK, weight_TK, counts)
+        sum_TX = self._answered(ops, own_TX, ids_TK, weight_TK, counts, is_padded=step.is_padded)
         if self.tp is not None:
             sum_TX = self.tp.sum_of(sum_TX)
         out_TD = sum_TX if self.up is None else self.up.run(step, sum_TX, None)[0]
@@ -231,8 +231,18 @@ class FusedExperts(LayerOp):
         pairs = torch.empty(0, self.router.topk, dtype=torch.int32, device=weight.device)
         self._answered(ops, x_TX, pairs, pairs, counts)
 
-    def _answered(self, ops: Ops, own_TX: Tensor, ids_TK: Tensor, weight_TK: Tensor, counts: Sequence[int]) -> Tensor:
-        """The sums of the weighted answers of all ranks' experts. See `TokenExchange.summed` for counts."""
+    def _answered(
+        self,
+        ops: Ops,
+        own_TX: Tensor,
+        ids_TK: Tensor,
+        weight_TK: Tensor,
+        counts: Sequence[int],
+        *,
+        is_padded: bool = False,
+    ) -> Tensor:
+        """The sums of the weighted answers of all ranks' experts. See `TokenExchange.summed` for counts. is_padded: the
+        host waits for nothing."""
         assert self.exchange is not None
         is_grouped = self._grouped_backend(ops, own_TX.dtype) is not None
         weight_dtype = torch.float32 if is_grouped else self.router_dtype or own_TX.dtype
@@ -245,9 +255,10 @@ class FusedExperts(LayerOp):
                 column.contiguous().view(part.dtype)
                 for column, part in zip(row_PX.split(bytes_of_parts, dim=1), parts, strict=True)
             )
-            return self._of_own_experts(ops, x, ids, weight)
+            return self._of_own_experts(ops, x, ids, weight, is_padded=is_padded)
 
-        needed_Tn = self._needing(ids_TK) if self._spares(counts, sum(bytes_of_parts)) else None
+        spares = not is_padded and self._spares(counts, sum(bytes_of_parts))
+        needed_Tn = self._needing(ids_TK) if spares else None
         return self.exchange.summed(row_TX, needed_Tn, counts, answer)
 
     def _spares(self, counts: Sequence[int], row_bytes: int) -> bool:
@@ -278,7 +289,7 @@ class FusedExperts(LayerOp):
         weight_TK = probs_TE.gather(1, torch.where(is_one_TK, ids_TK, 0))
         return torch.where(is_one_TK, ids_TK, -1), weight_TK
 
-    def _of_own_experts(self, ops: Ops, x_PX: Tensor, ids_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    def _of_own_experts(self, ops: Ops, x_PX: Tensor, ids_PK: Tensor, weight_PK: Tensor, *, is_padded: bool) -> Tensor:
         """The weighted sum of this rank's experts for tokens of all ranks."""
         num_experts = self.router.config.num_moe_experts
         place_PK = torch.where(ids_PK < 0, num_experts, ids_PK).long()
@@ -289,7 +300,8 @@ class FusedExperts(LayerOp):
         if (grouped := self._grouped_backend(ops, x_PX.dtype)) is not None:
             choice = grouped.listed(chosen_PE, probs_PE, self.router.topk)
             return grouped.add(x_PX, choice, self.grouped, None)
-        return self._add_each(ops, chosen_PE, probs_PE, x_PX, None)
+        add = self._add_all if is_padded else self._add_each
+        return add(ops, chosen_PE, probs_PE, x_PX, None)
 
     def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD), with None for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from megatron_infer.runner.padded_steps import PaddedOutput
+    from megatron_infer.runner.padded_steps import PaddedOutput, RankSizes
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ class LocalStep:
     """A step that this rank's device computes: an InFlightStep once its outputs are being read."""
 
     plan: StepPlan
-    tokens_of_forwards: Sequence[Sequence[int]] | None = None
+    ranks: RankSizes | None = None
     """See `Runner.forward`."""
     batch: Batch = None  # type: ignore[assignment]
     """Set by `ModelRunner.prepare`."""

@@ -24,7 +24,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from megatron_infer.runner.padded_steps import PaddedSteps
+    from megatron_infer.runner.padded_steps import PaddedSteps, RankSizes
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
@@ -85,12 +85,12 @@ class Runner(Protocol):
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
+        ranks: RankSizes | None = None,
     ) -> InFlightStep:
         """Enqueue the copies before the step, then the step's forward.
 
-        table_writes: (row, column, block) of the block table that changed since the last step. tokens_of_forwards:
-        `sizes` of all ranks that have requests of their own, see `StepInputs.tokens_of_ranks`.
+        table_writes: (row, column, block) of the block table that changed since the last step. ranks: what those
+        that have requests of their own agreed on, see `StepInputs.tokens_of_ranks`; None: they share their requests.
         """
         ...
 
@@ -109,7 +109,7 @@ class Runner(Protocol):
         """The tokens of each forward of a step: those that draft, then the model's."""
         ...
 
-    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
+    def serve(self, ranks: RankSizes) -> None:
         """This rank's part of a step in which only other ranks have tokens, as `then` calls it; waits for it."""
         ...
 
@@ -148,9 +148,9 @@ class ModelRunner:
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
+        ranks: RankSizes | None = None,
     ) -> LocalStep:
-        step = LocalStep(plan, tokens_of_forwards)
+        step = LocalStep(plan, ranks)
         self.prepare(step, table_writes)
         if step.shape is None and self.routing is not None and asks_routing(plan):
             step.routed_TLK = routing_buffer(plan.num_tokens, self.routing, self.device)
@@ -171,15 +171,15 @@ class ModelRunner:
             assert self.load_adapter is not None, f"adapter {name!r} in an engine without any"
             self.load_adapter(slot, name)
         if self.graphs is not None:
-            step.shape = self.graphs.ready(step.plan)
+            step.shape = self.graphs.ready(step.plan, step.ranks)
         if self._draft is not None:
             started = time.perf_counter()
-            others = None if step.tokens_of_forwards is None else step.tokens_of_forwards[:-1]
+            others = None if step.ranks is None else step.ranks.forwards[:-1]
             step.drafts_N = self._draft.run(step.plan, table_writes, others)
             step.seconds_drafting, table_writes = time.perf_counter() - started, ()
         drafts = self._draft is not None
         step.batch = self.builder.build(step.plan, table_writes, shape=step.shape, rows_are_written=drafts)
-        step.batch.tokens_of_ranks = None if step.tokens_of_forwards is None else step.tokens_of_forwards[-1]
+        step.batch.tokens_of_ranks = None if step.ranks is None else step.ranks.forwards[-1]
 
     def run_layers(self, step: LocalStep, received_TD: Tensor | None = None, *, chunk: int = 0) -> Tensor | None:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].
@@ -255,11 +255,15 @@ class ModelRunner:
         return [*([] if self._draft is None else self._draft.sizes(plan)), plan.num_tokens]
 
     @torch.inference_mode()
-    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
-        *others, own = tokens_of_forwards
+    def serve(self, ranks: RankSizes) -> None:
+        *others, own = ranks.forwards
         if self._draft is not None:
             self._draft.serve(others)
-        self.model.serve(self.builder.ops, own)
+        if ranks.shape is not None:
+            assert self.graphs is not None
+            self.graphs.serve(ranks.shape)
+        else:
+            self.model.serve(self.builder.ops, own)
 
     def _set_rows(self, plan: StepPlan) -> None:
         """Set the sampling parameters of rows that have a new request in this plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,16 @@ class PaddedOutput:
     """Their tokens and log probabilities, where the step draws too; the tokens are in the token pool already."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSizes:
+    """What ranks with requests of their own have agreed on for a step."""
+
+    forwards: list[list[int]]
+    """The tokens of each rank in each forward: those that draft, then the model's."""
+    shape: GraphShape | None
+    """What all of them pad the model's forward to; None: none does."""
+
+
 class PaddedSteps(Protocol):
     """Decides which steps are padded, and runs those."""
 
@@ -34,8 +45,17 @@ class PaddedSteps(Protocol):
         """The shape that the step is padded to, the same on every rank; None: it runs as it is."""
         ...
 
-    def ready(self, plan: StepPlan) -> GraphShape | None:
-        """`shape_of`, for the step that is built next: prepares and counts it."""
+    def common(self, shapes: Sequence[GraphShape | None]) -> GraphShape | None:
+        """The shape of a step of ranks that would pad it to these (of no tokens: which have none); None: it runs as it
+        is on each."""
+        ...
+
+    def ready(self, plan: StepPlan, ranks: RankSizes | None = None) -> GraphShape | None:
+        """`shape_of`, or what the ranks agreed on, for the step that is built next: prepares and counts it."""
+        ...
+
+    def serve(self, shape: GraphShape) -> None:
+        """Run a step of padding alone, next to other ranks' steps of this shape."""
         ...
 
     def launch(

@@ -13,6 +13,7 @@ import gloo_ranks as ranks
 import pytest
 import stage_case
 import torch
+from engine_ranks import take_part, weights_of
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
+from megatron_infer.testing.tiny import tiny_gpt
 
 GRAPHS = {
     "num_cuda_graphs": -1,
@@ -166,6 +168,38 @@ def on_other_addresses(rank: int, size: int, folder: Path) -> None:
             assert pool_of(engine).counts.captures > before[1], "not captured again"
     check_used(engine)
     engine.rank_group.lockstep.close()
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "max_sequence_length": 128}
+
+
+def on_own_requests(rank: int, size: int, folder: Path) -> None:
+    """Ranks with requests of their own replay a decode step together: padded to the most rows, or with none of its
+    own. A step in which a rank prefills runs eagerly on both."""
+    expected = stage_case.json.loads((folder / "expected.json").read_text())
+    take_static_kernels(REPLAY)
+    ranks.new_groups(expert_model_parallel_size=size)
+    model = tiny_gpt(**EXPERTS, randomize=False, expert_model_parallel_size=size)
+    take_part(model, torch.load(folder / "weights.pt"))
+    for settings in ({"cuda_graph_capture": "start"}, {"overlap": True}):
+        engine = stage_case.make_engine(model, dp_attention=True, **GRAPHS | settings)
+        for mine in (slice(0, 1) if rank else slice(1, 4), slice(0, 4) if rank else slice(0, 0)):
+            before = pool_of(engine).counts.replays
+            found = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS[mine]], DRAWS[mine])
+            assert pool_of(engine).counts.replays > before + 5, "with requests or without"
+            stage_case.assert_same(stage_case.answers(found), expected[mine], f"{mine}", tolerance=1e-4)
+        check_used(engine)
+        assert all(shape.is_decode_only for shape in pool_of(engine).captured)
+
+
+@pytest.mark.long
+def test_ranks_with_requests_of_their_own_replay_steps_together(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
+        model = tiny_gpt(**EXPERTS, randomize=False)
+        torch.save(weights_of(model), tmp_path / "weights.pt")
+        stage_case.write_json(tmp_path / "expected.json", draws_of(stage_case.make_engine(model)))
+    ranks.run_on_ranks(on_own_requests, 2, tmp_path)
 
 
 @pytest.mark.timeout(120)

@@ -22,7 +22,7 @@ from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.runner.batch import EMPTY_PLAN, Batch, BatchBuilder
 from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool
-from megatron_infer.runner.padded_steps import PaddedOutput
+from megatron_infer.runner.padded_steps import PaddedOutput, RankSizes
 from megatron_infer.runner.routing import asks_index_choices, asks_routing
 from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -58,14 +58,17 @@ class PaddedStep:
         hidden_size: int,
         num_logits: int,
         dtype: torch.dtype,
+        num_exchanging: int,
     ) -> None:
         """draw: None in a pipeline stage that is not the last. max_drawn_rows: shapes with more sequences end with
         their logits; None: all draw. received_TD: buffer for the residual stream of the stage before, of the largest
-        shape; None in the first stage. num_logits: of one sample on this rank. dtype: of the model.
+        shape; None in the first stage. num_logits: of one sample on this rank. dtype: of the model. num_exchanging:
+        ranks with tokens of their own, which exchange them in its layers; 1: none does.
         """
         self._model, self._shapes, self._builder, self.draw = model, tuple(shapes), builder, draw
         self.received_TD, self._max_drawn_rows = received_TD, max_drawn_rows
         self._hidden_size, self._num_logits, self._dtype = hidden_size, num_logits, dtype
+        self._num_exchanging = num_exchanging
         self.out: Outputs | None = None
         """None: not allocated."""
 
@@ -98,6 +101,8 @@ class PaddedStep:
         assert out is not None, "run before make_outputs"
         batch = self._builder.static_view(shape)
         self._builder.derive(batch)
+        if self._num_exchanging > 1:
+            batch.tokens_of_ranks = [shape.num_tokens] * self._num_exchanging
         if self.received_TD is None:
             hidden_TD = self._model.hidden(batch)
         else:
@@ -152,9 +157,19 @@ class StepGraphs:
         shape, _ = self._choose(plan)
         return shape
 
-    def ready(self, plan: StepPlan) -> GraphShape | None:
+    def common(self, shapes: Sequence[GraphShape | None]) -> GraphShape | None:
+        """Of ranks that all decode, or have no tokens."""
+        known = [shape for shape in shapes if shape is not None and shape.is_decode_only]
+        rows = max((shape.num_decode for shape in known), default=0)
+        if len(known) < len(shapes) or not rows:
+            return None
+        return self.pool.index.find(rows, 0, rows, has_adapters=any(shape.has_adapters for shape in known))
+
+    def ready(self, plan: StepPlan, ranks: RankSizes | None = None) -> GraphShape | None:
         """Captures the shape's graph where it has none."""
         shape, reason = self._choose(plan)
+        if ranks is not None:
+            shape, reason = ranks.shape, reason or "another rank's step"
         if shape is None:
             self.pool.counts.eager[reason] += 1
             return None
@@ -182,6 +197,12 @@ class StepGraphs:
             logits_SV=logits_SV[:num_sampled] if num_sampled and logits_SV is not None else None,
             drawn=drawn.first(num_sampled) if num_sampled and drawn is not None and step.draws(shape) else None,
         )
+
+    def serve(self, shape: GraphShape) -> None:
+        self.pool.ready(shape)
+        self._step.prepare(shape)
+        self._step.make_outputs()
+        self.pool.launch(shape)
 
     def sampled(self, output: PaddedOutput, inputs: SamplerInput) -> SamplerOutput | None:
         draw = self._step.draw

@@ -30,6 +30,7 @@ from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput, arrays_of, with_arrays
 from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.padded_steps import RankSizes
 from megatron_infer.runner.pooling import pooled_as, pooled_chunks
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.runner.sampling.logprobs import LogprobBatch
@@ -137,9 +138,9 @@ class StageRunner:
         self,
         plan: StepPlan,
         table_writes: Sequence[tuple[int, int, int]],
-        tokens_of_forwards: Sequence[Sequence[int]] | None = None,
+        ranks: RankSizes | None = None,
     ) -> StageStep:
-        step = StageStep(LocalStep(plan, tokens_of_forwards), self._on_wait, self._alone_s)
+        step = StageStep(LocalStep(plan, ranks), self._on_wait, self._alone_s)
         step.computed = self._thread.submit(partial(self._compute, step, table_writes))
         if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
             step.computed.exception()
@@ -158,8 +159,8 @@ class StageRunner:
     def sizes(self, plan: StepPlan) -> list[int]:
         return self._runner.sizes(plan)
 
-    def serve(self, tokens_of_forwards: Sequence[Sequence[int]]) -> None:
-        done = self._thread.submit(partial(self._runner.serve, tokens_of_forwards))
+    def serve(self, ranks: RankSizes) -> None:
+        done = self._thread.submit(partial(self._runner.serve, ranks))
         while not wait([done], timeout=WAIT_S).done:
             self._on_wait()
         done.result()
@@ -191,7 +192,7 @@ class StageRunner:
         local, plan, link = step.local, step.plan, self.link
         # from the plan alone: the messages have the same size on every stage, one that failed included
         routing = self.routing if self.routing is not None and asks_routing(plan) else None
-        shape = self._runner.shape_of(plan)
+        shape = self._runner.shape_of(plan) if local.ranks is None else local.ranks.shape
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         num_drafts = sum(len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device)
         if num_drafts and not link.is_last:

@@ -149,7 +149,7 @@ def test_outputs_made_behind_a_replayed_step_come_from_its_logits_and_hidden_sta
     plain = outputs(make_engine(gpt))
     engine = make_engine(gpt, **GRAPHS, overlap=True, max_requests=10)
     mixed, ready = [], inspect(engine).runner.graphs.ready
-    inspect(engine).runner.graphs.ready = lambda plan: mixed.append((plan, ready(plan))) or mixed[-1][1]
+    inspect(engine).runner.graphs.ready = lambda plan, _=None: mixed.append((plan, ready(plan))) or mixed[-1][1]
     replayed = outputs(engine)
     check_used(engine)
     asks = [
