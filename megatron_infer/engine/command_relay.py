@@ -137,7 +137,7 @@ class CommandRelay:
         self.size = self._lockstep.size
         self.rank = self._lockstep.rank
         """Of the ranks that share their requests."""
-        self._outbox = outbox
+        self.outbox = outbox
         self._loop = loop
         self._queue = queue
         self._submit = submit
@@ -192,7 +192,7 @@ class CommandRelay:
         met, self._met = self._met, None
         self._engine.phase = call.removesuffix("()")
         if met is None:
-            commands, complaint = self._outbox.commands, self._complaint()
+            commands, complaint = self.outbox.commands, self._complaint()
             met = self._lockstep.meet(
                 call,
                 commands,
@@ -258,10 +258,6 @@ class CommandRelay:
         finally:
             self._own, self._other_prompts = before, ""
 
-    def read(self, prompt: Any, params: Params) -> None:
-        """This is the next prompt that this rank's call reads."""
-        self._outbox.read(prompt, params)
-
     def exchange(self, read: Callable[[], Any], params: Params) -> tuple[list[int | None], Any]:
         """The first round of a call with prompts -> (`sources_of` all ranks, what `read` gave on this one).
 
@@ -308,18 +304,10 @@ class CommandRelay:
         """On ranks other than the leader: all ranks end a request with the next call -> what it has so far; None: it
         was not queued yet."""
         state = self._loop.output_processor.get(request_id)
-        if self._outbox.withdraw(request_id) or state is None:
+        if self.outbox.withdraw(request_id) or state is None:
             return None
-        self._outbox.abort(request_id)
+        self.outbox.abort(request_id)
         return state.output()
-
-    def address(self, to: Collection[int]) -> None:
-        """These ranks share the request that this rank has added last."""
-        self._outbox.address(to)
-
-    def deliver(self, to: Collection[int], groups: list[Any], **end: Any) -> None:
-        """Send finished rollout groups to other ranks with the next call, see rl.multi_rank."""
-        self._outbox.deliver(to, groups, **end)
 
     def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
         """Take part in the leader's `calls` until it calls `until` -> the arguments of `until`.
@@ -339,10 +327,10 @@ class CommandRelay:
         self._engine.phase = FOLLOW
         met = self._lockstep.meet(
             FOLLOW,
-            self._outbox.commands,
+            self.outbox.commands,
             flag=self._weights_moved(),
             other_prompts=self._complaint(),
-            wants_steps=self.wants_steps or self._outbox.has_aborts,
+            wants_steps=self.wants_steps or self.outbox.has_aborts,
         )
         if met.call == until:
             self._execute(met)
@@ -395,11 +383,11 @@ class CommandRelay:
 
     def _execute(self, met: Meeting) -> None:
         self.others_want_steps = met.wants_steps
-        self._outbox.commands = []
+        self.outbox.commands = []
         for command in met.commands:
             if not self.is_leader or "rank" in command or command["kind"] in LEADERS:
                 self._commands[command["kind"]](command)
-        self._outbox.commands = []  # all ranks have executed what these commands have passed on
+        self.outbox.commands = []  # all ranks have executed what these commands have passed on
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.engine.command_relay import ROLLOUT
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -21,6 +21,9 @@ from megatron_infer.errors import InvalidPrompt, LockstepError, PromptsDiffer, R
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl import sample_file
 from megatron_infer.rl.samples import RolloutGroup, group_of
+
+if TYPE_CHECKING:
+    from megatron_infer.rl.group_tracker import GroupTracker
 
 PREFIX = "rollout/"
 """Begins the ids of the engine's requests that are groups; the rank follows unless it is the leader."""
@@ -53,27 +56,6 @@ class Shares:
     def again(self) -> Shares:
         """For another call with the same prompts."""
         return Shares(self.source, self.readers, self.num_sources)
-
-
-class GroupSteps(Protocol):
-    """The part of a `GroupTracker` that `RolloutRanks.end` needs."""
-
-    @property
-    def live(self) -> set[str]:
-        """Ids of groups that are in flight, or finished and not delivered."""
-        ...
-
-    def step(self) -> None: ...
-
-    def take(self, outputs: list[RequestOutput]) -> None:
-        """Outputs of a step that another rank has asked for."""
-        ...
-
-    def drain(self) -> None:
-        """Finish steps that were launched for requests that are gone."""
-        ...
-
-    def return_other_outputs(self) -> None: ...
 
 
 class RolloutRanks:
@@ -134,7 +116,7 @@ class RolloutRanks:
         """The group that was queued last has the readers of its call."""
         if shares.readers:
             self._readers[group_id] = shares.readers
-            self._relay.address(shares.readers)
+            self._relay.outbox.address(shares.readers)
 
     def check(self, shares: Shares, info: dict[str, Any]) -> None:
         """Raise InvalidPrompt for a prompt's data that cannot be sent to the readers."""
@@ -211,7 +193,7 @@ class RolloutRanks:
                 for group, readers in shared
                 if readers == to
             ]
-            self._relay.deliver(to, sent)
+            self._relay.outbox.deliver(to, sent)
         if not shared or not self._relay.is_leader:
             return bool(shared)
         self._relay.meet(ROLLOUT, {"end": False, "error": ""}, compare=False)
@@ -256,7 +238,11 @@ class RolloutRanks:
 
     # ------------------------------------------------------------------ the end of a call
     def announce(
-        self, shares: Shares, failure: BaseException | None, tracker: GroupSteps, figures: dict[str, Any] | None = None
+        self,
+        shares: Shares,
+        failure: BaseException | None,
+        tracker: GroupTracker,
+        figures: dict[str, Any] | None = None,
     ) -> None:
         """The readers have all groups of this rank that its call gives. Once a call."""
         readers = {rank for to in self._readers.values() for rank in to} | {*shares.readers}
@@ -265,14 +251,14 @@ class RolloutRanks:
             gone = [group_id for group_id in self._readers if group_id not in live]
             self._readers = {group_id: to for group_id, to in self._readers.items() if group_id in live}
             how = {"error": described(failure), "figures": figures or {}, "gone": gone}
-            self._relay.deliver(readers, [], end=True, **how)
+            self._relay.outbox.deliver(readers, [], end=True, **how)
         self._announced = True
 
     def end(
         self,
         shares: Shares,
         failure: BaseException | None,
-        tracker: GroupSteps,
+        tracker: GroupTracker,
         figures: dict[str, Any] | None = None,
     ) -> None:
         """This rank's call has ended: take part until those of the other ranks have.
@@ -294,7 +280,7 @@ class RolloutRanks:
         self,
         shares: Shares,
         failure: BaseException | None,
-        tracker: GroupSteps,
+        tracker: GroupTracker,
         figures: dict[str, Any] | None,
     ) -> None:
         """`end` among ranks that share requests."""
@@ -317,7 +303,7 @@ class RolloutRanks:
         if differ is not None and failure is None:
             raise differ
 
-    def _lead_to_end(self, error: str, tracker: GroupSteps) -> None:
+    def _lead_to_end(self, error: str, tracker: GroupTracker) -> None:
         """On the leader: step for the other ranks until none of them wants more. error: ends their calls at once."""
         try:
             while not error:

@@ -81,7 +81,7 @@ class PromptFeed:
         engine, index = self._tracker.engine, self._num_read
         self._num_read += 1
         if call.shares.readers:
-            engine.relay.read(prompt, self.params)
+            engine.relay.outbox.read(prompt, self.params)
         try:
             request = group_request_of(engine, prompt, self.params)
             self._tracker.ranks.check(call.shares, request.info)
