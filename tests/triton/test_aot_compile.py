@@ -83,7 +83,7 @@ def ran(folder, *options, planted=PLANTED, replaced=("", ""), **environment):
     """tools/aot_compile.py over a package whose one module has these variants, as a user runs it."""
     plant(folder, planted, replaced=replaced)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TRITON_CACHE_DIR": str(folder / "cache")}
+    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--jobs", "1", "--package", "planted", *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
