@@ -53,7 +53,7 @@ KINDS = {
     "attention": Layers(model={}, engine=(CHUNKS, CHUNKS | PREFIXES), ran=("decode_kernel", "prefill_kernel")),
     "window and sinks": Layers(
         model={"window_size": (11, 0), "softmax_type": "learnable", "rotary_percent": 0.5},
-        engine=(CHUNKS, CHUNKS | PREFIXES),
+        engine=(CHUNKS | PREFIXES,),
     ),
     "caps and two ropes": Layers(
         model=SOFTCAPPED | {"window_size": (11, 0), "share_embeddings_and_output_weights": False},
@@ -95,8 +95,8 @@ KINDS = {
     "delta nets": Layers(
         make=tiny_delta, model={}, engine=({}, CHUNKS), ran=("delta_decode", "delta_walk", "_convolve_decode")
     ),
-    "sparse attention": Layers(model=SPARSE, engine=(CHUNKS, CHUNKS | PREFIXES), ran=("index_scores", "decode_kernel")),
-    "latents": Layers(model=LATENT, engine=(CHUNKS, CHUNKS | PREFIXES), ran=("decode_kernel", "prefill_kernel")),
+    "sparse attention": Layers(model=SPARSE, engine=(CHUNKS | PREFIXES,), ran=("index_scores", "decode_kernel")),
+    "latents": Layers(model=LATENT, engine=(CHUNKS | PREFIXES,), ran=("decode_kernel", "prefill_kernel")),
 }
 
 

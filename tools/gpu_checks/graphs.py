@@ -114,7 +114,7 @@ def pdl_on_off(ctx: Context, compare: Comparison) -> dict[str, Any]:
         found = []
         for variable in (None, "1"):
             with environment(PDL_VARIABLE, variable):
-                engine = graphed(ctx, model, captures=captures, kernels="triton")
+                engine = graphed(ctx, model, captures=captures)
                 if not ctx.rehearse:
                     answers(engine, work)  # compiles and captures
                 ctx.wait()
