@@ -278,6 +278,7 @@ def conversations_on_rank(rank: int, size: int, folder: Path) -> None:
         assert len(run_conversations(roll, mine, params, tool)) == 3
 
 
+@pytest.mark.long
 def test_conversations_with_tools_wait_for_no_other_rank(tmp_path: Path) -> None:
     whole(tmp_path, ["shared expert"])
     run_on_ranks(conversations_on_rank, 2, tmp_path)
@@ -328,6 +329,7 @@ def saved_on_rank(rank: int, size: int, folder: Path) -> None:
         make_engine(model, dp_attention=True).load_requests(folder / "with kv")
 
 
+@pytest.mark.long
 def test_each_rank_saves_its_own_requests_and_goes_on_with_them(tmp_path: Path) -> None:
     whole(tmp_path, ["shared expert"])
     run_on_ranks(saved_on_rank, 2, tmp_path)
