@@ -176,16 +176,7 @@ def build_engine(
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     rank = rank_group.sharing.rank
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox, rank)
-    relay = CommandRelay(
-        rank_group,
-        outbox,
-        loop,
-        queue=intake.queue,
-        submit=intake.submit,
-        set_costs=scheduler.set_costs,
-        release=scheduler.queue.release,
-        set_step_costs=scheduler.set_step_costs,
-    )
+    relay = CommandRelay(rank_group, outbox, loop, scheduler, queue=intake.queue, submit=intake.submit)
     lifecycle = Lifecycle()
     model_runner = setup.model_runner
     profiler = make_profiler(

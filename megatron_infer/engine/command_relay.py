@@ -24,6 +24,7 @@ from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.policy import CostModel
+from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_costs import StepCosts
 
 DISMISS = "dismiss()"
@@ -117,17 +118,13 @@ class CommandRelay:
         rank_group: RankGroup,
         outbox: Outbox,
         loop: StepLoop,
+        scheduler: Scheduler,
         *,
         queue: Callable[..., str],
         submit: Callable[..., None],
-        set_costs: Callable[[CostModel], None],
-        release: Callable[[int], None],
-        set_step_costs: Callable[[StepCosts], None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
-        submit(id, text, token ids, params, salt): puts one of another rank into the outbox.
-        set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_step_costs:
-        takes new costs of steps."""
+        submit(id, text, token ids, params, salt): puts one of another rank into the outbox."""
         self.is_leader = rank_group.groups.is_leader
         self.own_requests = rank_group.groups.own_requests
         """Expert-parallel ranks have requests of their own: commands reach the ranks that share them, and calls that
@@ -147,9 +144,9 @@ class CommandRelay:
             "read": self._compare,
             "abort": self._abort,
             "groups": self._receive,
-            "price": lambda given: set_costs(CostModel(**given["costs"])),
-            "release": lambda given: release(given["arrival"]),
-            "step price": lambda given: set_step_costs(StepCosts(**given["costs"])),
+            "price": lambda given: scheduler.set_costs(CostModel(**given["costs"])),
+            "release": lambda given: scheduler.queue.release(given["arrival"]),
+            "step price": lambda given: scheduler.set_step_costs(StepCosts(**given["costs"])),
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""

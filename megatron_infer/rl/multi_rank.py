@@ -267,41 +267,33 @@ class RolloutRanks:
         An interrupt of the leader ends the calls of all ranks.
         """
         left = isinstance(failure, LockstepError | RankFailure) and not isinstance(failure, PromptsDiffer)
-        try:
-            if self.size == 1 or left:
-                tracker.return_other_outputs()
-            else:
-                self._end_together(shares, failure, tracker, figures)
-        finally:
-            if not left:
-                self._engine.serve_others()
-
-    def _end_together(
-        self,
-        shares: Shares,
-        failure: BaseException | None,
-        tracker: GroupTracker,
-        figures: dict[str, Any] | None,
-    ) -> None:
-        """`end` among ranks that share requests."""
-        self.announce(shares, failure, tracker, figures)
         differ: PromptsDiffer | None = None
-        stopped = described(failure) if isinstance(failure, KeyboardInterrupt | SystemExit) else ""
         try:
-            while not self._has_ended:
-                try:
-                    if self._relay.is_leader:
-                        self._lead_to_end(stopped, tracker)
-                        break
-                    self._follow(wants_steps=False)
-                    self._take_received()
-                    tracker.take(self._take_news())
-                except PromptsDiffer as error:  # of other ranks; the others go on to their ends
-                    differ = error
+            if self.size > 1 and not left:
+                self.announce(shares, failure, tracker, figures)
+                differ = self._until_all_end(failure, tracker)
         finally:
             tracker.return_other_outputs()
+            if not left:
+                self._engine.serve_others()
         if differ is not None and failure is None:
             raise differ
+
+    def _until_all_end(self, failure: BaseException | None, tracker: GroupTracker) -> PromptsDiffer | None:
+        """Steps along -> what another rank's prompts differed in meanwhile: the others go on to their ends."""
+        differ: PromptsDiffer | None = None
+        while not self._has_ended:
+            try:
+                if self._relay.is_leader:
+                    stops = isinstance(failure, KeyboardInterrupt | SystemExit)
+                    self._lead_to_end(described(failure) if stops else "", tracker)
+                    break
+                self._follow(wants_steps=False)
+                self._take_received()
+                tracker.take(self._take_news())
+            except PromptsDiffer as error:
+                differ = error
+        return differ
 
     def _lead_to_end(self, error: str, tracker: GroupTracker) -> None:
         """On the leader: step for the other ranks until none of them wants more. error: ends their calls at once."""
