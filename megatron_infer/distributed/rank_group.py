@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,8 @@ BLAME_S = 3.0
 """Seconds in which the end of a process is noticed, after a collective with it has failed."""
 _SLICE_S = 0.3
 POLL_S = 0.02
+_RAISED = itertools.count(1)
+"""Calls of `whole_stage_raises` in this process."""
 
 
 class RankGroup:
@@ -45,8 +48,6 @@ class RankGroup:
         """Lockstep of the ranks that compute the same requests."""
         self._timeout_s = timeout_s
         self._reports: PeerReports | None = None
-        self._num_raised = 0
-        """Calls of `whole_stage_raises`."""
 
     def divide_requests(self, groups: ParallelGroups) -> None:
         """Expert-parallel ranks have requests of their own from now on. Every rank calls it. groups: with these."""
@@ -152,14 +153,14 @@ class RankGroup:
     def whole_stage_raises(self) -> bool:
         """This rank has raised between two collectives of its pipeline stage -> whether all ranks of the stage have, in
         as many calls of this: else another one waits in the collective, and must meet this rank in no later one."""
-        self._num_raised += 1
         ranks = self.groups.stage_ranks
         if len(ranks) == 1:
             return True
+        number = next(_RAISED)
         store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + ALONE_S
         key = "megatron_infer/raised/{}/{}".format
-        store.set(key(dist.get_rank(), self._num_raised), "")
-        while not (all_have := store.check([key(rank, self._num_raised) for rank in ranks])):
+        store.set(key(dist.get_rank(), number), "")
+        while not (all_have := store.check([key(rank, number) for rank in ranks])):
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
