@@ -62,17 +62,19 @@ $(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
 	@touch $@
 
 # Each framework in an environment of its own, on top of this one: requirements/frameworks-NAME.txt, installed without
-# dependencies, and the tests that run the framework's own code, tests/rl/test_framework_NAME.py.
+# dependencies, and the tests that run the framework's own code: tests/rl/test_framework_NAME.py, and clients of a server
+# that are installed there (slime's with SLIME=CHECKOUT).
 FRAMEWORKS ?= $(patsubst requirements/frameworks-%.txt,%,$(wildcard requirements/frameworks-*.txt))
 
 frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/.installed)
 	for name in $(FRAMEWORKS); do \
-		$(TEST_ENV) $(VENV)/frameworks/$$name/bin/python -m pytest -q -n0 -m "" tests/rl/test_framework_$$name.py || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$(SLIME) $(VENV)/frameworks/$$name/bin/python -m pytest -q -n0 -m "" \
+			$(wildcard tests/rl/test_framework_*.py) tests/server/test_weight_clients.py -k "$$name or skyrl or slime" || exit 1; \
 	done
 
 $(VENV)/frameworks/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-deps -r $<
+	$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python -r $<
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	@touch $@

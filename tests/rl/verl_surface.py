@@ -60,13 +60,14 @@ def record() -> dict[str, Any]:
         classes[path] = {name: _method(owner, name) for name in names if name == "__init__" or name[0] != "_"}
     replica = inspect.getsource(_found(CLASSES[1]))
     config = _found(VALUES["rollout_config"])
+    registry = _found("verl.workers.rollout.base._ROLLOUT_REGISTRY")
     return {
         "version": importlib.import_module("verl").__version__,
         "classes": classes,
         "server_calls": sorted(set(re.findall(r"server\.(\w+)\.remote\(", replica))),
         "token_output": sorted(_found(VALUES["token_output"]).model_fields),
         "rollout_config": {one.name: _plain(one) for one in fields(config)},
-        "backends": sorted(name for name, _ in _found("verl.workers.rollout.base._ROLLOUT_REGISTRY")),
+        "backends": sorted(name for name, _ in registry if name != "megatron_infer"),
     }
 
 
