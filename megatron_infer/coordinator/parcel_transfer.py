@@ -123,13 +123,11 @@ class ParcelTransfer:
             try:
                 peer.connect(address)
                 peer.send_multipart([b"get", parcel_id.encode(), str(num_published).encode()])
-                content = bytearray()
-                for part in self._parts(peer, max_bytes):
-                    content += part
+                content = b"".join(self._parts(peer, max_bytes))
                 peer.send(b"done")
             except zmq.ZMQError as error:
                 raise ParcelLost(f"{address}: {error}") from None
-        return bytes(content)
+        return content
 
     def close(self) -> None:
         self._stopping = True
@@ -208,9 +206,9 @@ class ParcelTransfer:
         part = sending.content[sending.sent : sending.sent + PART_BYTES]
         if part:
             sending.sent += len(part)
-            self._send(peer, b"part", bytes(part))
+            self._send(peer, b"part", part)
 
-    def _send(self, peer: bytes, kind: bytes, content: bytes) -> None:
+    def _send(self, peer: bytes, kind: bytes, content: bytes | memoryview) -> None:
         try:
             self._socket.send_multipart([peer, kind, content], zmq.NOBLOCK)
         except zmq.ZMQError:  # the peer is gone, or does not read

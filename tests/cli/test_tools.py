@@ -28,6 +28,7 @@ RUNS = {
     "coordinator.py --quick": "longest_prefix",
     "speech.py --rounds 1 --streams 2 --seconds 1 --threads 1": "second request of a voice",
     "variants.py preemption --demand 2 --max-prompt 32 --max-new 32": "swap",
+    "variants.py moves --rounds 1 --lengths 40": "moved to a hit",
     "serve_load.py --part overhead --clients 2 --requests 4 --rounds 1 --threads 1": "of offline",
     "serve_load.py --part workers --http-workers 2 --clients 4 --seconds 3": "tokens_per_cpu_s_of_http",
     "weight_updates.py --rounds 1": "file",

@@ -41,6 +41,7 @@ CASES = {
     "steps-in-flight": "modes",
     "preemption": "preemption",
     "lora": "adapters",
+    "moves": "moves",
     "latent-prompts": "latent",
     "chosen-keys": "latent",
     "kinds": "kinds",

@@ -161,15 +161,21 @@ def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str
         content = part.encode("utf-8")
         digest.update(len(content).to_bytes(8, "little") + content)
     for name in sorted(tensors):
-        add_tensor(digest, name, tensors[name])
+        add_tensor(digest, name, tensors[name], is_own=True)
     return digest.hexdigest()
 
 
-def add_tensor(digest: hashlib.blake2b, name: str, tensor: Tensor, *, chunk: int = 1 << 24) -> None:
-    """Add name, dtype, shape and bytes of a tensor to `digest`, `chunk` elements at a time, from any device."""
+def add_tensor(
+    digest: hashlib.blake2b, name: str, tensor: Tensor, *, chunk: int = 1 << 24, is_own: bool = False
+) -> None:
+    """Add name, dtype, shape and bytes of a tensor to `digest`, `chunk` elements at a time, from any device.
+
+    is_own: nothing else uses its memory.
+    """
     head = f"{len(name)}:{name} {tensor.dtype} {list(tensor.shape)};"
     digest.update(head.encode("utf-8"))
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), chunk):
-        piece = flat[start : start + chunk].to("cpu", copy=True)  # numpy() bars a storage from FSDP's resizes
+        piece = flat[start : start + chunk]
+        piece = piece.to("cpu", copy=not is_own)  # numpy() bars a storage from FSDP's resizes
         digest.update(piece.view(torch.uint8).numpy())

@@ -246,8 +246,11 @@ class KVReturn:
         if start >= kv.num_tokens or not self._contents:
             return
         first, count = start // size, blocks_needed(kv.num_tokens - start, size)
-        own = (start - kv.num_left_out, kv.num_tokens - kv.num_left_out)
-        cut = {name: _cut(content[kv.blocks], *own, size) for name, content in self._contents.items()}
+        start, end = start - kv.num_left_out, kv.num_tokens - kv.num_left_out
+        if self._file_block_size == size:
+            cut = {name: content[kv.blocks[start // size :]] for name, content in self._contents.items()}
+        else:
+            cut = {name: _cut(content[kv.blocks], start, end, size) for name, content in self._contents.items()}
         self._store.write_blocks(lease.blocks[first : first + count], cut)
 
 
