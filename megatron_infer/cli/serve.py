@@ -12,6 +12,7 @@ from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, flag_of, g
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note, run_options
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
+from megatron_infer.config.coordinator_options import ReplicaRole
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.layout import EngineRoles, Layout, RunOptions
 from megatron_infer.config.options import options_of
@@ -74,8 +75,12 @@ def run(args: argparse.Namespace) -> int:
             f"--{parallel[0]} {getattr(layout, parallel[0])} needs {ranks} processes: "
             f"torchrun --nproc-per-node {ranks} -m megatron_infer serve {options.model} ..."
         )
-    from megatron_infer.server.launch import attach, serve
+    from megatron_infer.server.launch import attach, join, serve
 
+    if options.roles != (ReplicaRole.BOTH.value,):
+        _check_one_engine(args, layout)
+        join(options, settings, key_from(args), note)
+        return 0
     options = replace(options, roles=tuple(role.value for role in _roles(args).of_engines(layout)))
     if args.coordinator is not None:
         _check_starts_no_engine(args, options)
@@ -106,6 +111,7 @@ def _from_pipeline(args: argparse.Namespace) -> Served | None:
         config=resolved.engine.to_dict(),
         chat_template=resolved.chat_template,
         endpoint_base=resolved.endpoint_base or None,
+        roles=(resolved.role,),
         loader=loader,
         loader_options=loader_options,
     )
@@ -154,6 +160,12 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
         config={name: value.value if isinstance(value, Enum) else value for name, value in config.items()},
         **asdict(run),
     )
+
+
+def _check_one_engine(args: argparse.Namespace, layout: Layout) -> None:
+    """Raises ConfigError for what a replica with a pipeline_role cannot have beside it."""
+    if args.coordinator is not None or layout.dp > 1 or _roles(args).prefill:
+        raise ConfigError("pipeline_role is of one engine: leave --coordinator, --dp, --prefill and --decode out")
 
 
 def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) -> None:

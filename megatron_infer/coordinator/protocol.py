@@ -48,7 +48,7 @@ def checked_address(address: str) -> str:
     if not address.startswith(("tcp://", "ipc://", "inproc://")) or (
         address.startswith("tcp://") and ":" not in address[len("tcp://") :]
     ):
-        raise ConfigError(f"address {address!r} of a coordinator; it is like tcp://127.0.0.1:{DEFAULT_PORT}")
+        raise ConfigError(f"address {address!r} of a coordinator; give one like tcp://127.0.0.1:{DEFAULT_PORT}")
     return address
 
 

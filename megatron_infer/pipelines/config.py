@@ -21,7 +21,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.pipelines import config_layers
 from megatron_infer.pipelines import field_rules as rules
 from megatron_infer.pipelines.config_layers import Names
-from megatron_infer.pipelines.field_rows import Engine, FieldPath, RanksOf, Refused, Rule, Server
+from megatron_infer.pipelines.field_rows import Engine, FieldPath, RanksOf, Rule, Server
 from megatron_infer.pipelines.field_types import (
     PipelineRole,
     QuantizationEncoding,
@@ -93,10 +93,11 @@ class PipelineConfig(Section):
     enable_overlap_scheduler: Annotated[bool, Engine("overlap", rules.overlap, has_own_words=True)] = False
     """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
     overlap=False."""
-    pipeline_role: Annotated[
-        PipelineRole, by_name(PipelineRole), Refused("a server here both prefills and decodes; take prefill_and_decode")
-    ] = PipelineRole.PrefillAndDecode
-    """What a server does of a request; the default, prefill_and_decode, is the only role that is built."""
+    pipeline_role: Annotated[PipelineRole, by_name(PipelineRole), Rule(rules.pipeline_role)] = (
+        PipelineRole.PrefillAndDecode
+    )
+    """What `megatron-infer serve` does of a request. prefill_only and decode_only: no HTTP, the engine is a replica of
+    the coordinator at zmq_endpoint_base."""
     ep_size: Annotated[int, RanksOf("ep")] = 1
     """Expert-parallel ranks of an engine."""
     enable_echo: Annotated[bool, Server("enable_echo")] = False
@@ -111,7 +112,8 @@ class PipelineConfig(Section):
     """"0": a kernel is launched when the one before has ended. "1" and "2": its programs start while those of the one
     before end (MEGATRON_INFER_PDL=1), on GPUs of compute capability 9.0 on."""
     zmq_endpoint_base: Annotated[str, Rule(rules.endpoint_base)] = ""
-    """What the addresses of a server's processes begin with: ipc://PATH. Empty: generated."""
+    """What the addresses of a server's processes begin with: ipc://PATH. Empty: generated. With a pipeline_role the
+    address of the coordinator: tcp://HOST:PORT or ipc://PATH."""
     lora: Annotated[LoRAConfig | None, Engine("lora", rules.lora, has_own_words=True)] = None
     """Adapters beside the model."""
     speculative: Annotated[SpeculativeConfig | None, Engine("speculative", rules.speculative, has_own_words=True)] = (

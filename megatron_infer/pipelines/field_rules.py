@@ -16,7 +16,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.field_rows import parts_of
-from megatron_infer.pipelines.field_types import CacheStrategy, QuantizationEncoding, RopeType
+from megatron_infer.pipelines.field_types import CacheStrategy, PipelineRole, QuantizationEncoding, RopeType
 from megatron_infer.server.socket_base import checked_base
 
 if TYPE_CHECKING:
@@ -224,10 +224,27 @@ def pdl_level(value: str, asked: Asked) -> Effect:
     return value, f"{PDL_VARIABLE}=1: 1 and 2 are the same; acts from compute capability 9.0 on"
 
 
+def pipeline_role(value: PipelineRole, asked: Asked) -> Effect:
+    if value is PipelineRole.PrefillAndDecode:
+        return value, ""
+    if not asked.config.zmq_endpoint_base:
+        raise ConfigError(
+            f"pipeline_role is {value.value!r} and zmq_endpoint_base is empty: requests come from a coordinator; give "
+            "its address (tcp://HOST:PORT), or serve both roles: megatron-infer serve MODEL --prefill 1 --decode 1"
+        )
+    asked.role = value.value
+    return value, "a replica of the coordinator at zmq_endpoint_base"
+
+
 def endpoint_base(value: str, asked: Asked) -> Effect:
     if not value:
         return value, "a folder of its own, made when the server starts"
-    checked_base(value)
+    if asked.config.pipeline_role is PipelineRole.PrefillAndDecode:
+        checked_base(value)
+    else:
+        from megatron_infer.coordinator.protocol import checked_address
+
+        checked_address(value)
     asked.endpoint_base = value
     return value, ""
 

@@ -45,7 +45,7 @@ from megatron_infer.pipelines.field_rows import (
     fields_by_option,
     rows_of,
 )
-from megatron_infer.pipelines.field_types import RopeType
+from megatron_infer.pipelines.field_types import PipelineRole, RopeType
 from megatron_infer.pipelines.machine import Machine, find_machine
 from megatron_infer.pipelines.resolved import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -68,6 +68,7 @@ class Asked:
     force: bool = False
     chat_template: str | None = None
     endpoint_base: str = ""
+    role: str = PipelineRole.PrefillAndDecode.value
     utilization: float = 1.0
     description: ModelDescription | None = None
 
@@ -180,6 +181,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         settings=effective,
         chat_template=asked.chat_template,
         endpoint_base=asked.endpoint_base,
+        role=asked.role,
         architecture=architecture,
         description=asked.description,
         shape=shape,

@@ -46,7 +46,9 @@ class Resolved:
     chat_template: str | None
     """Text of the template given; None: the model's own."""
     endpoint_base: str
-    """What the addresses of the coordinator begin with."""
+    """What the addresses of the coordinator begin with; the coordinator's own of an engine with a role."""
+    role: str
+    """Of `PipelineRole`."""
     architecture: Architecture
     description: ModelDescription | None
     """None for an architecture of one's own."""

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.http_server import HttpProcess, HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
-from megatron_infer.server.process_options import EngineOptions, HttpOptions
+from megatron_infer.server.process_options import EngineOptions, HttpOptions, allowed_by
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.socket_base import ServerFolder
 from megatron_infer.server.speech import speech_modules, speech_processes, with_voices
@@ -68,6 +68,20 @@ def attach(
     with contextlib.closing(listen(settings.host, settings.port)) as listening, ServerFolder() as folder:
         server = http_server(http_options(options, settings, folder.path, coordinator=coordinator, key=key))
         server.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))
+
+
+def join(options: EngineOptions, settings: ServerConfig, key: bytes | None, note: Callable[[str], None]) -> None:
+    """Serve one engine, without HTTP, as a replica of the coordinator at `endpoint_base`. SIGTERM drains."""
+    from megatron_infer.server.engine_replica import engine_replica, load_engine  # imports torch
+
+    (role,), coordinator = options.roles, options.endpoint_base
+    assert coordinator is not None, "a role without a coordinator"
+    engine = load_engine(options)
+    replica = engine_replica(engine, coordinator, name="", key=key, role=role, **allowed_by(settings))
+    signal.signal(signal.SIGTERM, lambda *_: replica.drain())
+    note(f"serving for {coordinator}, {role}; HTTP: megatron-infer serve {options.model} --coordinator {coordinator}")
+    with replica:
+        replica.run()
 
 
 def http_options(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import logging
 import os
 import signal
@@ -119,27 +118,13 @@ def engine(*, options: dict[str, Any], allowed: dict[str, Any], coordinator: str
     beat = ParentHeartbeat()
     with loading_for_good():
         from megatron_infer.config.coordinator_options import MAX_STEP_S
-        from megatron_infer.engine.llm import LLM  # imports torch
-        from megatron_infer.server.audio.speech_model import check_vocabulary
-        from megatron_infer.server.engine_replica import engine_replica
+        from megatron_infer.server.engine_replica import engine_replica, load_engine  # imports torch
         from megatron_infer.server.process_options import EngineOptions
 
     what = EngineOptions(**options)
     if what.config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
-    if what.loader is None:
-        own = LLM(
-            what.model,
-            config=what.config,
-            dtype=what.dtype,
-            device=what.device,
-            threads=what.threads_each,
-            use_legacy_module=what.use_legacy_module,
-        ).engine
-    else:
-        module, _, function = what.loader.partition(":")
-        own = getattr(importlib.import_module(module), function)(**what.loader_options)
-    check_vocabulary(what.model, own.shape.vocab_size)
+    own = load_engine(what)
     replica = engine_replica(own, coordinator, name=name, role=role, **allowed)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = own.shape

@@ -409,10 +409,10 @@ def test_unreachable_coordinator_is_reported_in_time():
 @pytest.mark.parametrize("address", ["nonsense", "http://127.0.0.1:5757", "tcp://127.0.0.1"])
 def test_address_that_cannot_be_one_is_refused_with_an_example(address, capsys):
     for make in (Coordinator, InferenceClient):
-        with pytest.raises(ConfigError, match=r"it is like tcp://127\.0\.0\.1:5757"):
+        with pytest.raises(ConfigError, match=r"give one like tcp://127\.0\.0\.1:5757"):
             make(address)
     assert main(["replica", "no such model", "--coordinator", address]) == 2
-    assert "it is like tcp://" in capsys.readouterr().err, "reported before a model is looked up"
+    assert "give one like tcp://" in capsys.readouterr().err, "reported before a model is looked up"
 
 
 def test_address_in_use_is_a_config_error():

@@ -46,7 +46,11 @@ BAD = [
     ({"batching": "phased", "ce_delay_ms": -1.0}, "ce_delay_ms is -1.0, it must be a finite number of milliseconds"),
     ({"batching": "phased", "max_queue_size_tg": 10**6}, "max_queue_size_tg is 1,000,000, the limit is max_batch_size"),
     ({"kvcache_ce_watermark": 1.5}, r"kvcache_ce_watermark \(admission_watermark\): is 1.5, .* number from 0 to 1"),
-    ({"pipeline_role": "prefill_only"}, "pipeline_role='prefill_only': .*take prefill_and_decode"),
+    (
+        {"pipeline_role": "prefill_only"},
+        "pipeline_role is 'prefill_only' and zmq_endpoint_base is empty: .*--prefill 1",
+    ),
+    ({"pipeline_role": "decode_only", "zmq_endpoint_base": "x"}, "address 'x' of a coordinator; give one like tcp://"),
     (
         {"pipeline_role": "both"},
         "pipeline_role is 'both' .* it must be one of prefill_and_decode, prefill_only",

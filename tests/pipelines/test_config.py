@@ -482,6 +482,13 @@ def test_base_of_endpoints_is_held_by_one_server_at_a_time(tmp_path):
     second.close()
 
 
+def test_a_role_takes_the_address_of_a_coordinator():
+    for address in ("tcp://10.0.0.5:6000", "ipc:///tmp/folder/c"):
+        found = resolved(pipeline_role="decode_only", zmq_endpoint_base=address).resolved
+        assert (found.role, found.endpoint_base) == ("decode_only", address)
+    assert resolved().resolved.role == "prefill_and_decode"
+
+
 def test_info_is_logged_for_a_resolved_config(caplog):
     caplog.set_level(logging.INFO, "megatron_infer")
     config = resolved(max_batch_size=4, max_length=256, api_key="secret")
