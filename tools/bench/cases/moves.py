@@ -38,6 +38,7 @@ class Pair:
             max_requests=4,
             enable_chunked_prefill=True,
             enable_prefix_caching=True,
+            prefix_caching_eviction_policy="lru",
         )
         self.engines = [DynamicInferenceEngine(model, config) for _ in range(2)]
         key = secrets.token_bytes(32)
