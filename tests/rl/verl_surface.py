@@ -18,6 +18,8 @@ from dataclasses import MISSING, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RECORD = Path(__file__).with_suffix(".json")
 CLASSES = (
     "verl.workers.rollout.base.BaseRollout",
@@ -174,7 +176,7 @@ def stand_ins() -> dict[str, Any]:
     for path, name in (("verl.workers.rollout.replica.TokenOutput", "token_output"),):
         put(path, make_dataclass("TokenOutput", [(one, Any, None) for one in found[name]]))
     put("verl.workers.rollout.base._ROLLOUT_REGISTRY", {})
-    put("verl.utils.device.get_device_id", lambda: "cpu")
+    put("verl.utils.device.get_device_id", lambda: torch.device("cpu"))  # as tests/support/verl_on_cpu.py gives it
     modules["ray"] = StandInRay()
     return modules
 

@@ -138,7 +138,7 @@ class EngineRollout(BaseRollout):
                 None,
                 tensor_parallel=config.tensor_model_parallel_size,
                 pipeline_parallel=config.pipeline_model_parallel_size,
-                backend=None if device == "cpu" else "cpu:gloo,cuda:nccl",
+                backend=None if str(device).startswith("cpu") else "cpu:gloo,cuda:nccl",
             )
         return build_model(plan, dtype=config.dtype, device=device, pg_collection=groups)
 
