@@ -384,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
         return 0
     import aot_table
+    import triton
 
     table = aot_table.read(options.table) if options.table else {}
     archs = options.arch or ARCHS
@@ -421,7 +422,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = sum(not one.seconds for one in outcomes)
     left = len({*jobs, *launched} - done.keys())
     print(
-        f"aot_compile: {len(outcomes) - known} compiled in {wall:.0f} s, {known} in the table, {len(failed)} failed"
+        f"aot_compile: {len(outcomes) - known} compiled by Triton {triton.__version__} in {wall:.0f} s, "
+        f"{known} in the table, {len(failed)} failed"
         + (f", {left} not compiled: --seconds" if left else "")
     )
     for outcome in failed:
