@@ -423,8 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = len({*jobs, *launched} - done.keys())
     print(
         f"aot_compile: {len(outcomes) - known} compiled by Triton {triton.__version__} in {wall:.0f} s, "
-        f"{known} in the table, {len(failed)} failed"
-        + (f", {left} not compiled: --seconds" if left else "")
+        f"{known} in the table, {len(failed)} failed" + (f", {left} not compiled: --seconds" if left else "")
     )
     for outcome in failed:
         print("FAILED", line_of(outcome, options.package, options.max_spill))
