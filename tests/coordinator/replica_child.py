@@ -1,4 +1,4 @@
-"""A replica process: `replica_child.py ADDRESS echo|tiny NAME [setting=value ...]`."""
+"""A replica process: `replica_child.py ADDRESS echo|tiny NAME [role=...] [setting=value ...]`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def tiny():
 
 def main() -> None:
     address, kind, name, *settings = sys.argv[1:]
-    engine = {"echo": echo, "tiny": tiny}[kind](**dict(setting.split("=") for setting in settings))
-    Replica(engine, address, name=name).run()
+    given = dict(setting.split("=") for setting in settings)
+    role = given.pop("role", "prefill_and_decode")
+    Replica({"echo": echo, "tiny": tiny}[kind](**given), address, name=name, role=role).run()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import time
 
 import pytest
-from coordinator_case import cluster, coordinator, replica, wait_for
+import replica_child
+from coordinator_case import Child, cluster, coordinator, replica, wait_for
 from durable_case import PROMPT, make_engine, make_model
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -164,6 +166,42 @@ def test_either_side_may_be_lost_at_any_time(model, expected, lost):
         same_tokens([future.result(60) for future in futures], expected)
         wait_for(lambda: len(client.stats()["replicas"]) == 3)
         one.core.check()
+
+
+ROLES = ("prefill_only", "prefill_only", "decode_only", "decode_only", "decode_only")
+
+
+@pytest.mark.slow
+def test_every_request_is_answered_once_while_processes_of_both_roles_are_killed():
+    """SIGKILL at random times; what was killed starts again. 300 requests over at least 60 s."""
+    rng, engine = random.Random(8), replica_child.tiny()
+    with coordinator(timeout_s=10.0, role_min_prompt_tokens=8, max_attempts=100) as one:
+        children = [Child(one.address, "tiny", f"c{i}", role=role) for i, role in enumerate(ROLES)]
+        try:
+            with InferenceClient(one.address, timeout_s=60.0) as client:
+                wait_for(lambda: len(client.stats()["replicas"]) == len(ROLES), 180)
+                ends, num_kills, num_done = time.monotonic() + 60, 0, 0
+                while num_done < 300 or time.monotonic() < ends:
+                    prompts = [[rng.randrange(3, 120) for _ in range(rng.randint(4, 60))] for _ in range(20)]
+                    params = [
+                        SamplingParams(max_tokens=rng.randint(1, 150), seed=i, n=1 + i % 2, ignore_eos=True)
+                        for i in range(20)
+                    ]
+                    futures = [client.submit(*pair) for pair in zip(prompts, params, strict=True)]
+                    time.sleep(rng.random() * 0.3)
+                    index = rng.randrange(len(children))
+                    children[index].end()
+                    children[index] = Child(one.address, "tiny", f"c{index}", role=ROLES[index])
+                    num_kills += 1
+                    outputs = [future.result(120) for future in futures]
+                    same_tokens(outputs, [answer(output) for output in engine.generate(prompts, params)])
+                    num_done += len(outputs)
+                    one.core.check()
+                stats = client.stats()
+                assert stats["moved"] > num_kills and stats["resent"], (num_kills, stats)
+        finally:
+            for child in children:
+                child.end()
 
 
 def test_engines_that_move_no_memory_move_tokens():
