@@ -135,7 +135,7 @@ class Archive:
 
     def parcel(self, state: RequestState, undelivered: Sequence[RequestOutput]) -> Parcel:
         """The content of a file with one request and this rank's memory of it. Nothing may be in flight."""
-        self._weights.accept_changes()
+        self._accept_changes()
         memory = self._kv.collect(_unfinished([state]))
         manifest, tensors = self.contents(undelivered, {}, states=[state], memory=memory)
         return Parcel(manifest=manifest | {"rank": self._rank_group.sharing.rank}, tensors=tensors)
@@ -281,11 +281,19 @@ class Archive:
     def take_in(self, content: Content) -> LoadReport:
         """Take in what `open` gave; nothing may be in flight. Weights keep their version."""
         weights = self._weights
-        weights.accept_changes()
+        self._accept_changes()
         unusable, version = self._kv.why_unusable(content.memory), content.weights["version"]
         if unusable is None and version != weights.version:
             unusable = f"the weights are of version {weights.version}, it was computed with version {version}"
         return self._put_in(content, self._rank_group.first_text("a look at a parcel", unusable))
+
+    def _accept_changes(self) -> None:
+        """As a step does: the content of weights is read only while no request runs."""
+        weights, scheduler = self._weights, self._scheduler
+        if self._rank_group.size > 1:
+            weights.accept_changes()
+        elif weights.differ(read_all=not (scheduler.num_running or scheduler.num_paused)):
+            weights.accept(weights.version + 1)
 
     def _put_in(self, content: Content, unusable: str | None) -> LoadReport:
         returning = self._kv.returning(content.memory) if unusable is None else None
