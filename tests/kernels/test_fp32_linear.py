@@ -14,6 +14,7 @@ from megatron_infer.kernels.exact import ExactOps
 from megatron_infer.kernels.native.cpu_native import NativeOps, panel_layout
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.torch.cpu_torch import TorchOps
+from megatron_infer.kernels.torch.fp32_linear import fp32_linear
 from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 from megatron_infer.models.exact_step import DifferentiableOps
 
@@ -81,3 +82,20 @@ def test_a_logit_of_a_near_tie_is_the_larger_one(make):
     logits = make(weight).fp32_linear(x, weight, None, ROWS)
     assert logits.argmax(-1).tolist() == [3000] * make.tokens
     assert logits.to(torch.bfloat16).argmax(-1).tolist() == [0] * make.tokens
+
+
+def test_on_a_gpu_it_is_one_product_without_a_copy_of_the_weight(monkeypatch):
+    """As a router in fp32 over weights in bf16 has it."""
+    products = []
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    def mm(a, b, out_dtype):
+        products.append((a.dtype, b.dtype, b.data_ptr(), out_dtype))
+        return torch.zeros(len(a), b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    x, weight = torch.ones(3, 64, dtype=torch.bfloat16), torch.ones(128, 64, dtype=torch.bfloat16)
+    assert fp32_linear(x.as_subclass(OnGpu), weight, None, 128).shape == (3, 128)
+    assert products == [(torch.bfloat16, torch.bfloat16, weight.data_ptr(), torch.float32)]
