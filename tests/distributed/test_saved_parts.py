@@ -85,6 +85,14 @@ def check_return(model: torch.nn.Module, rank: int, path: Path) -> dict[str, Any
     return want
 
 
+def check_move(model: torch.nn.Module, rank: int, want: dict[str, Any]) -> None:
+    """Requests move between two engines of these ranks: each rank hands out its part and takes it in."""
+    source, other = begun(model, rank), ranks.make_engine(model, **SETTINGS)
+    reports = [other.take_in(source.hand_out(str(index)).to_bytes()) for index in range(0, 7, 2)]
+    assert not any(report.recomputed for report in reports) and any(report.with_kv for report in reports)
+    ranks.assert_same_account(finish(source) | finish(other), want)
+
+
 def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: dict[str, Any]) -> None:
     """A rank that cannot write leaves the save before as it was; a damaged part is refused, a lost one done without."""
     engine = begun(model, rank)
@@ -145,6 +153,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         model = make(rank)
         path = folder / case
         want = check_return(model, rank, path)
+        check_move(model, rank, want)
         if case == "tp":
             check_all_or_nothing(model, rank, folder / "other", want)
             check_following(model, rank, folder / "followed")
