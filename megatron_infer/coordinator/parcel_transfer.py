@@ -195,7 +195,12 @@ class ParcelTransfer:
         if waiting is None:
             self._send(peer, b"gone", b"")
             return
-        content = memoryview(waiting.parcel.without(num_published).to_bytes())
+        try:
+            content = memoryview(waiting.parcel.without(num_published).to_bytes())
+        except Exception:  # such as a lack of memory: this request goes on from its tokens, and others are served
+            log.exception("a parcel cannot be sent")
+            self._send(peer, b"gone", b"")
+            return
         self._sending[peer] = _Sending(parcel_id, content)
         self._send(peer, b"size", str(len(content)).encode())
         for _ in range(WINDOW):
@@ -206,6 +211,8 @@ class ParcelTransfer:
         part = sending.content[sending.sent : sending.sent + PART_BYTES]
         if part:
             sending.sent += len(part)
+            if (waiting := self._waiting.get(sending.parcel_id)) is not None:
+                waiting.until = time.monotonic() + TRANSFER_TIMEOUT_S
             self._send(peer, b"part", part)
 
     def _send(self, peer: bytes, kind: bytes, content: bytes | memoryview) -> None:

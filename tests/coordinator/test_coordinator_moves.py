@@ -127,7 +127,14 @@ def test_where_one_role_is_missing_the_other_does_both(model, expected, role):
         is_empty(one, engines.values())
 
 
-LOSSES = ["the parcel is gone", "cut on the way", "larger than allowed", "other weights there", "no answer in time"]
+LOSSES = [
+    "the parcel is gone",
+    "it cannot be written",
+    "cut on the way",
+    "larger than allowed",
+    "other weights there",
+    "no answer in time",
+]
 
 
 @pytest.mark.security
@@ -138,6 +145,8 @@ def test_a_parcel_that_is_lost_or_unusable_costs_the_computation_and_nothing_els
     elif loss == "cut on the way":
         whole = Parcel.to_bytes
         monkeypatch.setattr(Parcel, "to_bytes", lambda self: whole(self)[:-9])
+    elif loss == "it cannot be written":
+        monkeypatch.setattr(Parcel, "to_bytes", lambda self: 1 // 0)
     elif loss == "larger than allowed":
         monkeypatch.setattr("megatron_infer.coordinator.replica.max_parcel_bytes", lambda engine: 2000)
     elif loss == "no answer in time":
