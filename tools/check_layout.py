@@ -42,7 +42,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("runner", "one step on one rank: batch, forward, sample"),
     ("runner.cuda_graphs", "captured steps"),
     ("runner.speculative", "drafted tokens: proposals, and what is kept of them"),
-    ("runner.parallel", "steps over pipeline stages and tensor-parallel vocabularies"),
+    ("runner.parallel", "steps over pipeline stages, tensor-parallel vocabularies and context-parallel ranks"),
     ("engine.metrics", "metric definitions and sinks: Prometheus, wandb"),
     ("engine.requests", "a caller's request on its way in and out"),
     ("engine.durable", "requests saved to files"),

@@ -31,6 +31,7 @@ from megatron_infer.rl.oversampling import PromptFeed, RolloutShortage
 from megatron_infer.rl.prompts import as_batch, group_requests_of
 from megatron_infer.rl.rollout import Params, Progress, Rollout
 from megatron_infer.rl.samples import RolloutError, RolloutGroup, checked_groups
+from megatron_infer.rl.shared_prefill import SharedPrefill
 
 
 @dataclass
@@ -67,8 +68,11 @@ class ContextRollout(Rollout):
         *,
         ranks: RankGroup,
         on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None,
+        shares_prompts: bool = False,
     ) -> None:
-        """ranks: of all these engines, see `RankGroup.with_context_ranks`. on_delivered: as for `Rollout`."""
+        """ranks: of all these engines, see `RankGroup.with_context_ranks`. on_delivered: as for `Rollout`.
+        shares_prompts: long prompts of generate(), iterate() and stream(), and those that conversations begin with, are
+        computed by all engines together. Raises ConfigError if these cannot."""
         super().__init__(engine, on_delivered=on_delivered)
         group = engine.rank_group.groups.engine
         own = dist.get_rank() if group is None else dist.get_process_group_ranks(group)[0]
@@ -81,17 +85,20 @@ class ContextRollout(Rollout):
         self.tracker.seeds = lambda: engine.input_processor.own_seed(number)
         self._begun_together: set[str] = set()
         """Unfinished groups that calls with divided prompts have left."""
+        self._shared_prefill = SharedPrefill(engine, ranks, self._leaders) if shares_prompts else None
 
     # ------------------------------------------------------------------ calls
 
     def _groups(self, prompts: Any, params: Params, on_progress: Progress | None) -> Generator[RolloutGroup]:
         batch = [] if prompts is None else as_batch(prompts)
         if not self._are_equal(batch, params):
+            self._share_long(batch, params)
             with closing(super()._groups(batch, params, on_progress)) as groups:
                 for group in groups:
                     yield self._numbered(group)
             return
         own, each = self._part_of(batch, params)
+        self._share_long(own, each)
         yield from self._united(lambda: list(Rollout._groups(self, own, each, on_progress)))
 
     def _stream(
@@ -106,11 +113,13 @@ class ContextRollout(Rollout):
         run = self.thread.run
         batch = [] if prompts is None else as_batch(prompts)
         if not await run(lambda: self._are_equal(batch, params)):
+            await run(lambda: self._share_long(batch, params))
             async with aclosing(draw(batch, params)) as groups:
                 async for group in groups:
                     yield self._numbered(group)
             return
         own, each = self._part_of(batch, params)
+        await run(lambda: self._share_long(own, each))
         found: list[RolloutGroup] = []
         failure: BaseException | None = None
         before = set(self.tracker.unfinished)
@@ -215,6 +224,12 @@ class ContextRollout(Rollout):
         if not self.ranks.is_leader:
             return [], []
         return batch[self._index :: self._size], each[self._index :: self._size]
+
+    def _share_long(self, own: list[Any], params: Params) -> None:
+        """Compute long prompts of all engines together before they draw. own: what this engine draws."""
+        if self._shared_prefill is not None:
+            requests = group_requests_of(self.engine, own, params) if self.ranks.is_leader else []
+            self._shared_prefill.compute(requests)
 
     def _numbered(self, group: RolloutGroup) -> RolloutGroup:
         """With an id that no other engine gives."""

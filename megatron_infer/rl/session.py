@@ -32,6 +32,7 @@ from megatron_infer.rl.mismatch_meter import AUTO, meter_of
 from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
+from megatron_infer.rl.shared_prefill import PROMPT
 from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
 from megatron_infer.rl.training_step import ATTACHED, BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
 from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
@@ -73,6 +74,7 @@ class RolloutSession:
         model_name: str = "model",
         meter: Mapping[str, Any] | str | None = AUTO,
         generation_model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        context_parallel: str | None = None,
     ) -> None:
         """model: as the trainer has it, within DDP and Float16Module, or the list of its chunks; adopted in place.
         config: an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
@@ -89,6 +91,8 @@ class RolloutSession:
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
+        if context_parallel not in (None, PROMPT):
+            raise ConfigError(f"context_parallel is {context_parallel!r}, it must be {PROMPT!r} or None")
         options = vars(config) if isinstance(config, InferenceConfig) else config or {}
         refuse_synthetic(options.get("speculative"), "a session")
         self._chain = wrapper_chain(model)
@@ -136,11 +140,11 @@ class RolloutSession:
         self._trainer = TrainerStep(self._chain, self._switch, engine, trainer)
         self.meter = meter_of(self, meter)
         keep = None if self.meter is None else self.meter.keep
-        self._rollout = (
-            Rollout(engine, on_delivered=keep)
-            if self.ranks is engine.rank_group
-            else ContextRollout(engine, ranks=self.ranks, on_delivered=keep)
-        )
+        if self.ranks is engine.rank_group and context_parallel is None:
+            self._rollout = Rollout(engine, on_delivered=keep)
+        else:
+            shares = context_parallel == PROMPT
+            self._rollout = ContextRollout(engine, ranks=self.ranks, on_delivered=keep, shares_prompts=shares)
         self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
 

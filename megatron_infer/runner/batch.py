@@ -342,17 +342,30 @@ class BatchBuilder:
     def derive(self, batch: Batch) -> None:
         """Gather what the layers need of a step from its mirror, and let the backends plan. Device work alone: a graph
         may capture it where the backends say so."""
-        rows, meta, mirror = self.rows, batch.meta, batch.views.mirror
-        rotations, kernels = self.rotations, self._kernels
-        tables = StepTables(rows.block_table, rows.token_pool, self._block_size, rotations.cos_PR, rotations.sin_PR)
+        rows, meta, mirror, kernels = self.rows, batch.meta, batch.views.mirror, self._kernels
         batch.token_ids_T, meta.positions_T, meta.kv_pos_T, meta.cos_TR, meta.sin_TR = kernels.gather(
-            mirror["token_position"], mirror["token_row"], tables
+            mirror["token_position"], mirror["token_row"], self._tables()
         )
         if batch.lora is not None:
             batch.lora.plan(rows.adapter_slot_R.index_select(0, mirror["token_row"]))
         kernels.attention.plan(meta)
         if kernels.scan is not None:
             kernels.scan.plan(meta)
+
+    def plan_gathered(self, batch: Batch, positions: np.ndarray, attention: AttentionBackend) -> None:
+        """The batch attends by `attention`, which passes on keys and values of other ranks' tokens next to its own.
+
+        positions: int32, of all these tokens, its own first; all are of one row. The layers run one by one.
+        """
+        kernels, position_A = self._kernels, self.device.to_device(positions)
+        row_A = batch.views.mirror["token_row"][:1].repeat(len(positions))
+        _, positions_A, kv_pos_A, cos_AR, sin_AR = kernels.gather(position_A, row_A, self._tables())
+        found = {"positions_T": positions_A, "kv_pos_T": kv_pos_A, "cos_TR": cos_AR, "sin_TR": sin_AR}
+        meta = replace(batch.meta, num_tokens=len(positions), **found)
+        if kernels.attention.plan_on_host is not None:
+            kernels.attention.plan_on_host(meta, False)
+        kernels.attention.plan(meta)
+        batch.attention, batch.layers, batch.expanded = attention, None, None
 
     def store_sampled(self, batch: Batch, tokens_S: Tensor) -> None:
         """Write drawn tokens into the token pool, where the next step's gather reads them; before the next build.
@@ -366,6 +379,10 @@ class BatchBuilder:
         """`store_sampled` of int64 tokens on the host; later steps may have been built since."""
         arrays = (batch.sample_rows, batch.sample_positions, tokens)
         self.rows.store(*(self.device.to_device(array) for array in arrays))
+
+    def _tables(self) -> StepTables:
+        rows, rotations = self.rows, self.rotations
+        return StepTables(rows.block_table, rows.token_pool, self._block_size, rotations.cos_PR, rotations.sin_PR)
 
     def _static_meta(self, shape: GraphShape) -> StepMetadata:
         meta = self._static.get(shape)

@@ -7,6 +7,7 @@ experts on two ranks whose requests are shared or each rank's own.
         [--device-ms 4 --per-token-us 4000]
     python tools/bench/ranks.py --part experts [--tokens 24] [--prompt 512] [--rounds 5] [--dtype float32]
     python tools/bench/ranks.py --part context [--requests 64] [--tokens 64] [--rounds 5]
+    python tools/bench/ranks.py --part shared [--rounds 5]
     python tools/bench/ranks.py --part prompts [--ranks 4] [--requests 16] [--tokens 64] [--rounds 5]
 
 reshard: a trainer's weights into an engine's model of another layout, against what gloo alone takes for the bytes.
@@ -29,6 +30,9 @@ compute the attention of all requests. "own": `dp_attention`. Decoding alone is 
 
 context: a rollout of the same prompts by one rank while the other one waits, and by two context-parallel ranks, in
 turns. Seconds of the clock, and CPU seconds of the busier rank, which other processes of the machine change less.
+
+shared: one prompt of each length of LENGTHS and one token of it, by two context-parallel ranks without the option
+`context_parallel="prompt"` and with it, whatever the length, in turns. Seconds as for "context".
 
 prompts: expert-parallel ranks that each give `requests` prompts of 512 tokens, 4 samples of `tokens` each, to one
 engine, against rank 0 giving all of them, which a trainer would gather first. Of a rollout: "compare" is the round that
@@ -399,7 +403,10 @@ def experts(rank: int, args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------- context-parallel ranks
 
 
-def make_session(num_ranks: int, args: argparse.Namespace) -> Any:
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def make_session(num_ranks: int, args: argparse.Namespace, longest: int = 1024, **how: Any) -> Any:
     """A session of a model that trains with as many context-parallel ranks."""
     from megatron_infer.models.mcore_compat import parallel_state
     from megatron_infer.rl.session import RolloutSession
@@ -407,23 +414,22 @@ def make_session(num_ranks: int, args: argparse.Namespace) -> Any:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=num_ranks)
-    sizes = {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8, "max_sequence_length": 1024}
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8, "max_sequence_length": longest}
     model = tiny_gpt(num_layers=4, context_parallel_size=num_ranks, position_embedding_type="rope", **sizes)
-    return RolloutSession(model, {"buffer_size_gb": 0.5, "max_requests": args.requests}, meter=None)
+    options = {"buffer_size_gb": 0.5, "max_requests": args.requests, "max_sequence_length": longest}
+    return RolloutSession(model, options, meter=None, **how)
 
 
-def timed_rollout(session: Any, args: argparse.Namespace, *, draws: bool) -> tuple[float, float]:
+def timed_rollout(session: Any, prompts: list[list[int]], num_tokens: int, *, draws: bool) -> tuple[float, float]:
     """Seconds of the clock until all ranks are done, and CPU seconds of the busier one."""
     from megatron_infer.config.sampling_params import SamplingParams
 
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 128, (16,), generator=generator).tolist() for _ in range(args.requests)]
-    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     dist.barrier()
     started, cpu = time.perf_counter(), time.process_time()
     if draws:
         with session.generating() as roll:
-            assert len(roll.generate(prompts, params)) == args.requests
+            assert len(roll.generate(prompts, params)) == len(prompts)
     used = torch.tensor(time.process_time() - cpu)
     dist.barrier()
     seconds = time.perf_counter() - started
@@ -435,9 +441,11 @@ def context(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
     sessions = {count: make_session(count, args) for count in (1, RANKS)}
     found: dict[int, list[tuple[float, float]]] = {count: [] for count in sessions}
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 128, (16,), generator=generator).tolist() for _ in range(args.requests)]
     for turn in range(args.rounds + 1):
         for count, session in sessions.items():
-            times = timed_rollout(session, args, draws=rank < count)
+            times = timed_rollout(session, prompts, args.tokens, draws=rank < count)
             if turn:  # the first round warms up
                 found[count].append(times)
     if rank > 0:
@@ -450,6 +458,32 @@ def context(rank: int, args: argparse.Namespace) -> None:
             median = statistics.median(values)
             first.setdefault(kind, median)
             print(f"{count} rank(s): {median:7.3f} s {kind} ({first[kind] / median:4.2f}x)")
+
+
+def shared(rank: int, args: argparse.Namespace) -> None:
+    """The part on a rank; the first one prints."""
+    from megatron_infer.rl import shared_prefill
+
+    shared_prefill.LEAST_TOKENS = 1
+    how = {"longest": LENGTHS[-1] + 16}
+    sessions = [make_session(RANKS, args, **how), make_session(RANKS, args, **how, context_parallel="prompt")]
+    if rank == 0:
+        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a rank, fp32")
+        print(f"medians of {args.rounds} rounds: without, with")
+    for length in LENGTHS:
+        found: list[list[tuple[float, float]]] = [[], []]
+        for turn in range(args.rounds + 1):
+            prompt = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(turn)).tolist()
+            for session, times in zip(sessions, found, strict=True):
+                session.engine.reset_prefix_cache()
+                times.append(timed_rollout(session, [prompt], 1, draws=True))
+        without, with_option = (
+            [statistics.median(column) for column in zip(*times[1:], strict=True)] for times in found
+        )
+        if rank == 0:
+            pairs = zip(("clock", "CPU"), without, with_option, strict=True)
+            texts = [f"{kind} {one * 1e3:8.1f} {two * 1e3:8.1f} ms ({one / two:4.2f}x)" for kind, one, two in pairs]
+            print(f"{length:6} tokens: {'   '.join(texts)}", flush=True)
 
 
 # ---------------------------------------------------------------------- prompts
@@ -518,6 +552,7 @@ PARTS = {
     "stages": stages,
     "experts": experts,
     "context": context,
+    "shared": shared,
     "prompts": prompts_of_ranks,
 }
 

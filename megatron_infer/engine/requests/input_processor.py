@@ -219,7 +219,7 @@ class InputProcessor:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cache=CacheUse(allowed=_may_share(params), salt=salt),
+                cache=CacheUse(allowed=may_share(params), salt=salt),
                 caller=caller,
                 grammar=None if params.structured is None else self.grammars.cache.compile(params.structured),
             )
@@ -234,7 +234,7 @@ def sequence_id(request_id: str, index: int, count: int) -> str:
     return request_id if count == 1 else f"{request_id}#{index}"
 
 
-def _may_share(params: SamplingParams) -> bool:
+def may_share(params: SamplingParams) -> bool:
     """Whether cached blocks may replace prompt positions: not if the caller wants a value of every position."""
     return params.prompt_logprobs is None and not params.reads_positions and params.pooling not in ("mean", "all")
 
