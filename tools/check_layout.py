@@ -51,6 +51,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("rl", "rollouts, weight updates and the mismatch meter of a training loop"),
     ("server.audio", "speech tokens to sound: blocks, audio decoders, voices"),
     ("server", "OpenAI-compatible HTTP"),
+    ("server.tinker", "the Tinker API: clients train and sample adapters of one live model"),
     ("mcore", "megatron-core's inference surface, for its scripts as they are"),
     ("pipelines", "one configuration tree over engines and servers, and pipelines of models of one's own"),
     ("testing", "tiny models and stand-ins for tests"),

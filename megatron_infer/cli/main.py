@@ -25,6 +25,7 @@ COMMANDS = {
     "speak": "speak a text with a model of speech tokens",
     "bench": "throughput and latency, beside the machine's limits",
     "serve": "OpenAI-compatible HTTP server",
+    "tinker": "train and sample adapters of one live model by the Tinker API",
     "bench-serve": "commands that load a server; replay of recorded calls",
     "coordinator": "distribute requests over replicas",
     "replica": "serve a model behind a coordinator",

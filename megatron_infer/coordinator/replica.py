@@ -130,6 +130,10 @@ class Replica:
         self.connection.wake()
         self._post(None)
 
+    def wake(self) -> None:
+        """Look again whether the engine can step; from any thread."""
+        self._post(None)
+
     def drain(self) -> None:
         """Take no more requests, and end when the running ones have; from any thread."""
         self._draining = True

@@ -44,6 +44,8 @@ class LinearLoRA(nn.Module):
         self.scaling = scale
         self.is_off = self.is_merged = False
         """is_off: see `adapters_off`."""
+        self.trains_only = False
+        """Steps of an engine are computed without it, and its changes are none of the weights'."""
         self.a = nn.Parameter(torch.zeros(rank, weight.shape[1], dtype=weight.dtype, device=weight.device))
         self.b = nn.Parameter(torch.zeros(weight.shape[0], rank, dtype=weight.dtype, device=weight.device))
         self.scale: Tensor
@@ -141,9 +143,9 @@ class RecordInput:
 
 
 def lora_of(linear: nn.Module) -> LinearLoRA | None:
-    """The pair on a linear, or None."""
+    """The pair on a linear that a step computes with, or None."""
     found = linear._modules.get(CHILD)
-    return found if isinstance(found, LinearLoRA) else None
+    return found if isinstance(found, LinearLoRA) and not found.trains_only else None
 
 
 def attached(model: nn.Module) -> Iterator[LinearLoRA]:
@@ -152,11 +154,12 @@ def attached(model: nn.Module) -> Iterator[LinearLoRA]:
 
 
 def attached_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and scales of the pairs by their names in the model, which its state dict does not have."""
+    """Parameters and scales of the pairs that steps compute with, by their names in the model, which its state dict
+    does not have."""
     return {
         f"{path}.{name}": tensor
         for path, module in model.named_modules()
-        if isinstance(module, LinearLoRA)
+        if isinstance(module, LinearLoRA) and not module.trains_only
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
     }

@@ -49,6 +49,7 @@ def attach_lora(
     rslora: bool = False,
     seed: int = 0,
     description: ModelDescription | None = None,
+    trains_only: bool = False,
 ) -> AttachedLoRA:
     """Put a pair of low-rank factors on each target of a live model and freeze everything else, in place.
 
@@ -58,7 +59,8 @@ def attach_lora(
     dropout: of a pair's input, in training only. rslora: scale alpha / sqrt(rank) in the place of alpha / rank. seed:
     of the first values, which are PEFT's (a uniform, b zero) and the same in every parallel layout. description: the
     base model's, by whose family `save` names the linears; None: that of the source of `build_model`, or else the
-    model's own with Llama's names.
+    model's own with Llama's names. trains_only: an engine of the model generates without the adapter, and may have
+    adapters of its own, such as copies of this one (`to_adapter`).
     Raises ConfigError and AdoptionError with nothing changed.
     """
     _check(rank, alpha, dropout, targets)
@@ -70,13 +72,17 @@ def attach_lora(
     scale = scale_of(float(alpha), rank, rslora=rslora)
     groups = live.config.num_query_groups or 1
     true_share = getattr(live, "true_kv_groups", groups) / groups
-    pairs = {}
+    pairs: dict[str, LinearLoRA] = {}
+    shares: dict[str, float] = {}
     for path, linear in linears.items():
         sections = tuple(parts_of(names[path], live, linear.weight.shape[0]))
         pairs[path] = LinearLoRA(linear, rank=rank, scale=scale, dropout=float(dropout), sections=sections)
-        share = true_share if path.endswith(".linear_proj") else 1.0
-        _initialise(pairs[path], path, linear.tp_group, seed, share)
-    return AttachedLoRA(live, linears, pairs, rank=rank, alpha=float(alpha), rslora=rslora, description=description)
+        pairs[path].trains_only = trains_only
+        shares[path] = true_share if path.endswith(".linear_proj") else 1.0
+        _initialise(pairs[path].a, pairs[path], path, linear.tp_group, seed, shares[path])
+    return AttachedLoRA(
+        live, linears, pairs, rank=rank, alpha=float(alpha), rslora=rslora, description=description, shares=shares
+    )
 
 
 class AttachedLoRA:
@@ -91,9 +97,11 @@ class AttachedLoRA:
         rank: int,
         alpha: float,
         rslora: bool,
+        shares: Mapping[str, float],
         description: ModelDescription | None = None,
     ) -> None:
-        """linears, pairs: by path in the whole model; of this rank."""
+        """linears, pairs: by path in the whole model; of this rank. shares: see `_initialise`."""
+        self._true_shares = dict(shares)
         self._description = description
         self.model, self._linears, self._pairs = model, dict(linears), dict(pairs)
         self.alpha, self.rank, self.scale, self._rslora = alpha, rank, scale_of(alpha, rank, rslora=rslora), rslora
@@ -115,6 +123,25 @@ class AttachedLoRA:
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, for an optimizer."""
         return [parameter for pair in self._pairs.values() for parameter in (pair.a, pair.b)]
+
+    def first_values(self, *, rank: int, seed: int) -> list[Tensor]:
+        """New values of `parameters`, of another rank and seed, in tensors of their own."""
+        values = []
+        for path, pair in self._pairs.items():
+            a, b = pair.a.new_zeros(rank, pair.a.shape[1]), pair.b.new_zeros(pair.b.shape[0], rank)
+            _initialise(a, pair, path, self._linears[path].tp_group, seed, self._true_shares[path])
+            values += [a, b]
+        return values
+
+    def lend(self, values: Sequence[Tensor], *, rank: int, alpha: float) -> None:
+        """The parameters use the memory of these tensors, which `first_values` gave."""
+        self._require_apart("lend()")
+        self.rank, self.alpha, self.scale = rank, alpha, scale_of(alpha, rank, rslora=self._rslora)
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.data = value
+        for pair in self._pairs.values():
+            pair.rank, pair.scaling = rank, self.scale
+            pair.set_merged(False)
 
     @property
     def num_parameters(self) -> int:
@@ -327,19 +354,19 @@ def _check_names(live: Any, names: Mapping[str, str], description: ModelDescript
 
 
 @torch.no_grad()
-def _initialise(pair: LinearLoRA, path: str, tp: Any, seed: int, true_share: float) -> None:
+def _initialise(a: Tensor, pair: LinearLoRA, path: str, tp: Any, seed: int, true_share: float) -> None:
     """a uniform within 1 / sqrt(inputs), b zero, as in PEFT: drawn for the whole linear, a rank takes its part of it.
 
     true_share: of the inputs that are not padding, which comes last and stays zero.
     """
     parts, own = (group_size(tp), group_rank(tp)) if pair.is_row_parallel else (1, 0)
-    rank, width = pair.a.shape
+    rank, width = a.shape
     inputs = round(parts * width * true_share)
     number = int.from_bytes(hashlib.blake2b(f"{seed} {path}".encode(), digest_size=7).digest(), "little")
     drawn = torch.rand(rank, inputs, generator=torch.Generator().manual_seed(number))
     whole = torch.zeros(rank, parts * width)
     whole[:, :inputs] = (2 * drawn - 1) / math.sqrt(inputs)
-    pair.a.copy_(whole[:, own * width : (own + 1) * width])
+    a.copy_(whole[:, own * width : (own + 1) * width])
 
 
 # ---------------------------------------------------------------------- over ranks

@@ -13,13 +13,14 @@ from torch import Tensor
 from megatron_infer.kernels.te_tensors import is_quantised, memory_of, parts_of
 from megatron_infer.memory.host_arena import PIECE_BYTES
 from megatron_infer.memory.regions.pinned import unpin_idle
+from megatron_infer.models.attached_lora import LinearLoRA
 from megatron_infer.models.module_guard import modules_of
 
 
 def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     """Tensors that a model computes with and training may change: parameters, and buffers that checkpoints hold (such
     as a router's bias)."""
-    modules = modules_of(model)
+    modules = [one for one in modules_of(model) if not (isinstance(one, LinearLoRA) and one.trains_only)]
     yield from {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
     for module in modules:
         for name, buffer in module._buffers.items():

@@ -1,0 +1,71 @@
+"""`megatron-infer tinker MODEL`: clients of the Tinker API train adapters of one live model and sample from them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, given, given_flags
+from megatron_infer.cli.loading import add_model_options, note, positive_int, run_options
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.utils.stderr_log import log_to_stderr
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "tinker",
+        help="train and sample adapters of one live model by the Tinker API",
+        description="Serve the Tinker API to the official SDK and cookbook: TINKER_BASE_URL=http://127.0.0.1:8000 "
+        "TINKER_API_KEY=tml-... Base weights are there once; each training client is a LoRA adapter.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--lora-rank", type=positive_int, default=32, help="largest rank of a client's adapter (default 32)"
+    )
+    parser.add_argument("--state-dir", default="tinker-state", metavar="DIR", help="checkpoints (default tinker-state)")
+    parser.add_argument(
+        "--training-share",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="of the time, for training while samples are drawn too (default 0.5)",
+    )
+    group = parser.add_argument_group("server")
+    add_flags(parser, group, ServerConfig, SERVER_PREFIX)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C -> 0. Raises InferenceError when it cannot serve."""
+    settings = ServerConfig(**given_flags(args, ServerConfig, SERVER_PREFIX))
+    if settings.api_key is not None and not settings.api_key.startswith("tml-"):
+        raise ConfigError("api_key: the Tinker SDK sends keys that begin with tml-; choose such a one")
+    if settings.http_workers > 1:
+        raise ConfigError("http_workers: one process serves the Tinker API; leave it out")
+    log_to_stderr("megatron_infer.server", times=True)
+    options, config = run_options(args), given(args)
+    note(f"loading {args.model} ...")
+    from megatron_infer.kernels.threads import apply_cpu_settings
+    from megatron_infer.memory.device import Device, choose_dtype
+    from megatron_infer.models.loading.sources import open_source
+    from megatron_infer.server.tinker.serve import live_trainer, serve
+
+    where = Device(options.get("device", "auto"))
+    if not where.is_cuda:
+        apply_cpu_settings(options.get("threads"))
+    source = open_source(args.model)
+    tokenizer = source.tokenizer()
+    trainer = live_trainer(
+        source,
+        tokenizer,
+        lora_rank=args.lora_rank,
+        training_share=args.training_share,
+        dtype=choose_dtype(options.get("dtype", "auto"), where, linear_backend=config.get("linear_backend", "auto")),
+        device=str(where.torch),
+        config=config,
+    )
+    name = (settings.served_model_name or (source.name,))[0]
+    serve(trainer, tokenizer, settings, model_name=name, state_dir=Path(args.state_dir), note=note)
+    return 0

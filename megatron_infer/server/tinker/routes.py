@@ -1,0 +1,437 @@
+"""The routes of the Tinker API: POST /api/v1/..., JSON and protobuf as the official SDK sends and reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.responses import Response
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import ApiError, api_error_of
+from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tinker import messages, requests
+from megatron_infer.server.tinker.losses import loss_named, settings_of
+from megatron_infer.server.tinker.requests import read
+from megatron_infer.server.tinker.service import Model, Sampler, TinkerService
+from megatron_infer.server.tinker.training import Datum, rank_of
+
+PREFIX = "/api/v1/"
+PROTOBUF = "application/x-protobuf"
+MAX_DATA = 4096
+"""Sequences of one forward_backward."""
+
+
+class TinkerRoutes:
+    """Registers the API in a server, as one of its modules."""
+
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+        self._client: EngineClient | None = None
+
+    def register(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+        self._client = client
+        for path, (summary, handler) in {
+            "client/config": ("Flags of the SDK", self._config),
+            "client/dynamic_config": ("Flags of the SDK that may change", self._empty),
+            "telemetry": ("Events of the SDK; they are dropped", self._telemetry),
+            "create_session": ("Begin a session", self._create_session),
+            "session_heartbeat": ("Keep a session", self._heartbeat),
+            "sessions/{id}/finish": ("End a session", self._finish),
+            "create_model": ("Make a training client", self._create_model),
+            "unload_model": ("Forget a training client", self._unload_model),
+            "get_info": ("Describe a training client", self._get_info),
+            "forward_backward": ("Compute a loss, and its gradients", self._forward_backward),
+            "optim_step": ("Step a client's optimizer", self._optim_step),
+            "save_weights": ("Save a client's adapter and optimizer", self._save_weights),
+            "load_weights": ("Load what was saved", self._load_weights),
+            "weights_info": ("Describe what was saved", self._weights_info),
+            "save_weights_for_sampler": ("Make a client's adapter one to sample from", self._save_for_sampler),
+            "create_sampling_session": ("Make a sampler", self._create_sampler),
+            "asample": ("Draw samples", self._sample),
+            "retrieve_future": ("The result of a call", self._retrieve),
+            "cancel_future": ("Give up a call", self._cancel),
+        }.items():
+            routes.add("POST", PREFIX + path, _answering(handler), summary, statuses=(404, 408, 410, 429, 503))
+        routes.add("GET", PREFIX + "get_server_capabilities", _answering(self._capabilities), "What the server has")
+        routes.add(
+            "GET", PREFIX + "samplers/{id}", _answering(self._get_sampler), "Describe a sampler", statuses=(404,)
+        )
+        routes.add("GET", PREFIX + "healthz", _answering(self._healthz), "Whether the server answers")
+
+    # ------------------------------------------------------------------ sessions
+
+    async def _config(self, _: Call) -> Any:
+        return {"pjwt_auth_enabled": False}
+
+    async def _empty(self, _: Call) -> Any:
+        return {}
+
+    async def _telemetry(self, _: Call) -> Any:
+        return {"status": "accepted"}
+
+    async def _healthz(self, _: Call) -> Any:
+        return {"status": "ok"}
+
+    async def _capabilities(self, _: Call) -> Any:
+        assert self._client is not None
+        shown = {"model_name": self._service.model_name, "trainable": True, "sampleable": True}
+        return {"supported_models": [shown | {"max_context_length": self._client.limits.max_length}]}
+
+    async def _create_session(self, call: Call) -> Any:
+        read(call.body, requests.CreateSession)
+        return {"type": "create_session", "session_id": self._service.new_session()}
+
+    async def _heartbeat(self, call: Call) -> Any:
+        self._service.check_session(read(call.body, requests.OfSession).session_id)
+        return {"type": "session_heartbeat"}
+
+    async def _finish(self, call: Call) -> Any:
+        self._service.end_session(call.request.path_params["id"])
+        return {}
+
+    # ------------------------------------------------------------------ training
+
+    async def _create_model(self, call: Call) -> Any:
+        body, service = read(call.body, requests.CreateModel), self._service
+        service.check_session(body.session_id)
+        service.check_base(body.base_model)
+        if body.lora_config is None:
+            raise RequestError("lora_config: this server trains adapters; training of all weights is not supported")
+        if not body.lora_config.train_mlp or not body.lora_config.train_attn:
+            raise RequestError("lora_config: train_mlp and train_attn are on: an adapter has pairs on all linears")
+        rank, seed = body.lora_config.rank, body.lora_config.seed or 0
+
+        async def create() -> Any:
+            model = await service.create_model(body.session_id, body.model_seq_id, rank=rank, seed=seed)
+            return {"type": "create_model", "model_id": model.id}
+
+        key = ("model", body.session_id, body.model_seq_id)
+        return self._once(service.calls, key, create)
+
+    async def _unload_model(self, call: Call) -> Any:
+        body = read(call.body, requests.OfModel)
+
+        async def unload() -> Any:
+            self._service.unload_model(body.model_id)
+            return {"type": "unload_model", "model_id": body.model_id}
+
+        return self._in_order(body, unload)
+
+    async def _get_info(self, call: Call) -> Any:
+        model, name = self._service.model(read(call.body, requests.OfModel).model_id), self._service.model_name
+        data = {"arch": "megatron", "model_name": name, "tokenizer_id": name}
+        shown = {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": name}
+        return shown | {"is_lora": True, "lora_rank": model.client.rank}
+
+    async def _forward_backward(self, call: Call) -> Any:
+        sent = messages.message("ForwardBackwardRequest")
+        try:
+            sent.ParseFromString(call.body)
+        except messages.DecodeError as error:
+            raise RequestError(f"body: no ForwardBackwardRequest: {error}") from None
+        function = loss_named(sent.loss_fn)
+        given = {name: float(value) for name, value in sent.loss_fn_config.items()}
+        given |= {name: value.number for name, value in sent.loss_fn_config_v2.items()}
+        settings = settings_of(function, given)
+        if not 0 < len(sent.data) <= MAX_DATA:
+            raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
+        data = await asyncio.to_thread(self._data_of, sent, function.inputs)
+        model, backward = self._service.model(sent.model_id), not sent.forward_only
+
+        async def compute() -> Any:
+            client = model.client
+            work = lambda: client.forward_backward(data, function, settings, backward=backward)  # noqa: E731
+            loss, scores = await self._service.run(work)
+            return _forward_backward_output(loss, scores)
+
+        return self._in_order(requests.OfModel(model_id=model.id, seq_id=sent.seq_id or None), compute)
+
+    def _data_of(self, sent: Any, names: tuple[str, ...]) -> list[Datum]:
+        assert self._client is not None
+        limits, data = self._client.limits, []
+        for datum in sent.data:
+            if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
+                raise RequestError("data: model_input has a chunk that is no text, which this model does not read")
+            tokens = [id for chunk in datum.model_input for id in _ids(chunk.encoded_text.tokens)]
+            try:
+                tensors = {name: messages.tensor_of(datum.loss_fn_inputs[name]) for name in datum.loss_fn_inputs}
+            except ValueError as error:
+                raise RequestError(f"data: loss_fn_inputs: {error}") from None
+            if missing := sorted({"target_tokens", *names} - tensors.keys()):
+                raise RequestError(f"data: loss_fn_inputs: {missing[0]} is missing")
+            targets = tensors["target_tokens"]
+            if targets.ndim != 1 or targets.dtype.kind != "i":
+                raise RequestError(f"data: target_tokens are {list(targets.shape)} {targets.dtype}, not ids [tokens]")
+            inputs = {name: torch.from_numpy(tensors[name].astype(np.float32)) for name in names}
+            one = Datum(tokens, targets.tolist(), inputs)
+            if len(one.sequence) > limits.max_length:
+                raise RequestError(f"data: {len(one.sequence)} tokens, the model takes {limits.max_length}")
+            if not all(0 <= id < limits.vocab_size for id in one.sequence):
+                raise RequestError(f"data: a token is not within 0 and {limits.vocab_size - 1}")
+            data.append(one)
+        return data
+
+    async def _optim_step(self, call: Call) -> Any:
+        body = read(call.body, requests.OptimStep)
+        model, how = self._service.model(body.model_id), body.adam_params
+        numbers = {name: getattr(how, name) for name in how.__struct_fields__}
+
+        async def step() -> Any:
+            metrics = await self._service.run(lambda: model.client.optim_step(**numbers))
+            return {"type": "optim_step", "metrics": metrics}
+
+        return self._in_order(body, step)
+
+    async def _save_weights(self, call: Call) -> Any:
+        body = read(call.body, requests.SaveWeights)
+        model, service = self._service.model(body.model_id), self._service
+        name = body.path or f"step{model.client.version}"
+        path = service.state_dir / model.id / "weights" / name
+
+        async def save() -> Any:
+            if path.exists() and not body.overwrite:
+                raise RequestError(f"path: {name} is there already; give overwrite: true")
+            await service.run(lambda: model.client.save(path))
+            return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
+
+        return self._in_order(body, save)
+
+    async def _load_weights(self, call: Call) -> Any:
+        body, service = read(call.body, requests.LoadWeights), self._service
+        path = service.path_of(body.path, "weights")
+
+        async def load(model: Model) -> Any:
+            await service.run(lambda: model.client.load(path, optimizer=body.optimizer))
+            return {"type": "load_weights", "path": body.path, "model_id": model.id}
+
+        if body.model_id is not None:
+            model = service.model(body.model_id)
+            return self._in_order(requests.OfModel(model_id=model.id, seq_id=body.seq_id), lambda: load(model))
+        if body.session_id is None or body.model_seq_id is None:
+            raise RequestError("model_id, or session_id and model_seq_id, are missing")
+        service.check_session(body.session_id)
+        if body.base_model is not None:
+            service.check_base(body.base_model)
+
+        session, number = body.session_id, body.model_seq_id
+
+        async def create() -> Any:
+            rank = await asyncio.to_thread(rank_of, path)
+            return await load(await service.create_model(session, number, rank=rank, seed=0))
+
+        return self._once(service.calls, ("model", session, number), create)
+
+    async def _weights_info(self, call: Call) -> Any:
+        path = self._service.path_of(read(call.body, requests.WeightsInfo).tinker_path, "weights")
+        rank = await asyncio.to_thread(rank_of, path)
+        trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
+        return {"base_model": self._service.model_name, "is_lora": True, "lora_rank": rank, **trained}
+
+    # ------------------------------------------------------------------ sampling
+
+    async def _save_for_sampler(self, call: Call) -> Any:
+        body, service = read(call.body, requests.SaveWeights), self._service
+        model = service.model(body.model_id)
+
+        async def save() -> Any:
+            name = f"{model.id}.{body.path or 'unnamed'}.{body.seq_id or 0}.{model.client.version}"
+            uri = f"tinker://{model.id}/sampler_weights/{body.path}" if body.path else None
+            if body.path:
+                folder = service.state_dir / model.id / "sampler_weights" / body.path
+                await service.run(lambda: service.trainer.save_peft(model.client, folder))
+            await service.publish(model, name)
+            sampler = service.new_sampler(name, uri)
+            if uri is not None:
+                service.named[uri] = name
+            return {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
+
+        return self._in_order(body, save)
+
+    async def _create_sampler(self, call: Call) -> Any:
+        body, service = read(call.body, requests.CreateSamplingSession), self._service
+        service.check_session(body.session_id)
+        key = ("sampler", body.session_id, body.sampling_session_seq_id)
+        id = service.calls.get(key)
+        if id is None:
+            adapter = await self._adapter_of(body.base_model, body.model_path)
+            id = service.calls[key] = service.new_sampler(adapter, body.model_path).id
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    async def _get_sampler(self, call: Call) -> Any:
+        sampler = self._service.sampler(call.request.path_params["id"])
+        return {"sampler_id": sampler.id, "base_model": self._service.model_name, "model_path": sampler.path}
+
+    async def _adapter_of(self, base: str | None, path: str | None) -> str | None:
+        """The engine's adapter for a path; None: the base model."""
+        service = self._service
+        if path is None:
+            if base is None:
+                raise RequestError("base_model or model_path is missing")
+            service.check_base(base)
+            return None
+        if path not in service.named:  # from before a start of the server
+            folder, name = service.path_of(path, "sampler_weights"), path.removeprefix("tinker://")
+            engine = service.trainer.session.engine
+            await service.run(lambda: engine.load_adapter(name, folder, replace=True))
+            service.named[path] = name
+        return service.named[path]
+
+    async def _sample(self, call: Call) -> Any:
+        body, service = read(call.body, requests.Sample), self._service
+        if body.sampling_session_id is not None:
+            sampler = service.sampler(body.sampling_session_id)
+        else:
+            sampler = Sampler("", await self._adapter_of(body.base_model, body.model_path))
+        for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
+            if getattr(body, name):
+                raise RequestError(f"{name} is not supported; leave it out")
+        if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+            raise RequestError("prompt: a chunk is no text, which this model does not read")
+        prompt = [id for chunk in body.prompt.chunks for id in chunk.tokens]
+        params = _params(body, sampler.adapter)
+        assert self._client is not None
+        client = self._client
+        checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
+
+        async def draw() -> Any:
+            async with client.submit(checked) as inflight:
+                (output,) = await inflight.results()
+            return _sample_response(output, body)
+
+        known = sampler.futures.get(body.seq_id) if body.seq_id is not None else None
+        id = known or service.future(draw())
+        if body.seq_id is not None and known is None:
+            sampler.futures[body.seq_id] = id
+        ids = [f"{id}.{place}" for place in range(body.num_samples)]
+        return {"request_id": id, "sample_sequence_ids": ids}
+
+    # ------------------------------------------------------------------ futures
+
+    async def _retrieve(self, call: Call) -> Any:
+        id = read(call.body, requests.Retrieve).request_id
+        try:
+            result = await self._service.result(id)
+        except InferenceError as error:
+            found = api_error_of(error)
+            if found.status == 410:
+                raise
+            category = "server" if found.status >= 500 else "user"
+            return {"error": found.message, "category": category}
+        if result is None:
+            return Reply({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
+        if isinstance(result, dict):
+            return result
+        return Response(result.SerializeToString(), media_type=PROTOBUF)
+
+    async def _cancel(self, call: Call) -> Any:
+        self._service.cancel(read(call.body, requests.Retrieve).request_id)
+        return {}
+
+    def _once(self, made: dict[Any, str], key: Any, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The future of a call; one that is sent again has the same."""
+        if key not in made:
+            made[key] = self._service.future(work())
+        return {"request_id": made[key]}
+
+    def _in_order(self, body: requests.OfModel, work: Callable[[], Awaitable[Any]]) -> Any:
+        service, model = self._service, self._service.model(body.model_id)
+        if body.seq_id is None:
+            return {"request_id": service.future(work()), "model_id": model.id}
+        ordered = lambda: service.in_order(model, body.seq_id, work)  # noqa: E731
+        return self._once(model.futures, body.seq_id, ordered) | {"model_id": model.id}
+
+
+def _answering(handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
+    async def answer(call: Call) -> Any:
+        result = await handler(call)
+        return result if isinstance(result, Response | Reply) else Reply(result)
+
+    return answer
+
+
+def _ids(content: bytes) -> list[int]:
+    if len(content) % 4:
+        raise RequestError(f"data: {len(content)} bytes of tokens are no whole number of int32")
+    ids: list[int] = np.frombuffer(content, "<i4").tolist()
+    return ids
+
+
+def _params(body: requests.Sample, adapter: str | None) -> SamplingParams:
+    """Raises RequestError."""
+    how = body.sampling_params
+    stops: dict[str, Any] = {}
+    if isinstance(how.stop, list) and how.stop and isinstance(how.stop[0], int):
+        stops = {"stop_token_ids": how.stop}
+    elif how.stop:
+        stops = {"stop": how.stop}
+    wants_prompt = bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0
+    return SamplingParams(
+        n=body.num_samples,
+        max_tokens=how.max_tokens,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        seed=how.seed,
+        logprobs=body.topk_sample_logprobs,
+        prompt_logprobs=body.topk_prompt_logprobs if wants_prompt else None,
+        adapter=adapter,
+        detokenize="stop" in stops,
+        **stops,
+    )
+
+
+def _forward_backward_output(loss: float, scores: list[torch.Tensor]) -> Any:
+    made = messages.message("ForwardBackwardOutput")
+    made.loss_fn_output_type, made.metrics["loss:sum"] = "TensorRecord", loss
+    record = made.loss_fn_outputs.add()
+    record.num_datums = len(scores)
+    field = record.fields["logprobs"]
+    field.dtype = messages.FLOAT32
+    field.offsets = np.cumsum([0, *(4 * len(score) for score in scores)]).astype("<i8").tobytes()
+    field.data = messages.floats(torch.cat(scores).numpy())
+    return made
+
+
+def _sample_response(output: RequestOutput, body: requests.Sample) -> Any:
+    made = messages.message("SampleResponse")
+    for one in output.outputs:
+        if one.finish_reason in ("abort", "error"):
+            raise ApiError(503, "a sample was aborted; ask again", code="aborted")
+        sequence = made.sequences.add()
+        sequence.stop_reason = 1 if one.finish_reason == "length" else 0
+        sequence.tokens = np.asarray(one.token_ids, "<i4").tobytes()
+        entries = one.logprobs or []
+        found = [entry[id].logprob for entry, id in zip(entries, one.token_ids, strict=True)]
+        sequence.logprobs = messages.floats(found)
+        if body.topk_sample_logprobs:
+            _fill_top(sequence.topk_sampled_logprobs, entries, body.topk_sample_logprobs)
+    prompt = output.prompt_logprobs
+    if prompt:
+        pairs = zip(prompt, output.prompt_token_ids, strict=True)
+        made.prompt_logprobs = messages.floats([np.nan if one is None else one[id].logprob for one, id in pairs])
+        if body.topk_prompt_logprobs:
+            _fill_top(made.topk_prompt_logprobs, [one or {} for one in prompt], body.topk_prompt_logprobs)
+    made.prompt_cache_hit_tokens = output.num_cached_tokens or 0
+    return made
+
+
+def _fill_top(field: Any, entries: Any, k: int) -> None:
+    """The k likeliest tokens of each place; -1 and NaN where there are none."""
+    ids: Any = np.full((len(entries), k), -1, np.int32)
+    values: Any = np.full((len(entries), k), np.nan, np.float32)
+    for place, entry in enumerate(entries):
+        likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[:k]
+        for column, (id, one) in enumerate(likeliest):
+            ids[place, column], values[place, column] = id, one.logprob
+    field.k, field.length = k, len(entries)
+    field.token_ids, field.logprobs = ids.tobytes(), values.tobytes()

@@ -1,0 +1,46 @@
+"""The official SDK of the Tinker API and loops of tinker-cookbook, unmodified, train and sample SmolLM2."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("tinker_cookbook") is None, reason="tinker-cookbook is not installed (make frameworks)"
+    ),
+]
+
+
+def test_the_sdk_and_the_cookbooks_loops_train_and_sample(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "megatron_infer", "tinker", "smollm2", "--port", "0", "--dtype", "float32",
+         "--served-model-name", "Qwen/Qwen3-8B", "--state-dir", str(tmp_path / "state"), "--buffer-size-gb", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert server.stderr is not None
+        url = next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        case = Path(__file__).with_name("tinker_cookbook_case.py")
+        subprocess.run([sys.executable, str(case), url, str(tmp_path)], check=True, timeout=600, env=dict(os.environ))
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert server.returncode == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    losses = found["sdk"]["losses"]
+    assert losses[-1] < losses[0] / 4 and "mine" in str(found["sdk"]["custom"])
+    assert found["sdk"]["answer"] == " Lyon"
+    resumed, own = found["sdk"]["resumed"]
+    assert resumed == own
+    assert found["supervised"][-1] < found["supervised"][0] / 2
+    assert [line["progress/batch"] for line in found["reinforced"] if "progress/batch" in line] == [0, 1]

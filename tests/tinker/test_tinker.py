@@ -1,0 +1,342 @@
+"""The Tinker API over HTTP: clients train as a plain loop of torch does, and sample from what they have trained."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from coordinator_case import coordinator
+from server_case import running, tokenizer
+
+from megatron_infer import RolloutSession, attach_lora
+from megatron_infer.server.http_server import HttpServer
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tinker import messages, service
+from megatron_infer.server.tinker.routes import PROTOBUF, TinkerRoutes
+from megatron_infer.server.tinker.serve import served_engine
+from megatron_infer.server.tinker.service import TinkerService
+from megatron_infer.server.tinker.training import LiveTrainer
+from megatron_infer.testing.tiny import tiny_gpt
+
+ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
+TOKENS = [[5, 9, 2, 7, 30], [8, 8, 1]]
+LOSSES = {
+    "cross_entropy": lambda x, g: -(x * g["weights"]).sum(),
+    "importance_sampling": lambda x, g: -((x - g["logprobs"]).exp() * g["advantages"]).sum(),
+    "ppo": lambda x, g: (
+        -torch.minimum(
+            (x - g["logprobs"]).exp() * g["advantages"], (x - g["logprobs"]).exp().clamp(0.8, 1.2) * g["advantages"]
+        ).sum()
+    ),
+    "cispo": lambda x, g: -((x - g["logprobs"]).exp().clamp(0.8, 1.2).detach() * x * g["advantages"]).sum(),
+    "dro": lambda x, g: -(x * g["advantages"] - 0.025 * (x - g["logprobs"]) ** 2).sum(),
+}
+
+
+def numbers(tokens, seed):
+    drawn = np.random.default_rng(seed).normal(size=(3, len(tokens) - 1)).astype(np.float32)
+    return {"weights": drawn[0], "advantages": drawn[1], "logprobs": drawn[2] * 0.3 - 4.5}
+
+
+def model():
+    return tiny_gpt(seed=3)
+
+
+class Api:
+    """The calls of a client, as the SDK sends them."""
+
+    def __init__(self, http):
+        self.http, self.session = http, http.post("/api/v1/create_session", json={}).json()["session_id"]
+
+    def call(self, route, /, **body):
+        reply = self.http.post(f"/api/v1/{route}", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def result(self, reply):
+        reply = self.http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
+        assert reply.status_code == 200, reply.text
+        return reply.content if reply.headers["content-type"] == PROTOBUF else reply.json()
+
+    def train(self, number=0, rank=4, seed=7):
+        lora = {"rank": rank, "seed": seed}
+        body = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
+        return self.result(self.call("create_model", **body))["model_id"]
+
+    def send_batch(self, model_id, seq_id, loss, tokens=TOKENS, *, given=None, forward_only=False, **config):
+        sent = messages.message("ForwardBackwardRequest")
+        sent.model_id, sent.seq_id, sent.loss_fn, sent.forward_only = model_id, seq_id, loss, forward_only
+        for place, ids in enumerate(tokens):
+            datum = sent.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray(ids[:-1], "<i4").tobytes()
+            values = {"target_tokens": np.asarray(ids[1:], "<i8"), **(given or numbers(ids, place))}
+            for name, array in values.items():
+                field = datum.loss_fn_inputs[name]
+                field.dense, field.dtype = array.tobytes(), 2 if array.dtype.kind == "i" else 1
+                field.shape.extend(array.shape)
+        for name, value in config.items():
+            sent.loss_fn_config[name] = value
+        return self.send(sent.SerializeToString())
+
+    def send(self, content):
+        return self.http.post("/api/v1/forward_backward", content=content, headers={"content-type": PROTOBUF})
+
+    def batch(self, *args, **options):
+        """(the loss, log probabilities of each sequence's targets)."""
+        reply = self.send_batch(*args, **options)
+        assert reply.status_code == 200, reply.text
+        made = messages.message("ForwardBackwardOutput")
+        made.ParseFromString(self.result(reply.json()))
+        field = made.loss_fn_outputs[0].fields["logprobs"]
+        places = np.frombuffer(field.offsets, "<i8") // 4
+        values = np.frombuffer(field.data, "<f4")
+        return made.metrics["loss:sum"], [values[a:b] for a, b in zip(places, places[1:], strict=False)]
+
+    def step(self, model_id, seq_id, **adam):
+        return self.call("optim_step", model_id=model_id, seq_id=seq_id, adam_params={**ADAM, **adam})
+
+    def sampler(self, model_id, seq_id, path=None):
+        body = {"path": path} if path else {"sampling_session_seq_id": seq_id}
+        return self.result(self.call("save_weights_for_sampler", model_id=model_id, seq_id=seq_id, **body))
+
+    def sample(self, prompt, **body):
+        chunks = [{"type": "encoded_text", "tokens": prompt}]
+        body = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 6, "seed": 1}, **body}
+        made = messages.message("SampleResponse")
+        made.ParseFromString(self.result(self.call("asample", **body)))
+        return [
+            (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4")) for one in made.sequences
+        ], np.frombuffer(made.prompt_logprobs, "<f4")
+
+
+@contextlib.contextmanager
+def serving(state_dir, *, max_models=64, **settings):
+    live = model()
+    adapter = attach_lora(live, rank=8, alpha=32, trains_only=True)
+    options = {"buffer_size_gb": 0.01, "max_requests": 8, "lora": {"max_loras": 4, "max_rank": 8}}
+    session = RolloutSession(live, options, meter=None, model_name="tiny")
+    trainer = LiveTrainer(session, adapter)
+    held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models)
+    config = ServerConfig(port=0, log_requests=False, **settings)
+    with coordinator(timeout_s=20.0) as one:
+        routes = TinkerRoutes(held)
+        server = HttpServer(config, coordinator=one.address, tokenizer=tokenizer(), model="tiny", modules=(routes,))
+        with (
+            served_engine(trainer, one.address, on_failed=server.shut_down),
+            running(server, config) as case,
+            httpx.Client(base_url=case.url, timeout=60) as http,
+        ):
+            case.http, case.trainer, case.service = http, trainer, held
+            yield case
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("state")) as one:
+        yield one
+
+
+@pytest.fixture
+def api(case):
+    return Api(case.http)
+
+
+def plain_loop(name, steps=2):
+    """(losses, log probabilities, the adapter) of AdamW steps on the same adapter, by a session of one's own."""
+    live = model()
+    adapter = attach_lora(live, rank=4, alpha=32, seed=7)
+    session = RolloutSession(live, {"buffer_size_gb": 0.01, "max_requests": 4}, meter=None)
+    how = {"lr": ADAM["learning_rate"], "betas": (0.9, 0.95), "eps": ADAM["eps"], "weight_decay": ADAM["weight_decay"]}
+    optimizer = torch.optim.AdamW(adapter.parameters(), **how)
+    losses, found = [], []
+    for _ in range(steps):
+        scores = session.score(TOKENS, grad=True)
+        given = [
+            {key: torch.from_numpy(value) for key, value in numbers(ids, i).items()} for i, ids in enumerate(TOKENS)
+        ]
+        loss = sum(LOSSES[name](x, one) for x, one in zip(scores, given, strict=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapter.parameters(), ADAM["grad_clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        found.append([x.detach().numpy() for x in scores])
+    return losses, found, adapter.parameters()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_trains_as_a_plain_loop_does(case, api, name):
+    losses, found, parameters = plain_loop(name)
+    id = api.train()
+    for place in range(2):
+        loss, scores = api.batch(id, 2 * place + 1, name)
+        assert loss == pytest.approx(losses[place], rel=1e-4, abs=1e-5)
+        for got, want in zip(scores, found[place], strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        metrics = api.result(api.step(id, 2 * place + 2))["metrics"]
+        assert metrics["version"] == place + 1 and metrics["grad_norm"] > 0
+    for own, want in zip(case.service.model(id).client.parameters, parameters, strict=True):
+        torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_clients_train_in_turns_as_alone_and_gradients_of_several_calls_add_up(case, api):
+    one, other = api.train(0), api.train(1, rank=8, seed=1)
+    for place, tokens in enumerate(TOKENS):  # a batch in two calls, with another client's between
+        api.batch(one, place + 1, "cross_entropy", [tokens], given=numbers(tokens, place))
+        api.batch(other, place + 1, "importance_sampling")
+    api.result(api.step(other, 3))
+    api.result(api.step(one, 3))
+    _, _, parameters = plain_loop("cross_entropy", steps=1)
+    for own, want in zip(case.service.model(one).client.parameters, parameters, strict=True):
+        torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_targets_of_a_prompt_may_be_anything_where_nothing_counts(case, api):
+    masked = {
+        name: np.where(np.arange(4) < 2, 0, values).astype("<f4") for name, values in numbers(TOKENS[0], 0).items()
+    }
+    with_targets = {**masked, "target_tokens": np.asarray([0, 0, *TOKENS[0][3:]])}
+    found = []
+    for place, given in enumerate((masked, with_targets)):
+        id = api.train(place)
+        found.append(api.batch(id, 1, "importance_sampling", TOKENS[:1], given=given))
+        api.result(api.step(id, 2))
+        found[-1] += ([one.detach().clone() for one in case.service.model(id).client.parameters],)
+    assert found[0][0] == found[1][0]
+    for one, other in zip(found[0][2], found[1][2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_samples_are_of_the_adapter_that_was_saved_and_score_as_its_forward(api):
+    id = api.train()
+    before = api.sampler(id, 1)["sampling_session_id"]
+    api.batch(id, 2, "cross_entropy", given=None)
+    api.step(id, 3, learning_rate=0.3)
+    after = api.sampler(id, 4)["sampling_session_id"]
+    base = api.call("create_sampling_session", session_id=api.session, sampling_session_seq_id=0, base_model="tiny")
+    drawn = {}
+    for name, sampler in {"base": base["sampling_session_id"], "before": before, "after": after}.items():
+        (first, second), prompt = api.sample(
+            [5, 9, 2], sampling_session_id=sampler, num_samples=2, prompt_logprobs=True
+        )
+        drawn[name] = first, second, prompt
+        assert math.isnan(prompt[0]) and len(prompt) == 3 and len(first[0]) == 6
+    assert drawn["base"][0][0] == drawn["before"][0][0], "a new adapter adds nothing"
+    assert drawn["base"][0][0] != drawn["after"][0][0]
+    for place, (tokens, logprobs) in enumerate(drawn["after"][:2]):
+        weights = {"weights": np.ones(8, np.float32)}
+        _, (scores,) = api.batch(id, 5 + place, "cross_entropy", [[5, 9, 2, *tokens]], given=weights, forward_only=True)
+        np.testing.assert_allclose(scores[2:], logprobs, atol=1e-4)
+        np.testing.assert_allclose(scores[:2], drawn["after"][2][1:], atol=1e-4)
+
+
+def test_a_call_that_is_sent_again_computes_once_and_numbers_keep_the_order(api):
+    id = api.train(5)
+    assert api.train(5) == id
+    step = api.step(id, 2)  # before the batch with the lower number
+    assert api.step(id, 2) == step
+    batches = [api.send_batch(id, 1, "cross_entropy").json() for _ in range(3)]
+    assert len({one["request_id"] for one in batches}) == 1
+    assert api.result(step)["metrics"]["version"] == 1
+    assert api.result(api.step(id, 3)) == {
+        "error": "optim_step before any forward_backward: there are no gradients", "category": "user"
+    }  # fmt: skip
+
+
+def test_what_was_saved_outlives_the_server(tmp_path):
+    with serving(tmp_path) as case:
+        api = Api(case.http)
+        id = api.train()
+        api.batch(id, 1, "cross_entropy")
+        api.step(id, 2)
+        path = api.result(api.call("save_weights", model_id=id, seq_id=3, path="one"))["path"]
+        assert "already" in api.result(api.call("save_weights", model_id=id, seq_id=4, path="one"))["error"]
+        uri = api.sampler(id, 5, path="sampler")["path"]
+        drawn = api.sample([5, 9, 2], model_path=uri)
+        api.batch(id, 6, "cross_entropy")
+        want = api.result(api.step(id, 7))["metrics"]
+        _, scores = api.batch(id, 8, "cross_entropy", forward_only=True)
+    with serving(tmp_path) as case:
+        api = Api(case.http)
+        assert api.call("weights_info", tinker_path=path)["lora_rank"] == 4
+        id = api.train(seed=1)
+        api.result(api.call("load_weights", model_id=id, seq_id=1, path=path, optimizer=True))
+        api.batch(id, 2, "cross_entropy")
+        assert api.result(api.step(id, 3))["metrics"] == want, "the optimizer goes on"
+        np.testing.assert_array_equal(api.batch(id, 4, "cross_entropy", forward_only=True)[1][0], scores[0])
+        again = api.sample([5, 9, 2], model_path=uri)
+        assert again[0][0][0] == drawn[0][0][0]
+        np.testing.assert_allclose(again[0][0][1], drawn[0][0][1], atol=1e-6)
+
+
+def test_what_a_server_holds_is_bounded(tmp_path, monkeypatch):
+    for name, value in {"MAX_FUTURES": 4, "MAX_SESSIONS": 2, "MAX_SAMPLERS": 2, "SILENT_S": 0.3}.items():
+        monkeypatch.setattr(service, name, value)
+    with serving(tmp_path, max_models=1) as case:
+        apis = [Api(case.http) for _ in range(3)]
+        gone = case.http.post("/api/v1/session_heartbeat", json={"session_id": apis[0].session})
+        assert gone.status_code == 410
+        first = apis[1].train()
+        time.sleep(0.5)
+        apis[2].call("session_heartbeat", session_id=apis[2].session)
+        apis[2].train()  # room is made by the session that was silent
+        assert "no model" in case.http.post("/api/v1/get_info", json={"model_id": first}).text
+        base = {"session_id": apis[2].session, "base_model": "tiny"}
+        samplers = [apis[2].call("create_sampling_session", sampling_session_seq_id=i, **base) for i in range(3)]
+        status = [case.http.get(f"/api/v1/samplers/{one['sampling_session_id']}").status_code for one in samplers]
+        assert status == [404, 200, 200]
+        chosen = {"sampling_session_id": samplers[-1]["sampling_session_id"]}
+        for _ in range(8):
+            apis[2].sample([5, 9], **chosen)
+        assert len(case.service._futures) <= 4
+
+
+def test_wrong_calls_are_named_and_hurt_nobody(case, api):
+    id = api.train()
+
+    def why(reply, status=400):
+        assert reply.status_code == status, reply.text
+        return reply.json()["error"]["message"]
+
+    assert "ForwardBackwardRequest" in why(api.send(b"\xff\xff\xff"))
+    assert "cross_entropy" in why(api.send_batch(id, 1, "crossentropy"))
+    assert "clip_low" in why(api.send_batch(id, 1, "ppo", clip_low=0.1))
+    assert "weights is missing" in why(api.send_batch(id, 1, "cross_entropy", given={"advantages": np.ones(4, "<f4")}))
+    assert "[3], the targets are [4]" in why(
+        api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given={"weights": np.ones(3, "<f4")})
+    )
+    other = {"target_tokens": np.asarray([1, 2, 3, 4]), "weights": np.ones(4, "<f4")}
+    assert "follow" in why(api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given=other))
+    assert "not within 0" in why(api.send_batch(id, 1, "cross_entropy", [[1, 10**6]]))
+    assert "sequences" in why(api.send_batch(id, 1, "cross_entropy", []))
+    assert "no model" in why(api.send_batch("nobody", 1, "cross_entropy"), 404)
+    body = {"session_id": api.session, "model_seq_id": 9, "base_model": "another", "lora_config": {"rank": 4}}
+    assert "'tiny'" in why(case.http.post("/api/v1/create_model", json=body))
+    reply = case.http.post("/api/v1/create_model", json=body | {"base_model": "tiny", "lora_config": {"rank": 64}})
+    assert "1 to 8" in api.result(reply.json())["error"]
+    assert "any more" in why(case.http.post("/api/v1/retrieve_future", json={"request_id": "x"}), 410)
+    assert "any more" in why(case.http.post("/api/v1/session_heartbeat", json={"session_id": "x"}), 410)
+    for path in ("tinker://a/weights/../../x", "/etc/passwd", "tinker://../weights/x", "tinker://a/b/weights/c"):
+        load = {"model_id": id, "seq_id": 1, "path": path}
+        assert "checkpoint" in why(case.http.post("/api/v1/load_weights", json=load), 404)
+    assert "path" in why(case.http.post("/api/v1/save_weights", json={"model_id": id, "path": "../../x"}))
+    assert (
+        "not finite"
+        in api.result(
+            api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given={"weights": np.full(4, np.nan, "<f4")}).json()
+        )["error"]
+    )
+    loss, _ = api.batch(id, 2, "cross_entropy")
+    assert math.isfinite(loss) and api.result(api.step(id, 3))["metrics"]["version"] == 1
+
+
+def test_the_api_asks_for_the_servers_key(tmp_path):
+    with serving(tmp_path, api_key="tml-secret") as case:
+        assert case.http.post("/api/v1/create_session", json={}).status_code == 401
+        headers = {"X-API-Key": "tml-secret"}
+        assert case.http.post("/api/v1/create_session", json={}, headers=headers).status_code == 200
