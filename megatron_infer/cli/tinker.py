@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def run(args: argparse.Namespace) -> int:
     settings = ServerConfig(**given_flags(args, ServerConfig, SERVER_PREFIX))
     if settings.api_key is not None and not settings.api_key.startswith("tml-"):
         raise ConfigError("api_key: the Tinker SDK sends keys that begin with tml-; choose such a one")
+    if settings.api_key is None and not settings.is_local:
+        raise ConfigError(
+            f"tinker at {settings.host} needs an API key: others could train and fill --state-dir; set api_key"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("the Tinker API is served by one process; several ranks (torchrun) are not supported")
     if settings.http_workers > 1:
         raise ConfigError("http_workers: one process serves the Tinker API; leave it out")
     log_to_stderr("megatron_infer.server", times=True)

@@ -149,7 +149,7 @@ def _plain_call(call: dict[str, Any], index: int) -> dict[str, Any]:
             arguments = msgspec.json.decode(arguments or "{}")  # what a model wrote need not be JSON
     if isinstance(arguments, dict):
         arguments = _Arguments(arguments)
-        arguments.written = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+        arguments.written = (written or "{}") if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
     return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 

@@ -180,10 +180,12 @@ class ToolRule:
         is_part: these are not all tools that the model is shown, and it must not call others.
         """
         has_strict = any(tool.function.strict for tool in tools)
-        if not call_format.is_marked:  # names of other tools make no call
+        if not call_format.holds_strict:  # names of other tools make no call
             if not has_strict:
                 return
-            text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
+            text = (
+                f"calls in the format {call_format.name} have no mark of their own; with tool_choice: required it acts"
+            )
             ignore(asked.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
             return
         if not has_strict and not is_part:

@@ -39,6 +39,16 @@ class CallFormat:
         return (self.opening, self.closing)
 
     @property
+    def holds_strict(self) -> bool:
+        """Whether a grammar can hold calls to their schemas where the text may have none."""
+        return self.is_marked
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Marks at which text ends and calls begin."""
+        return (self.opening,)
+
+    @property
     def between(self) -> str:
         """Text between two calls."""
         if self.is_listed:
@@ -98,6 +108,14 @@ class NamedFormat(CallFormat):
         inner = () if fields is None else (fields.before, fields.after_key, fields.before_value, fields.after_value)
         outer = (self.opening, *self.other_openings, self.closing, *self.dropped)
         return (*outer, self.before, *self.after, self.tail, *inner)
+
+    @property
+    def holds_strict(self) -> bool:
+        return not self.ends_turn  # its marks begin other texts, too
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return tuple(mark.strip() for mark in (self.opening, *self.other_openings))
 
     @property
     def between(self) -> str:

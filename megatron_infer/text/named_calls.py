@@ -46,7 +46,7 @@ class NamedCallParser(TextAndCalls):
         super().__init__(call_format, "text", holds_calls=holds_calls)
         self._named = one = call_format
         self._tools = tools
-        self._openings = tuple(mark.strip() for mark in (one.opening, *one.other_openings))
+        self._openings = one.openings
         self._before, self._tail, self._closing = one.before.strip(), one.tail.strip(), one.closing.strip()
         self._after_names = tuple(mark.strip() for mark in one.after)
         self._called = ""
@@ -55,7 +55,8 @@ class NamedCallParser(TextAndCalls):
         """Of a call that is not announced."""
         self._num_fields = 0
         self._field = ""
-        self._is_text = False
+        self._is_text = self._is_json = False
+        """Whether the argument is text, or its mark says that it is JSON; else the schema tells at its end."""
         self._part = ""
         self._scan = ValueScan()
 
@@ -115,6 +116,9 @@ class NamedCallParser(TextAndCalls):
             return False
         else:
             self._called = self._held[:end]
+            if not self._named.holds_strict and self._called not in self._tools:
+                self._reject()
+                return True
             self._skip(len(self._held) - len(rest) + len(mark))
             self._state, self._scan = "fields" if self._named.fields else "json", ValueScan()
         return True
@@ -177,6 +181,7 @@ class NamedCallParser(TextAndCalls):
         self._skip(len(self._held) - len(value) + len(before))
         if marks.has_lines:
             self._skip(len(self._held) - len(self._held.removeprefix("\n")))
+        self._is_json = bool(marks.other) and end != ends[0]
         self._is_text = end == ends[0] if marks.other else self._kinds() == {"string"}
         self._emit(", " if self._num_fields else "{")
         self._num_fields += 1
@@ -235,10 +240,10 @@ class NamedCallParser(TextAndCalls):
     def _show(self) -> None:
         if self._is_announced:
             return
-        id = self._called if self._named.has_ids else None
-        self._announce(
-            self._called.removeprefix("functions.").rpartition(":")[0] or self._called if id else self._called, id
-        )
+        if self._named.has_ids:
+            self._announce(self._called.removeprefix("functions.").partition(":")[0], self._called)
+        else:
+            self._announce(self._called)
         self._is_announced = True
 
     def _emit(self, text: str) -> None:
@@ -270,11 +275,18 @@ class NamedCallParser(TextAndCalls):
         kinds, shown = self._kinds(), text.strip()
         shown = {"True": "true", "False": "false", "None": "null"}.get(shown, shown)
         try:
-            value = json.loads(shown)
+            value = json.loads(shown, parse_constant=_no_json)
         except (ValueError, RecursionError):
-            value = ""
-        fits = kinds is None or "string" not in kinds or _kind_of(value) in kinds
-        return shown if fits and not isinstance(value, str) else json.dumps(text, ensure_ascii=False)
+            return json.dumps(text, ensure_ascii=False)
+        if self._is_json:
+            return shown
+        kind = _kind_of(value)
+        fits = kinds is None or "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds)
+        return shown if fits and kind != "string" else json.dumps(text, ensure_ascii=False)
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:

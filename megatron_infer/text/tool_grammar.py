@@ -53,12 +53,12 @@ def text_and_call_grammar(
 
     The format must be marked. tools, special: see `call_grammar`.
     """
-    assert call_format.is_marked, call_format.name
+    assert call_format.holds_strict, call_format.name
     marks = _Marks(call_format, special)
     # Text ends lazily at the mark, so that the mark is never part of the text.
     text = "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
     inner, closing = marks.after_opening()
-    return f"{text}{marks.text_until(call_format.opening, 'head')}call: head {inner} {closing}\n{marks.body(tools)}"
+    return f"{text}{marks.text_until(call_format.openings[0], 'head')}call: head {inner} {closing}\n{marks.body(tools)}"
 
 
 class _Marks:
@@ -106,7 +106,8 @@ class _Marks:
         one = self._format
         listed = f"body ({json.dumps(one.between)} body)*"
         if self._named is not None:
-            inner = listed if self._named.is_section else "body"
+            _, _, space = one.opening.partition(one.openings[0])  # white space that follows the mark
+            inner = f"{self._mark(space)} {listed if self._named.is_section else 'body'}"
         else:
             inner = f'"[" {listed} "]"' if one.is_listed else '"\\n" body "\\n"'
         return inner, self._mark(one.closing)
@@ -143,38 +144,65 @@ class _Marks:
         text = "VALUE: /(.|\\n)*/\n" + self.text_until(marks.after_value, "value").replace("TEXT", "VALUE")
         return f"{text}any_field: {' | '.join(kinds)}\n"
 
-    def _fields(self, marks: FieldMarks, schema: Mapping[str, Any], name: str) -> str:
-        """The rule of the arguments of one tool: its properties in their order, each that is not required or not."""
-        properties = schema.get("properties")
+    def _fields(self, marks: FieldMarks, root: Mapping[str, Any], name: str) -> str:
+        """The rule of the arguments of one tool: its properties in their order, each that is not required or not.
+
+        Raises RequestError for a schema that fields cannot be held to.
+        """
+        schema = plain(followed(root, root))
+        if not isinstance(schema, dict):
+            raise RequestError(f"parameters: {schema!r} is no schema of an object")
+        unknown = sorted(schema.keys() - _OBJECT_KEYS)
+        if unknown:
+            raise RequestError(f"parameters: {unknown[0]}: the format {self._format.name} cannot be held to it")
+        properties, required, more = (schema.get(key) for key in ("properties", "required", "additionalProperties"))
+        if not isinstance(properties, dict | None) or not isinstance(required, list | None) or isinstance(more, dict):
+            raise RequestError(
+                "parameters: properties is an object, required a list, additionalProperties true or false"
+            )
         if not properties:
-            may_have_any = schema.get("additionalProperties") is not False
-            return f"{name}: {'any_field*' if may_have_any else ''}\n"
-        terms, shared = [], {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            return f"{name}: {'any_field*' if more is not False else ''}\n"
+        held = plain(root)
+        terms, shared = [], {key: held[key] for key in ("$defs", "definitions") if key in held}
         for key, one in properties.items():
-            after_key, value = marks.after_key, self._value(key, one, schema)
+            after_key, value = marks.after_key, self._value(key, one, root)
             if value is None:
                 after_key = marks.other or after_key
-                inner = {"x-guidance": SPACING, **shared, **plain(one)} if isinstance(one, dict) else {}
+                inner = {"x-guidance": SPACING, **shared, **one} if isinstance(one, dict) else {}
                 value = f"{inline_schema(inner)} {self._mark(marks.after_value)}"
             term = f"{self._mark(marks.before)} {json.dumps(key)} {self._mark(after_key)} "
             term += f"{self._mark(marks.before_value)} {value}"
-            terms.append(term if key in schema.get("required", ()) else f"({term})?")
+            terms.append(term if key in (required or ()) else f"({term})?")
         return f"{name}: {' '.join(terms)}\n"
 
     def _value(self, key: str, schema: Any, root: Mapping[str, Any]) -> str | None:
-        """The terms of a value that is text; None: it is JSON. Raises RequestError."""
+        """The terms of a value that may be text; None: it is JSON. Raises RequestError for text with bounds."""
         assert self._named is not None and self._named.fields is not None
-        if kinds_of(schema, root) != {"string"}:
+        kinds, schema = kinds_of(schema, root), plain(followed(schema, root))
+        if kinds is not None and "string" not in kinds:
             return None
-        schema = followed(schema, root)
-        chosen = [schema["const"]] if "const" in schema else schema.get("enum")
-        if chosen is not None:
+        chosen = (
+            schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
+        )
+        if kinds == {"string"} and isinstance(chosen, list):
             texts = " | ".join(json.dumps(one) for one in chosen)
             return f"({texts}) {self._mark(self._named.fields.after_value)}"
-        unknown = sorted(plain(schema).keys() - {"type"})
-        if unknown:
-            raise RequestError(f"{key}: {unknown[0]}: in the format {self._format.name} text has no such bounds")
+        if not _has_no_bounds(schema):
+            raise RequestError(f"{key}: in the format {self._format.name} what may be text has no bounds but a choice")
         return "value"
+
+
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+
+
+def _has_no_bounds(schema: Any) -> bool:
+    """Whether a schema allows everything, or all values of its types."""
+    if not isinstance(schema, dict):
+        return schema is True
+    several = schema.get("anyOf", schema.get("oneOf", []))
+    return (
+        schema.keys() <= {"type", "anyOf", "oneOf"} and isinstance(several, list) and all(map(_has_no_bounds, several))
+    )
 
 
 def _schema(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -107,6 +107,10 @@ CASES = [
     ("glm45", "<tool_call>get_weather<arg_key>near</arg_key><arg_value>12</arg_value><arg_key>share</arg_key>"
      "<arg_value>True</arg_value></tool_call>", "", [("get_weather", '{"near": "12", "share": true}')]),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>", "", [("f", '{"a": "NaN"}')]),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">"b"'
+     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "", [("f", '{"a": "b"}')]),
+    ("gpt_oss", " to=functions.fly<|message|>{}", " to=functions.fly<|message|>{}", []),
     ("glm45", "<tool_call>oh no</tool_call>", "<tool_call>oh no</tool_call>", []),
     ("hunyuan", "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call>\n"
      "<tool_call>add<tool_sep></tool_call>\n</tool_calls> Yes", "Yes", [("f", '{"a": "b"}'), ("add", "{}")]),
@@ -131,6 +135,8 @@ CASES = [
      "<|tool_call_begin|>add:1<|tool_call_argument_begin|> {\"a\":1} <|tool_call_end|><|tool_calls_section_end|>", "",
      [("f.g", "{}"), ("add", '{"a":1}')]),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>None.", "None.", []),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f"
+     "<|tool_call_argument_begin|>{}", "", [("f", "{}")]),
     ("gpt_oss", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
      '<|constrain|>json<|message|>{"a": 1}<|call|>', "I look.", [("f", '{"a": 1}')]),
     ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", [("f", '{"a": 1}')]),

@@ -304,17 +304,17 @@ def test_wrong_calls_are_named_and_hurt_nobody(case, api):
         return reply.json()["error"]["message"]
 
     assert "ForwardBackwardRequest" in why(api.send(b"\xff\xff\xff"))
-    assert "cross_entropy" in why(api.send_batch(id, 1, "crossentropy"))
-    assert "clip_low" in why(api.send_batch(id, 1, "ppo", clip_low=0.1))
-    assert "weights is missing" in why(api.send_batch(id, 1, "cross_entropy", given={"advantages": np.ones(4, "<f4")}))
+    assert "cross_entropy" in why(api.send_batch(id, 0, "crossentropy"))
+    assert "clip_low" in why(api.send_batch(id, 0, "ppo", clip_low=0.1))
+    assert "weights is missing" in why(api.send_batch(id, 0, "cross_entropy", given={"advantages": np.ones(4, "<f4")}))
     assert "[3], the targets are [4]" in why(
-        api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given={"weights": np.ones(3, "<f4")})
+        api.send_batch(id, 0, "cross_entropy", TOKENS[:1], given={"weights": np.ones(3, "<f4")})
     )
     other = {"target_tokens": np.asarray([1, 2, 3, 4]), "weights": np.ones(4, "<f4")}
-    assert "follow" in why(api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given=other))
-    assert "not within 0" in why(api.send_batch(id, 1, "cross_entropy", [[1, 10**6]]))
-    assert "sequences" in why(api.send_batch(id, 1, "cross_entropy", []))
-    assert "no model" in why(api.send_batch("nobody", 1, "cross_entropy"), 404)
+    assert "follow" in why(api.send_batch(id, 0, "cross_entropy", TOKENS[:1], given=other))
+    assert "not within 0" in why(api.send_batch(id, 0, "cross_entropy", [[1, 10**6]]))
+    assert "sequences" in why(api.send_batch(id, 0, "cross_entropy", []))
+    assert "no model" in why(api.send_batch("nobody", 0, "cross_entropy"), 404)
     body = {"session_id": api.session, "model_seq_id": 9, "base_model": "another", "lora_config": {"rank": 4}}
     assert "'tiny'" in why(case.http.post("/api/v1/create_model", json=body))
     reply = case.http.post("/api/v1/create_model", json=body | {"base_model": "tiny", "lora_config": {"rank": 64}})
@@ -322,17 +322,53 @@ def test_wrong_calls_are_named_and_hurt_nobody(case, api):
     assert "any more" in why(case.http.post("/api/v1/retrieve_future", json={"request_id": "x"}), 410)
     assert "any more" in why(case.http.post("/api/v1/session_heartbeat", json={"session_id": "x"}), 410)
     for path in ("tinker://a/weights/../../x", "/etc/passwd", "tinker://../weights/x", "tinker://a/b/weights/c"):
-        load = {"model_id": id, "seq_id": 1, "path": path}
-        assert "checkpoint" in why(case.http.post("/api/v1/load_weights", json=load), 404)
+        load = api.call("load_weights", model_id=id, path=path)
+        assert "checkpoint" in api.result(load)["error"]
     assert "path" in why(case.http.post("/api/v1/save_weights", json={"model_id": id, "path": "../../x"}))
     assert (
         "not finite"
         in api.result(
-            api.send_batch(id, 1, "cross_entropy", TOKENS[:1], given={"weights": np.full(4, np.nan, "<f4")}).json()
+            api.send_batch(id, 0, "cross_entropy", TOKENS[:1], given={"weights": np.full(4, np.nan, "<f4")}).json()
         )["error"]
     )
-    loss, _ = api.batch(id, 2, "cross_entropy")
-    assert math.isfinite(loss) and api.result(api.step(id, 3))["metrics"]["version"] == 1
+    loss, _ = api.batch(id, 1, "cross_entropy")
+    assert math.isfinite(loss) and api.result(api.step(id, 2))["metrics"]["version"] == 1
+
+
+def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
+    id = api.train()
+    refused = api.send_batch(id, 1, "crossentropy").json()
+    missing = api.call("load_weights", model_id=id, seq_id=2, path="tinker://a/weights/b")
+    unnamed = api.call("save_weights", model_id=id, seq_id=3, path="../x")
+    waiting = api.send_batch(id, 5, "cross_entropy").json()
+    api.call("cancel_future", request_id=waiting["request_id"])
+    step = api.call("optim_step", model_id=id, seq_id=6, adam_params={**ADAM, "eps": 0})
+    wrong = [api.result(one)["error"] for one in (refused, missing, unnamed)]
+    assert [part in text for part, text in zip(("cross_entropy", "checkpoint", "path"), wrong, strict=True)] == [
+        True
+    ] * 3
+    api.batch(id, 4, "cross_entropy")
+    assert "eps" in api.result(step)["error"]
+    path = api.result(api.call("save_weights", model_id=id, seq_id=7, path="one"))["path"]
+    assert api.result(api.call("load_weights", model_id=id, seq_id=8, path=path))["path"] == path
+    assert "no gradients" in api.result(api.step(id, 9))["error"], "those of before are gone"
+
+
+def test_named_samplers_are_loaded_when_they_are_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "MAX_ADAPTERS", 1)
+    with serving(tmp_path) as case:
+        api, drawn, paths = Api(case.http), [], []
+        id = api.train()
+        for place in range(3):
+            paths.append(api.sampler(id, 3 * place + 1, path=f"s{place}")["path"])
+            drawn.append(api.sample([5, 9, 2], model_path=paths[-1])[0])
+            api.batch(id, 3 * place + 2, "cross_entropy")
+            api.step(id, 3 * place + 3, learning_rate=0.3)
+        for path, before in zip(paths, drawn, strict=True):
+            again = api.sample([5, 9, 2], model_path=path)[0]
+            assert again[0][0] == before[0][0]
+            np.testing.assert_allclose(again[0][1], before[0][1], atol=1e-6)
+        assert len(case.trainer.session.engine.adapters()) <= 2, "one that is used, and one to be unloaded next"
 
 
 def test_the_api_asks_for_the_servers_key(tmp_path):

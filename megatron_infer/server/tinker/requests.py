@@ -40,15 +40,20 @@ class CreateModel(Struct):
 class OfModel(Struct):
     model_id: Name
     seq_id: int | None = None
+    """From 1 on; 0 and None: it has no place among others."""
+
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class AdamParams(Struct):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: NotNegative = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Annotated[float, Meta(gt=0)] = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0
 
 
 class OptimStep(OfModel, kw_only=True):

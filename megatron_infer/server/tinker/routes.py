@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron_infer.server.tinker import messages, requests
 from megatron_infer.server.tinker.losses import loss_named, settings_of
 from megatron_infer.server.tinker.requests import read
 from megatron_infer.server.tinker.service import Model, Sampler, TinkerService
-from megatron_infer.server.tinker.training import Datum, rank_of
+from megatron_infer.server.tinker.training import Datum, pieces, rank_of
 
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
@@ -61,7 +62,8 @@ class TinkerRoutes:
             "retrieve_future": ("The result of a call", self._retrieve),
             "cancel_future": ("Give up a call", self._cancel),
         }.items():
-            routes.add("POST", PREFIX + path, _answering(handler), summary, statuses=(404, 408, 410, 429, 503))
+            answer = _answering(self._refused_in_order(handler))
+            routes.add("POST", PREFIX + path, answer, summary, statuses=(404, 408, 410, 429, 503))
         routes.add("GET", PREFIX + "get_server_capabilities", _answering(self._capabilities), "What the server has")
         routes.add(
             "GET", PREFIX + "samplers/{id}", _answering(self._get_sampler), "Describe a sampler", statuses=(404,)
@@ -116,7 +118,7 @@ class TinkerRoutes:
             return {"type": "create_model", "model_id": model.id}
 
         key = ("model", body.session_id, body.model_seq_id)
-        return self._once(service.calls, key, create)
+        return self._once(service.calls, key, lambda: service.future(create()))
 
     async def _unload_model(self, call: Call) -> Any:
         body = read(call.body, requests.OfModel)
@@ -142,6 +144,8 @@ class TinkerRoutes:
         function = loss_named(sent.loss_fn)
         given = {name: float(value) for name, value in sent.loss_fn_config.items()}
         given |= {name: value.number for name, value in sent.loss_fn_config_v2.items()}
+        if texts := sorted(name for name, value in sent.loss_fn_config_v2.items() if value.text):
+            raise RequestError(f"loss_fn_config: {texts[0]} is a text, it must be a number")
         settings = settings_of(function, given)
         if not 0 < len(sent.data) <= MAX_DATA:
             raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
@@ -149,12 +153,19 @@ class TinkerRoutes:
         model, backward = self._service.model(sent.model_id), not sent.forward_only
 
         async def compute() -> Any:
-            client = model.client
-            work = lambda: client.forward_backward(data, function, settings, backward=backward)  # noqa: E731
-            loss, scores = await self._service.run(work)
-            return _forward_backward_output(loss, scores)
+            client, total, scores = model.client, 0.0, list[torch.Tensor]()
+            try:
+                for piece in pieces(data):
+                    work = partial(client.forward_backward, piece, function, settings, backward=backward)
+                    loss, found = await self._service.run(work)
+                    total, scores = total + loss, scores + found
+            except BaseException:
+                if backward and scores:  # a part of the batch
+                    await self._service.run(client.drop_gradients)
+                raise
+            return _forward_backward_output(total, scores)
 
-        return self._in_order(requests.OfModel(model_id=model.id, seq_id=sent.seq_id or None), compute)
+        return self._in_order(requests.OfModel(model_id=model.id, seq_id=sent.seq_id), compute)
 
     def _data_of(self, sent: Any, names: tuple[str, ...]) -> list[Datum]:
         assert self._client is not None
@@ -195,10 +206,10 @@ class TinkerRoutes:
     async def _save_weights(self, call: Call) -> Any:
         body = read(call.body, requests.SaveWeights)
         model, service = self._service.model(body.model_id), self._service
-        name = body.path or f"step{model.client.version}"
-        path = service.state_dir / model.id / "weights" / name
 
         async def save() -> Any:
+            name = body.path or f"step{model.client.version}"
+            path = service.state_dir / model.id / "weights" / name
             if path.exists() and not body.overwrite:
                 raise RequestError(f"path: {name} is there already; give overwrite: true")
             await service.run(lambda: model.client.save(path))
@@ -208,9 +219,9 @@ class TinkerRoutes:
 
     async def _load_weights(self, call: Call) -> Any:
         body, service = read(call.body, requests.LoadWeights), self._service
-        path = service.path_of(body.path, "weights")
 
         async def load(model: Model) -> Any:
+            path = service.path_of(body.path, "weights")
             await service.run(lambda: model.client.load(path, optimizer=body.optimizer))
             return {"type": "load_weights", "path": body.path, "model_id": model.id}
 
@@ -226,10 +237,15 @@ class TinkerRoutes:
         session, number = body.session_id, body.model_seq_id
 
         async def create() -> Any:
-            rank = await asyncio.to_thread(rank_of, path)
-            return await load(await service.create_model(session, number, rank=rank, seed=0))
+            rank = await asyncio.to_thread(rank_of, service.path_of(body.path, "weights"))
+            model = await service.create_model(session, number, rank=rank, seed=0)
+            try:
+                return await load(model)
+            except BaseException:
+                service.unload_model(model.id)
+                raise
 
-        return self._once(service.calls, ("model", session, number), create)
+        return self._once(service.calls, ("model", session, number), lambda: service.future(create()))
 
     async def _weights_info(self, call: Call) -> Any:
         path = self._service.path_of(read(call.body, requests.WeightsInfo).tinker_path, "weights")
@@ -244,15 +260,12 @@ class TinkerRoutes:
         model = service.model(body.model_id)
 
         async def save() -> Any:
-            name = f"{model.id}.{body.path or 'unnamed'}.{body.seq_id or 0}.{model.client.version}"
             uri = f"tinker://{model.id}/sampler_weights/{body.path}" if body.path else None
             if body.path:
                 folder = service.state_dir / model.id / "sampler_weights" / body.path
                 await service.run(lambda: service.trainer.save_peft(model.client, folder))
-            await service.publish(model, name)
-            sampler = service.new_sampler(name, uri)
-            if uri is not None:
-                service.named[uri] = name
+            name = await service.publish(model, uri)
+            sampler = service.new_sampler(None if uri else name, uri)
             return {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
 
         return self._in_order(body, save)
@@ -260,45 +273,39 @@ class TinkerRoutes:
     async def _create_sampler(self, call: Call) -> Any:
         body, service = read(call.body, requests.CreateSamplingSession), self._service
         service.check_session(body.session_id)
+        self._check_sampled(body.base_model, body.model_path)
         key = ("sampler", body.session_id, body.sampling_session_seq_id)
-        id = service.calls.get(key)
-        if id is None:
-            adapter = await self._adapter_of(body.base_model, body.model_path)
-            id = service.calls[key] = service.new_sampler(adapter, body.model_path).id
-        return {"type": "create_sampling_session", "sampling_session_id": id}
+        if key not in service.calls:
+            service.calls[key] = service.new_sampler(None, body.model_path).id
+        return {"type": "create_sampling_session", "sampling_session_id": service.calls[key]}
 
     async def _get_sampler(self, call: Call) -> Any:
         sampler = self._service.sampler(call.request.path_params["id"])
         return {"sampler_id": sampler.id, "base_model": self._service.model_name, "model_path": sampler.path}
 
-    async def _adapter_of(self, base: str | None, path: str | None) -> str | None:
-        """The engine's adapter for a path; None: the base model."""
-        service = self._service
-        if path is None:
-            if base is None:
-                raise RequestError("base_model or model_path is missing")
-            service.check_base(base)
-            return None
-        if path not in service.named:  # from before a start of the server
-            folder, name = service.path_of(path, "sampler_weights"), path.removeprefix("tinker://")
-            engine = service.trainer.session.engine
-            await service.run(lambda: engine.load_adapter(name, folder, replace=True))
-            service.named[path] = name
-        return service.named[path]
+    def _check_sampled(self, base: str | None, path: str | None) -> None:
+        """Raises ApiError for a base model or a path that is not there."""
+        if path is not None:
+            self._service.path_of(path, "sampler_weights")
+        elif base is None:
+            raise RequestError("base_model or model_path is missing")
+        else:
+            self._service.check_base(base)
 
     async def _sample(self, call: Call) -> Any:
         body, service = read(call.body, requests.Sample), self._service
         if body.sampling_session_id is not None:
             sampler = service.sampler(body.sampling_session_id)
         else:
-            sampler = Sampler("", await self._adapter_of(body.base_model, body.model_path))
+            self._check_sampled(body.base_model, body.model_path)
+            sampler = Sampler("", None, body.model_path)
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if getattr(body, name):
                 raise RequestError(f"{name} is not supported; leave it out")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise RequestError("prompt: a chunk is no text, which this model does not read")
         prompt = [id for chunk in body.prompt.chunks for id in chunk.tokens]
-        params = _params(body, sampler.adapter)
+        params = _params(body, await service.adapter_of(sampler))
         assert self._client is not None
         client = self._client
         checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
@@ -337,18 +344,53 @@ class TinkerRoutes:
         self._service.cancel(read(call.body, requests.Retrieve).request_id)
         return {}
 
-    def _once(self, made: dict[Any, str], key: Any, work: Callable[[], Awaitable[Any]]) -> Any:
+    def _refused_in_order(self, handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
+        """What is refused at once has its place among a client's operations too: later ones wait for it."""
+
+        async def answer(call: Call) -> Any:
+            try:
+                return await handler(call)
+            except InferenceError as error:
+                refused, place = error, _place_of(call)
+                if place is None:
+                    raise
+
+            async def refuse() -> Any:
+                raise refused
+
+            return self._in_order(place, refuse)
+
+        return answer
+
+    def _once(self, made: dict[Any, str], key: Any, start: Callable[[], str]) -> Any:
         """The future of a call; one that is sent again has the same."""
         if key not in made:
-            made[key] = self._service.future(work())
+            made[key] = start()
         return {"request_id": made[key]}
 
-    def _in_order(self, body: requests.OfModel, work: Callable[[], Awaitable[Any]]) -> Any:
-        service, model = self._service, self._service.model(body.model_id)
-        if body.seq_id is None:
+    def _in_order(self, body: requests.OfModel, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        service, model, seq_id = self._service, self._service.model(body.model_id), body.seq_id
+        if not seq_id:
             return {"request_id": service.future(work()), "model_id": model.id}
-        ordered = lambda: service.in_order(model, body.seq_id, work)  # noqa: E731
-        return self._once(model.futures, body.seq_id, ordered) | {"model_id": model.id}
+        start = partial(service.future_in_order, model, seq_id, work)
+        return self._once(model.futures, seq_id, start) | {"model_id": model.id}
+
+
+def _place_of(call: Call) -> requests.OfModel | None:
+    """A refused call's model and number; None: it names none."""
+    if PROTOBUF in call.request.headers.get("content-type", ""):
+        sent = messages.message("ForwardBackwardRequest")
+        try:
+            sent.ParseFromString(call.body)
+        except messages.DecodeError:
+            return None
+        place = requests.OfModel(model_id=sent.model_id, seq_id=sent.seq_id)
+    else:
+        try:
+            place = read(call.body, requests.OfModel)
+        except RequestError:
+            return None
+    return place if place.seq_id else None
 
 
 def _answering(handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:

@@ -7,12 +7,12 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.errors import AdapterInUse, InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient
 
@@ -22,8 +22,8 @@ MAX_SESSIONS, SILENT_S = 4096, 600.0
 """Sessions, and seconds without a heartbeat after which the clients of one make room for others."""
 HOLD_S = 40.0
 """Most seconds that the question for a future is held."""
-MAX_SAMPLERS, MAX_UNNAMED = 4096, 64
-"""Samplers in all, and those with an adapter that has no name; the oldest goes first."""
+MAX_SAMPLERS, MAX_ADAPTERS = 4096, 64
+"""Samplers, and adapters in the engine that have no path, and those that have one; the oldest goes first."""
 ORDER_S = 300.0
 """Most seconds that an operation waits for those with lower numbers."""
 
@@ -40,17 +40,25 @@ class Model:
     id: str
     client: TrainingClient
     next_seq: int = 1
-    turn: asyncio.Condition = field(default_factory=asyncio.Condition)
+    waiting: dict[int, asyncio.Event] = field(default_factory=dict)
+    """Operations whose turn has not come, by their numbers."""
     futures: dict[int, str] = field(default_factory=dict)
     """Of operations by their numbers: one that is sent again is the same."""
+
+    def pass_on(self, seq_id: int) -> None:
+        """The operation of this number has ended, whatever became of it."""
+        self.next_seq = max(self.next_seq, seq_id + 1)
+        for number in [number for number in self.waiting if number <= self.next_seq]:
+            self.waiting.pop(number).set()
 
 
 @dataclass
 class Sampler:
     id: str
     adapter: str | None
-    """Its adapter in the engine; None: the base model."""
+    """Its adapter in the engine, if that has no path; None: the base model's, or that of the path."""
     path: str | None = None
+    """Of what was saved, from which the adapter is loaded when it is needed."""
     futures: dict[int, str] = field(default_factory=dict)
 
 
@@ -66,11 +74,16 @@ class TinkerService:
         self._sessions: dict[str, float] = {}
         """When each was heard last, on the monotonic clock."""
         self._models: dict[str, Model] = {}
+        self._num_coming = 0
+        """Models that are being made."""
         self.calls: dict[tuple[str, str, int], str] = {}
         """Futures of models, and ids of samplers, by (kind, session, number): a call that is sent again makes no
         second one."""
-        self.named: dict[str, str] = {}
-        """Adapters in the engine by the path of what was saved."""
+        self._named: OrderedDict[str, str] = OrderedDict()
+        """Adapters in the engine by the path of what was saved; the last is the one used last."""
+        self._outdated: list[str] = []
+        """Adapters in the engine that are to be unloaded when no request uses them."""
+        self._num_adapters = 0
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
         self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
         """Tasks by id, and when each ended, on the monotonic clock."""
@@ -78,8 +91,8 @@ class TinkerService:
     # ------------------------------------------------------------------ sessions, models, samplers
 
     def new_session(self) -> str:
-        for old in list(self._sessions)[: max(0, len(self._sessions) - MAX_SESSIONS + 1)]:
-            self.end_session(old)
+        while len(self._sessions) >= MAX_SESSIONS:
+            self.end_session(min(self._sessions, key=self._sessions.__getitem__))
         self._sessions[id := secrets.token_hex(16)] = time.monotonic()
         return id
 
@@ -94,6 +107,8 @@ class TinkerService:
         self._sessions.pop(id, None)
         for name in [name for name in self._models if name.partition(":")[0] == id]:
             del self._models[name]
+        for key in [key for key in self.calls if key[1] == id]:
+            del self.calls[key]
 
     def check_base(self, name: str) -> None:
         if name != self.model_name:
@@ -111,13 +126,18 @@ class TinkerService:
 
     async def create_model(self, session: str, number: int, *, rank: int, seed: int) -> Model:
         """Its id is what the SDK names the session's model of this number, before the server has told."""
-        if len(self._models) >= self._max_models:
+        if len(self._models) + self._num_coming >= self._max_models:
             silent = time.monotonic() - SILENT_S
             for old in [old for old, heard in self._sessions.items() if heard < silent]:
                 self.end_session(old)
-        if len(self._models) >= self._max_models:
+        if len(self._models) + self._num_coming >= self._max_models:
             raise ApiError(429, f"{self._max_models} training clients are the most of this server", code="too_many")
-        client = await self.run(lambda: TrainingClient(self.trainer, rank=rank, seed=seed))
+        self._num_coming += 1
+        try:
+            client = await self.run(lambda: TrainingClient(self.trainer, rank=rank, seed=seed))
+        finally:
+            self._num_coming -= 1
+        self.check_session(session)
         model = Model(f"{session}:train:{number}", client)
         self._models[model.id] = model
         return model
@@ -129,28 +149,70 @@ class TinkerService:
     def new_sampler(self, adapter: str | None, path: str | None) -> Sampler:
         sampler = Sampler(secrets.token_hex(16), adapter, path)
         self._samplers[sampler.id] = sampler
-        unnamed = [one for one in self._samplers.values() if one.path is None and one.adapter is not None]
-        for one in unnamed[: max(0, len(unnamed) - MAX_UNNAMED)]:
-            del self._samplers[one.id]
-            self._unload(str(one.adapter))
-        while len(self._samplers) > MAX_SAMPLERS:
-            self._samplers.popitem(last=False)
+        unnamed = [one for one in self._samplers.values() if one.adapter is not None]
+        old = [one.id for one in unnamed[: max(0, len(unnamed) - MAX_ADAPTERS)]]
+        for id in old or list(self._samplers)[: max(0, len(self._samplers) - MAX_SAMPLERS)]:
+            self._outdated += filter(None, [self._samplers.pop(id).adapter])
         return sampler
 
-    def _unload(self, adapter: str) -> None:
-        engine = self.trainer.session.engine
-        self.trainer.submit(lambda: engine.unload_adapter(adapter, abort=True))
-
-    async def publish(self, model: Model, name: str) -> None:
-        """Load the client's adapter, as it is now, into the engine under this name."""
-        trainer = self.trainer
+    async def publish(self, model: Model, path: str | None) -> str:
+        """Load the client's adapter, as it is now, into the engine -> its name there. path: of its files, if it has."""
+        trainer, name = self.trainer, self._new_name()
 
         def load() -> None:
             with trainer.on_model(model.client):
                 adapter = trainer.adapter.to_adapter(name)
-            trainer.session.engine.load_adapter(name, adapter, replace=True)
+            trainer.session.engine.load_adapter(name, adapter)
 
         await self.run(load)
+        if path is not None:
+            self._name(path, name)
+        await self._unload_outdated()
+        return name
+
+    async def adapter_of(self, sampler: Sampler) -> str | None:
+        """The name of its adapter in the engine, loaded from its files if need be; None: the base model."""
+        if sampler.path is None:
+            return sampler.adapter
+        if sampler.path not in self._named:
+            folder, name, engine = (
+                self.path_of(sampler.path, "sampler_weights"),
+                self._new_name(),
+                self.trainer.session.engine,
+            )
+            await self.run(lambda: engine.load_adapter(name, folder))
+            self._name(sampler.path, name)
+            await self._unload_outdated()
+        self._named.move_to_end(sampler.path)
+        return self._named[sampler.path]
+
+    def _new_name(self) -> str:
+        self._num_adapters += 1
+        return f"tinker-{self._num_adapters}"
+
+    def _name(self, path: str, adapter: str) -> None:
+        """The path has this adapter from now on."""
+        self._outdated += filter(None, [self._named.pop(path, None)])
+        self._named[path] = adapter
+        while len(self._named) > MAX_ADAPTERS:
+            self._outdated.append(self._named.popitem(last=False)[1])
+
+    async def _unload_outdated(self) -> None:
+        """Of those that requests use, later."""
+        engine = self.trainer.session.engine
+
+        def unload(names: list[str]) -> list[str]:
+            kept = []
+            for name in names:
+                try:
+                    engine.unload_adapter(name)
+                except AdapterInUse:
+                    kept.append(name)
+            return kept
+
+        names, self._outdated = self._outdated, []
+        if names:
+            self._outdated += await self.run(lambda: unload(names))
 
     # ------------------------------------------------------------------ files
 
@@ -171,42 +233,43 @@ class TinkerService:
         """Run in the engine's thread, between its steps."""
         return await asyncio.wrap_future(self.trainer.submit(work))
 
-    async def in_order(self, model: Model, seq_id: int | None, work: Callable[[], Awaitable[_R]]) -> _R:
-        """Run when the operations with lower numbers have ended, whatever became of them."""
-        if seq_id is None:
-            return await work()
-        try:
-            async with asyncio.timeout(ORDER_S), model.turn:
-                await model.turn.wait_for(lambda: model.next_seq >= seq_id)
-        except TimeoutError:
-            text = (
-                f"operation {model.next_seq} of this client has not come within {ORDER_S:g} s; {seq_id} waited for it"
-            )
-            raise RequestError(f"seq_id: {text}") from None
-        try:
-            return await work()
-        finally:
-            async with model.turn:
-                model.next_seq = max(model.next_seq, seq_id + 1)
-                model.turn.notify_all()
+    def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
+        """Start an operation when those with lower numbers have ended -> see `future`."""
 
-    def future(self, work: Awaitable[Any]) -> str:
-        """Start an operation -> the id that `result` takes."""
+        async def run() -> Any:
+            if model.next_seq < seq_id:
+                turn = model.waiting.setdefault(seq_id, asyncio.Event())
+                try:
+                    await asyncio.wait_for(turn.wait(), ORDER_S)
+                except TimeoutError:
+                    text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
+                    raise RequestError(f"{text}; {seq_id} waited for it") from None
+            return await work()
+
+        return self.future(run(), ended=lambda: model.pass_on(seq_id))
+
+    def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
+        """Start an operation -> the id that `result` takes. ended: called whatever becomes of it."""
         now = time.monotonic()
-        for name, (task, ended) in list(self._futures.items()):
-            if len(self._futures) < MAX_FUTURES and (not ended or now - ended[0] < FUTURE_S):
+        for name, (task, times) in list(self._futures.items()):
+            if len(self._futures) < MAX_FUTURES and (not times or now - times[0] < FUTURE_S):
                 break
             if task.done():
                 del self._futures[name]
-        task, ended = asyncio.ensure_future(work), list[float]()
+        if len(self._futures) >= MAX_FUTURES:
+            work.close()
+            ended()
+            raise ApiError(429, f"{MAX_FUTURES} calls are waited for, the most of this server", code="too_many")
+        task, times = asyncio.ensure_future(work), list[float]()
 
         def note(done: asyncio.Task[Any]) -> None:
-            ended.append(time.monotonic())
+            times.append(time.monotonic())
+            ended()
             if not done.cancelled():
                 done.exception()  # it is the client's: whoever asks for the result gets it
 
         task.add_done_callback(note)
-        self._futures[id := secrets.token_hex(16)] = task, ended
+        self._futures[id := secrets.token_hex(16)] = task, times
         return id
 
     async def result(self, id: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,10 @@ from megatron_infer.server.tinker.losses import LossFunction
 ALPHA = 32.0
 """Of each adapter: its scale is ALPHA / rank, as the API has it."""
 
+MOST_DEBT_S = 5.0
+"""Seconds that steps of the engine make up for at most, after an operation that took long."""
+PIECE_TOKENS = 65_536
+"""Tokens of one operation in the engine's thread, about: a longer batch is several, and requests are served between."""
 STATE = "tinker training state"
 
 _R = TypeVar("_R")
@@ -59,7 +64,18 @@ class Datum:
 
     def loss(self, x: Tensor, function: LossFunction, settings: Mapping[str, float]) -> Tensor:
         """x: log probabilities of all targets."""
-        return function.compute(x if self._counted is None else x[self._counted], self.inputs, settings)
+        inputs = {name: values.to(x.device) for name, values in self.inputs.items()}
+        return function.compute(x if self._counted is None else x[self._counted.to(x.device)], inputs, settings)
+
+
+def pieces(data: Sequence[Datum]) -> list[list[Datum]]:
+    """A batch in pieces of about PIECE_TOKENS."""
+    found: list[list[Datum]] = [[]]
+    for datum in data:
+        if found[-1] and sum(len(one.sequence) for one in found[-1]) + len(datum.sequence) > PIECE_TOKENS:
+            found.append([])
+        found[-1].append(datum)
+    return found
 
 
 class TrainingClient:
@@ -91,13 +107,13 @@ class TrainingClient:
         with self._trainer.on_model(self):
             if not backward:
                 scores = session.score(sequences)
-                return float(loss(scores, range(len(data)))), scores
+                return float(loss(scores, range(len(data)))), [score.cpu() for score in scores]
             with session.training():
                 report = session.score_and_backward(sequences, loss)
         if not math.isfinite(report.loss) or not all(_is_finite(one.grad) for one in self.parameters):
-            self._optimizer.zero_grad()
+            self.drop_gradients()
             raise RequestError(f"the loss is {report.loss} or its gradients are not finite; the gradients are dropped")
-        return report.loss, [score.detach() for score in report.scores]
+        return report.loss, [score.detach().cpu() for score in report.scores]
 
     def optim_step(
         self,
@@ -120,6 +136,9 @@ class TrainingClient:
         self._take_values()
         self.version += 1
         return {"grad_norm": float(norm), "version": float(self.version)}
+
+    def drop_gradients(self) -> None:
+        self._optimizer.zero_grad()
 
     def _take_values(self) -> None:
         for value, parameter in zip(self.values, self.parameters, strict=True):
@@ -155,13 +174,16 @@ class TrainingClient:
             for own, value in zip(self.parameters, values, strict=True):
                 own.copy_(value)
         self._take_values()
+        for own in self.parameters:
+            own.grad = None
         self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
         self.version = int(about["version"])
         for i, one in enumerate(self.parameters if optimizer else ()):
             prefix = f"optimizer.{i}."
             found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             if found:
-                self._optimizer.state[one] = found
+                moved = {name: value if name == "step" else value.to(one.device) for name, value in found.items()}
+                self._optimizer.state[one] = moved
 
 
 def rank_of(path: Path) -> int:
@@ -218,13 +240,14 @@ class LiveTrainer:
         try:
             result = work()
         except Exception as error:
-            future.set_exception(error)
+            traceback.clear_frames(error.__traceback__)  # which hold tensors, for as long as the error is held
+            future.set_exception(error.with_traceback(None))
         else:
             future.set_result(result)
-        self._debt += (time.monotonic() - began) * (1 - self._share)
+        self._debt = min(MOST_DEBT_S, self._debt + (time.monotonic() - began) * (1 - self._share))
 
     def engine_ran(self, seconds: float) -> None:
-        self._debt = max(0.0, self._debt - seconds * self._share) if self.has_work else 0.0
+        self._debt = max(0.0, self._debt - seconds * self._share)
 
     def save_peft(self, client: TrainingClient, directory: Path) -> None:
         """Write a client's adapter as PEFT has it."""
