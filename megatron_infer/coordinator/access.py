@@ -42,7 +42,7 @@ _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"megatron_infer"
 
 def is_private(address: str) -> bool:
     """Whether only this user's processes reach the address: ipc:// in a folder of this user with mode 0700."""
-    if not address.startswith("ipc://"):
+    if not address.startswith("ipc://") or address.startswith("ipc://@"):  # @: Linux's own names, in no folder
         return False
     try:
         folder = os.stat(os.path.dirname(address.removeprefix("ipc://")) or ".")
@@ -164,7 +164,9 @@ class PeerCheck:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
-                start = frames.index(b"") + 1  # behind the address of libzmq's own socket
+                if b"" not in frames or frames.index(b"") + 2 >= len(frames):
+                    continue  # libzmq sends more
+                start = frames.index(b"") + 1  # after the address of libzmq's own socket
                 is_peer = secrets.compare_digest(frames[-1], self._expected)
                 reply = [b"1.0", frames[start + 1], b"200" if is_peer else b"400", b"", b"", b""]
                 self.socket.send_multipart([*frames[:start], *reply])

@@ -364,7 +364,8 @@ class InferenceClient(EngineCommands[Answers, Answers, Answers]):
     def drain(self, replica: str, *, move: bool = False, end: bool = False, timeout_s: float = 10.0) -> Answers:
         """A replica takes no more requests; move: those it has go on elsewhere, with what is computed of them. The
         value has "running": how many it still has (`stats` says when there is none). end: it takes requests again.
-        Raises ControlFailed for a name that no replica has.
+        All replicas of the name do so. Raises ControlFailed for a name that no replica has, and for a replica without
+        `control`.
         """
         result = self._session.ask(lambda number: protocol.Drain(number, replica, move, end)).result(timeout_s)
         return _checked(result, "drain")

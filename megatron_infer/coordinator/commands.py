@@ -36,6 +36,11 @@ class ReplicaCommands:
         """Commands for an adapter, in order; the first one waits for its directory to be read. By name."""
         self.in_force = CommandsInForce()
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether commands other than those for adapters are taken."""
+        return self._further is not None
+
     def execute(
         self, engine: ServedEngine, command: protocol.Command, came: float, again: Callable[[], None]
     ) -> protocol.Answer | None:

@@ -70,13 +70,17 @@ class CoordinatorConnection:
         self._stopping = self._is_holding = False
         self._silence = Silence(2 * self._heartbeat_s)
         self._last_hello = 0.0
-        self._context = zmq.Context()
-        self._wake_socket = self._context.socket(zmq.PAIR)
-        self._wake_socket.bind(f"inproc://wake-{id(self)}")
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._wake_socket: zmq.Socket[bytes] | None = None
+        """None before `start`."""
         self._wake_lock = threading.RLock()  # reentrant: a signal handler may send while it is held
         self._thread = threading.Thread(target=self._run, name=f"megatron-infer-{role}-link", daemon=True)
 
     def start(self) -> None:
+        self._context = zmq.Context()
+        wake_socket = self._context.socket(zmq.PAIR)
+        wake_socket.bind(f"inproc://wake-{id(self)}")
+        self._wake_socket = wake_socket
         self._thread.start()
 
     def send(self, message: protocol.Message) -> None:
@@ -103,11 +107,13 @@ class CoordinatorConnection:
     def wake(self) -> None:
         """Wake the connection's thread."""
         with self._wake_lock, contextlib.suppress(zmq.Again):
-            if not self._stopping:
+            if self._wake_socket is not None and not self._stopping:
                 self._wake_socket.send(b"", zmq.NOBLOCK)
 
     def close(self, last: protocol.Message | None = None) -> None:
         """Send `last` and end the thread."""
+        if self._wake_socket is None:
+            return
         if last is not None:
             self._outbox.append(protocol.encode(last))
         self.wake()

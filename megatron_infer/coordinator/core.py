@@ -48,6 +48,9 @@ class CoordinatorCore:
         self.dispatch = Dispatcher(options, send, self._replicas)
         self.counts = self.dispatch.counts
         self.broadcasts = Broadcasts(send, clock, self._registered)
+        self._drained: dict[str, bool] = {}
+        """Replicas for which a client's `Drain` is in force: name -> whether their requests go elsewhere. A loss of the
+        replica leaves its name here, the replica's goodbye removes the name."""
         self._num_entered = 0
         self._started = time.time()
 
@@ -187,6 +190,8 @@ class CoordinatorCore:
             log.info("replica %s is configured for %s; routing is by %s", replica.name, info.policy, policy)
         replica.register = register
         replica.now = info.now
+        if register.takes_commands and replica.name in self._drained:
+            replica.is_drained_by_client, replica.moves = True, self._drained[replica.name]
         replica.free_rows = info.capacity
         replica.view = router.join(replica.peer, capacity=info.capacity, block_size=info.block_size, root=info.now.root)
         log.info("replica %s joined: %s, %d requests at once", replica.name, info.model, info.capacity)
@@ -260,20 +265,32 @@ class CoordinatorCore:
         return gained, not (had.items() <= view.adapters.items() and view.outdated <= old)
 
     def _drain(self, client: ClientState, drain: protocol.Drain) -> None:
-        found = [replica for replica in self._registered() if replica.name == drain.replica]
-        for replica in found:
-            replica.is_drained_by_client, replica.moves = not drain.end, drain.move and not drain.end
-        self._update_availability()
-        self._move_on()
-        answers = {one.name: protocol.Answer(ok=True, value={"running": len(one.running)}) for one in found}
+        name = drain.replica
+        found = [replica for replica in self._registered() if replica.name == name]
         if not found:
             names = ", ".join(replica.name for replica in self._registered())
-            text = f"no replica {drain.replica[:60]!r}; there are: {names or 'none'}"
-            answers = {"coordinator": protocol.Answer(ok=False, kind="ConfigError", message=text)}
+            text = f"no replica {name[:60]!r}; there are: {names or 'none'}"
+            answer = protocol.Answer(ok=False, kind="ConfigError", message=text)
+        elif not all(replica.register is not None and replica.register.takes_commands for replica in found):
+            text = f"replica {name} takes no commands (drain): start it with --control (control=True)"
+            answer = protocol.Answer(ok=False, kind="AccessRefused", message=text)
+        else:
+            if drain.end:
+                self._drained.pop(name, None)
+            else:
+                self._drained[name] = drain.move
+            for replica in found:
+                replica.is_drained_by_client, replica.moves = not drain.end, drain.move and not drain.end
+            self._update_availability()
+            self._move_on()
+            answer = protocol.Answer(ok=True, value={"running": sum(len(replica.running) for replica in found)})
+        answers = {name if found else "coordinator": answer}
         self._send(client.peer, protocol.ControlResult(drain.id, answers))
 
     def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:
         if not goodbye.draining:
+            if not any(one is not replica and one.name == replica.name for one in self._replicas.values()):
+                self._drained.pop(replica.name, None)
             self.unreachable(replica.peer, goodbye.reason or "goodbye")
             return
         replica.draining = True
@@ -334,6 +351,8 @@ def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
         return "changes of adapters whose stamps are no finite numbers"
     if info.policy not in {policy.value for policy in Policy} or not 0.0 <= info.alpha <= 1.0:
         return f"policy {info.policy[:40]!r} with alpha {info.alpha}"
+    if register.parcels and not register.parcels.startswith(("tcp://", "ipc://")):
+        return f"parcels at {register.parcels[:60]!r}, which is neither tcp:// nor ipc://"
     return ""
 
 

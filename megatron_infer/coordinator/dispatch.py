@@ -154,7 +154,7 @@ class Dispatcher:
             return
         self.counts.moved += 1
         request.num_moves += 1
-        request.number, request.parcel, request.is_moving = 0, message.parcel, False
+        request.number, request.parcel, request.is_moving = 0, replica.place_of(message.parcel), False
         self._count_waiting(request, +1)
         place = self._place_of(request)
         if request.aborted:
@@ -182,6 +182,7 @@ class Dispatcher:
             if request.route is not None and request.route.key == replica.peer:
                 request.route = None  # its place is gone; where it is it goes on
         self._reassign([*replica.running.values(), *_drained(replica.backlog)])
+        self._fill_all()  # places that its requests had at other replicas are free
 
     # ------------------------------------------------------------------ outputs
 

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from megatron_infer.coordinator import access
 from megatron_infer.coordinator.protocol import CoordinatorError, ParcelPlace
+from megatron_infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_infer.engine.durable.parcel import Parcel
@@ -41,11 +43,16 @@ WINDOW = 8
 """Parts on their way at once."""
 TRANSFER_TIMEOUT_S = 30.0
 """Seconds for which a parcel waits to be fetched, and for which a receiver waits for the next part."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds for a connection to the sender."""
 FETCHES = 4
 """Parcels that are fetched at once."""
 MAX_WAITING_BYTES = 4 << 30
 """Most bytes of all parcels that wait at a replica; the tokens of further requests move alone."""
 _POLL_MS = 200
+_MAX_DIGITS = 15
+"""Of a number in a message."""
+_GONE = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | access.HANDSHAKE_FAILURES
 
 
 class ParcelLost(CoordinatorError):
@@ -67,25 +74,59 @@ class _Waiting:
     until: float = field(default_factory=lambda: time.monotonic() + TRANSFER_TIMEOUT_S)
 
 
+class _Sender:
+    """A receiver's connection to the replica that has a parcel."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: bytes | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(1000 * TRANSFER_TIMEOUT_S))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + access.ENCRYPTION_BYTES)
+        access.protect_connection(self.socket, key)
+        self.is_connected = False
+        self._events = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | _GONE)
+
+    def has_sent(self) -> bool:
+        """Whether a message is there, within _POLL_MS. Raises ParcelLost once the sender is gone."""
+        ready, _, _ = zmq.select([self.socket, self._events], [], [], _POLL_MS / 1000)
+        if self._events in ready and self.socket not in ready:
+            if recv_monitor_message(self._events)["event"] & _GONE:
+                raise ParcelLost("the sender is gone")
+            self.is_connected = True
+        return self.socket in ready
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._events.close(0)
+        self.socket.close()
+
+
 class ParcelTransfer:
     """One replica's side: a thread serves what is in `offer`; `fetch` gets a parcel of another replica."""
 
     def __init__(self, coordinator: str, key: bytes | None) -> None:
         """coordinator: its address, which says where to listen. key: as peers have it."""
-        self._key = key
+        self._key, self._address = key, _address_next_to(coordinator)
         self._waiting: dict[str, _Waiting] = {}
+        self._sending: dict[bytes, _Sending] = {}
         self._lock = threading.Lock()
         self._stopping = False
+        self.address = ""
+        """Where others fetch, from `start` on."""
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._check = None
-        access.protect_listener(self._socket, key)
-        if key is not None:
-            self._check = access.PeerCheck(self._context, key)
-        self._socket.bind(_address_beside(coordinator))
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._sending: dict[bytes, _Sending] = {}
+        access.protect_listener(self._socket, self._key)
+        self._check = None if self._key is None else access.PeerCheck(self._context, self._key)
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError(f"cannot listen at {self._address} for parcels: {error}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="megatron-infer-fetch")
         self._thread = threading.Thread(target=self._run, name="megatron-infer-parcels", daemon=True)
         self._thread.start()
@@ -94,42 +135,41 @@ class ParcelTransfer:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def offer(self, parcel: Parcel) -> ParcelPlace | None:
-        """Keep a parcel until it is fetched, TRANSFER_TIMEOUT_S at most. None: too much waits already."""
+    def offer(self, parcel: Parcel) -> str | None:
+        """Keep a parcel until it is fetched, TRANSFER_TIMEOUT_S at most -> its id. None: too much waits already."""
         parcel_id = secrets.token_hex(16)
         with self._lock:
             if parcel.num_bytes + sum(one.parcel.num_bytes for one in self._waiting.values()) > MAX_WAITING_BYTES:
                 return None
             self._waiting[parcel_id] = _Waiting(parcel)
-        return ParcelPlace(self.address, parcel_id)
+        return parcel_id
 
-    def fetch(self, place: ParcelPlace, *, num_published: int, max_bytes: int) -> Future[bytes | None]:
+    def fetch(self, place: ParcelPlace, *, num_published: int, max_bytes: int) -> Future[Parcel | None]:
         """Begin to fetch a parcel without the blocks of its first `num_published` tokens. None: it cannot be had."""
         return self._pool.submit(self._fetched, place, num_published, max_bytes)
 
-    def _fetched(self, place: ParcelPlace, num_published: int, max_bytes: int) -> bytes | None:
+    def _fetched(self, place: ParcelPlace, num_published: int, max_bytes: int) -> Parcel | None:
+        from megatron_infer.engine.durable.parcel import Parcel
+
         try:
-            return self._fetch(place.address, place.id, num_published, max_bytes)
-        except ParcelLost as error:
-            log.info("a parcel is lost, its request goes on from its tokens: %s", error)
+            return Parcel.of_bytes(self._fetch(place.address, place.id, num_published, max_bytes))
+        except Exception as error:  # such as bytes that are no parcel, or a lack of memory
+            log.info("a parcel is lost, its request goes on from its tokens: %s: %s", type(error).__name__, error)
             return None
 
     def _fetch(self, address: str, parcel_id: str, num_published: int, max_bytes: int) -> bytes:
-        with contextlib.closing(self._context.socket(zmq.DEALER)) as peer:
-            peer.setsockopt(zmq.LINGER, 1000)
-            peer.setsockopt(zmq.SNDTIMEO, int(1000 * TRANSFER_TIMEOUT_S))
-            peer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + access.ENCRYPTION_BYTES)
-            access.protect_connection(peer, self._key)
-            try:
-                peer.connect(address)
-                peer.send_multipart([b"get", parcel_id.encode(), str(num_published).encode()])
-                content = b"".join(self._parts(peer, max_bytes))
-                peer.send(b"done")
-            except zmq.ZMQError as error:
-                raise ParcelLost(f"{address}: {error}") from None
+        if not address.startswith(("tcp://", "ipc://")):  # inproc:// would lead to sockets of this process
+            raise ParcelLost(f"{address[:60]!r} is no address of a replica")
+        with contextlib.closing(_Sender(self._context, self._key)) as sender:
+            sender.socket.connect(address)
+            sender.socket.send_multipart([b"get", parcel_id.encode(), str(num_published).encode()])
+            content = b"".join(self._parts(sender, max_bytes))
+            sender.socket.send(b"done")
         return content
 
     def close(self) -> None:
+        if not self.address:
+            return
         self._stopping = True
         self._pool.shutdown(cancel_futures=True)  # a fetch looks every _POLL_MS
         self._thread.join()
@@ -137,29 +177,33 @@ class ParcelTransfer:
         if self._check is not None:
             self._check.socket.close()
         self._context.term()
+        if self.address.startswith("ipc:///"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.address.removeprefix("ipc://"))
 
-    def _parts(self, peer: zmq.Socket[bytes], max_bytes: int) -> Iterator[bytes]:
-        kind, size = self._receive(peer)
+    def _parts(self, sender: _Sender, max_bytes: int) -> Iterator[bytes]:
+        kind, size = self._receive(sender)
         if kind != b"size":
             raise ParcelLost("the sender does not have it any more")
         left = int(size)
         if not 0 <= left <= max_bytes:
             raise ParcelLost(f"a parcel of {left:,} bytes, the limit is {max_bytes:,}")
         while left:
-            kind, part = self._receive(peer)
+            kind, part = self._receive(sender)
             if kind != b"part" or not 0 < len(part) <= left:
                 raise ParcelLost(f"{kind[:20]!r} of {len(part):,} bytes came, {left:,} bytes were left")
             left -= len(part)
-            peer.send(b"more")
+            sender.socket.send(b"more")
             yield part
 
-    def _receive(self, peer: zmq.Socket[bytes]) -> list[bytes]:
-        deadline = time.monotonic() + TRANSFER_TIMEOUT_S
-        while not peer.poll(_POLL_MS):
-            if self._stopping or time.monotonic() > deadline:
-                raise ParcelLost(f"nothing came for {TRANSFER_TIMEOUT_S:g} s")
-        frames = peer.recv_multipart()
-        if len(frames) != 2 or (frames[0] == b"size" and not frames[1].isdigit()):
+    def _receive(self, sender: _Sender) -> list[bytes]:
+        began = time.monotonic()
+        while not sender.has_sent():
+            waited = time.monotonic() - began
+            if self._stopping or waited > (TRANSFER_TIMEOUT_S if sender.is_connected else CONNECT_TIMEOUT_S):
+                raise ParcelLost(f"nothing came for {waited:.1f} s")
+        frames = sender.socket.recv_multipart()
+        if len(frames) != 2 or (frames[0] == b"size" and not _is_number(frames[1])):
             raise ParcelLost(f"a message of {len(frames)} frames came, it has two")
         return frames
 
@@ -182,7 +226,7 @@ class ParcelTransfer:
             self._forget_old()
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        if len(frames) == 3 and frames[0] == b"get" and frames[2].isdigit() and len(frames[2]) < 16:
+        if len(frames) == 3 and frames[0] == b"get" and _is_number(frames[2]):
             self._begin(peer, frames[1].decode("ascii", "replace"), int(frames[2]))
         elif frames == [b"more"] and peer in self._sending:
             self._send_part(peer)
@@ -207,7 +251,9 @@ class ParcelTransfer:
             self._send_part(peer)
 
     def _send_part(self, peer: bytes) -> None:
-        sending = self._sending[peer]
+        sending = self._sending.get(peer)
+        if sending is None:  # a part before this one could not be sent
+            return
         part = sending.content[sending.sent : sending.sent + PART_BYTES]
         if part:
             sending.sent += len(part)
@@ -228,13 +274,26 @@ class ParcelTransfer:
         self._sending = {peer: one for peer, one in self._sending.items() if one.parcel_id in self._waiting}
 
 
-def _address_beside(coordinator: str) -> str:
-    """Where a replica listens: next to the coordinator's socket, or at the interface that leads to the coordinator."""
+def _is_number(content: bytes) -> bool:
+    return content.isdigit() and len(content) <= _MAX_DIGITS
+
+
+def _address_next_to(coordinator: str) -> str:
+    """Where a replica listens: next to the coordinator's socket, or at the interface that leads to the coordinator.
+
+    Raises ConfigError.
+    """
     if coordinator.startswith("ipc://"):
-        return os.path.join(os.path.dirname(coordinator), f"p{secrets.token_hex(4)}")
+        path, own = coordinator.removeprefix("ipc://"), f"p{secrets.token_hex(4)}"
+        if path.startswith("@"):  # a name of Linux, in no folder
+            return f"ipc://{path}-{own}"
+        return "ipc://" + os.path.join(os.path.abspath(os.path.dirname(path)), own)
     where = urlsplit(coordinator)
-    family = sockets.getaddrinfo(where.hostname, where.port)[0]
-    with sockets.socket(family[0], sockets.SOCK_DGRAM) as probe:
-        probe.connect(family[4])  # sends nothing
-        host = probe.getsockname()[0]
+    try:
+        family = sockets.getaddrinfo(where.hostname, where.port)[0]
+        with sockets.socket(family[0], sockets.SOCK_DGRAM) as probe:
+            probe.connect(family[4])  # sends nothing
+            host = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"no way to the coordinator at {coordinator}: {error}") from None
     return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"

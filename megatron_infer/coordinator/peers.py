@@ -122,6 +122,11 @@ class ReplicaState(PeerState):
     def role(self) -> ReplicaRole:
         return ReplicaRole.BOTH if self.register is None else self.register.role
 
+    def place_of(self, parcel_id: str | None) -> ParcelPlace | None:
+        """Where one of its parcels is fetched."""
+        address = "" if self.register is None else self.register.parcels
+        return ParcelPlace(address, parcel_id) if address and parcel_id is not None else None
+
     @property
     def num_taken(self) -> int:
         """Requests that it has or keeps a place for."""

@@ -36,7 +36,7 @@ if find_spec("zmq") is None:
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
     )
 
-SCHEMA = 10
+SCHEMA = 11
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
@@ -259,11 +259,12 @@ class HandOut(_Message):
 
 
 class HandedOut(_Message):
-    """The replica has let a request go; all its outputs were sent before. parcel: None where its tokens move alone."""
+    """The replica has let a request go; all its outputs were sent before. parcel: the id of its parcel at the replica's
+    address (`Register.parcels`). None: its tokens move alone."""
 
     number: int
     incarnation: int
-    parcel: ParcelPlace | None = None
+    parcel: str | None = None
 
 
 class Drain(_Message):
@@ -333,6 +334,10 @@ class Register(_Message):
     weights: dict[str, Any] = {}
     """`WeightsInForce.to_dict` of the weight updates that coordinators' commands have brought."""
     role: ReplicaRole = ReplicaRole.BOTH
+    parcels: str = ""
+    """Where other replicas fetch its parcels; "": its requests move by their tokens."""
+    takes_commands: bool = False
+    """It was started with `control`."""
 
 
 class Beat(_Message):

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -40,6 +40,9 @@ from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, W
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.outputs.schema import failure_of
 from megatron_infer.scheduler.context.prefix_events import PrefixReport
+
+if TYPE_CHECKING:
+    from megatron_infer.engine.durable.parcel import Parcel
 
 log = logging.getLogger("megatron_infer.coordinator")
 
@@ -74,12 +77,14 @@ class Replica:
         """
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
+        if role not in list(ReplicaRole):
+            raise ConfigError(f"role {role!r}; one of {', '.join(one.value for one in ReplicaRole)}")
         self.engine, self.role = engine, ReplicaRole(role)
         self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
-        self._preparing: dict[int, tuple[ServedRequest, Future[Any]] | None] = {}  # None: cancelled, not yet ended
+        self._preparing: dict[int, ServedRequest | None] = {}  # None: cancelled, not yet ended
         self._brief_until = 0.0
         """Until when new requests are waited for, on the monotonic clock."""
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
@@ -103,9 +108,11 @@ class Replica:
 
     def run(self) -> None:
         """Serve until `stop`, or until `drain` is done. An error of the engine's loop passes through."""
-        self.connection.start()
         reason = "it was stopped"
         try:
+            if self._parcels is not None:
+                self._parcels.start()
+            self.connection.start()
             while self._take_messages():
                 if can_step(self.engine):
                     self._step()
@@ -235,6 +242,8 @@ class Replica:
             list(in_force.undone),
             in_force.weights.to_dict(),
             self.role,
+            "" if self._parcels is None else self._parcels.address,
+            self._commands.are_taken,
         )
         self.connection.send(register)
         if self._prefix_events is not None:
@@ -243,22 +252,21 @@ class Replica:
             self.connection.send(protocol.Goodbye(draining=True))
 
     def _begin(self, run: protocol.Run) -> None:
-        prepared = self._preparing.pop(run.number, ())  # what was prepared is kept as long as this is
-        if prepared is None:
-            return
         try:
-            preparing: Future[Any] | None
-            if prepared:
-                request, preparing = prepared
+            if run.number in self._preparing:
+                request = self._preparing.pop(run.number)  # what was prepared is kept as long as this is
+                if request is None:
+                    return
             else:
                 request = ServedRequest(run, params_of(run))
-                preparing = self._fetch(run) if run.parcel is not None else request.prepare(self.engine)
-                if preparing is not None and not self._waits_briefly(run, preparing):
-                    # posted again when it is prepared; steps go on meanwhile
-                    self._preparing[run.number] = request, preparing
-                    preparing.add_done_callback(lambda _: self._post(run))
-                    return
-            parcel = preparing.result() if run.parcel is not None and preparing is not None else None
+                request.prepare(self.engine, self._fetch(run))
+                self._wait_briefly(request)
+            if (awaited := request.awaited()) is not None:
+                # posted again when it is prepared; steps go on meanwhile
+                self._preparing[run.number] = request
+                awaited.add_done_callback(lambda _: self._post(run))
+                return
+            parcel = None if request.parcel is None else request.parcel.result()
             if parcel is None or not self._takes_in(request, parcel):
                 request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
@@ -266,14 +274,14 @@ class Replica:
             return
         self._requests[request.id] = self._numbers[run.number] = request
 
-    def _fetch(self, run: protocol.Run) -> Future[Any] | None:
-        """Begin to fetch a request's parcel; None: this engine cannot use it."""
+    def _fetch(self, run: protocol.Run) -> Future[Parcel | None] | None:
+        """Begin to fetch a request's parcel; None: it has none, or this engine cannot use it."""
         if run.parcel is None or self._parcels is None:
             return None
         num_here = num_published(self.engine, run)
         return self._parcels.fetch(run.parcel, num_published=num_here, max_bytes=max_parcel_bytes(self.engine))
 
-    def _takes_in(self, request: ServedRequest, parcel: bytes) -> bool:
+    def _takes_in(self, request: ServedRequest, parcel: Parcel) -> bool:
         try:
             request.take_in(self.engine, parcel)
         except InferenceError as error:
@@ -285,22 +293,22 @@ class Replica:
         """Let a request go, with what is computed of it where the engine can; its outputs so far are sent before."""
         if (preparing := self._preparing.get(number)) is not None:
             self._preparing[number] = None
-            preparing[1].cancel()
+            preparing.give_up()
             self.connection.send(protocol.HandedOut(number, self._incarnation))
         request = self._numbers.get(number)
         if request is None:
             return
         try:
-            place = self._offer(request.id)
+            parcel_id = self._offer(request.id)
         except UnknownRequest:  # it has just ended; the next step returns its output
             return
         if (held := request.take_held()) is not None:
             self._send(held)
         del self._requests[request.id], self._numbers[number]
-        self.connection.send(protocol.HandedOut(number, self._incarnation, place))
+        self.connection.send(protocol.HandedOut(number, self._incarnation, parcel_id))
 
-    def _offer(self, request_id: str) -> protocol.ParcelPlace | None:
-        """Take a request out of the engine -> where its memory waits; None: its tokens move alone."""
+    def _offer(self, request_id: str) -> str | None:
+        """Take a request out of the engine -> the id of the parcel that waits; None: its tokens move alone."""
         if self._parcels is not None:
             try:
                 parcel = self.engine.hand_out(request_id)  # type: ignore[attr-defined]
@@ -310,19 +318,18 @@ class Replica:
         self.engine.abort(request_id)
         return None
 
-    def _waits_briefly(self, run: protocol.Run, preparing: Future[Any]) -> bool:
-        """Whether a request that is new is prepared within a moment."""
-        others = (one[0].run.caller for one in self._preparing.values() if one is not None)
-        if run.caller not in others:
-            wait([preparing], timeout=max(0.0, self._brief_until - time.monotonic()))
-        return preparing.done()
+    def _wait_briefly(self, request: ServedRequest) -> None:
+        """Wait a moment for what a new request needs."""
+        others = (one.run.caller for one in self._preparing.values() if one is not None)
+        if request.preparing and request.run.caller not in others:
+            wait(request.preparing, timeout=max(0.0, self._brief_until - time.monotonic()))
 
     def _cancel(self, cancel: protocol.Cancel) -> None:
         if (preparing := self._preparing.get(cancel.number)) is not None:
             self._preparing[cancel.number] = None
-            preparing[1].cancel()
+            preparing.give_up()
             if not cancel.silent:
-                self.connection.send(preparing[0].aborted())
+                self.connection.send(preparing.aborted())
         request = self._numbers.get(cancel.number)
         if request is None:
             return

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -30,6 +30,9 @@ from megatron_infer.outputs.schema import (
     prompt_record,
 )
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
+
+if TYPE_CHECKING:
+    from megatron_infer.engine.durable.parcel import Parcel
 
 log = logging.getLogger("megatron_infer.coordinator")
 
@@ -168,6 +171,10 @@ class ServedRequest:
         self._sent_prompt_logprobs = params.prompt_logprobs is None
         self._sent_times = False
         self._metrics: RequestMetrics | None = None
+        self.parcel: Future[Parcel | None] | None = None
+        """The request with its memory, as it comes from another replica."""
+        self.preparing: list[Future[Any]] = []
+        """What `begin` would wait for, such as a grammar and the parcel."""
         self.held: protocol.Output | None = None
         """Output held back to be sent with more, for a client that does not stream."""
 
@@ -175,13 +182,22 @@ class ServedRequest:
     def id(self) -> str:
         return f"{self.run.incarnation}.{self.run.number}"
 
-    def prepare(self, engine: Any) -> Future[Any] | None:
-        """A future that `begin` would wait for, such as a grammar's; None: `begin` does not wait."""
+    def prepare(self, engine: Any, parcel: Future[Parcel | None] | None) -> None:
+        """Begin what `begin` and `take_in` would wait for. parcel: it is being fetched."""
         prepare = getattr(engine, "prepare", None)
-        future: Future[Any] | None = None if prepare is None else prepare(self.params, self.run.caller)
-        return None if future is None or future.done() else future
+        self.parcel = parcel
+        grammar = None if prepare is None else prepare(self.params, self.run.caller)
+        self.preparing = [one for one in (parcel, grammar) if one is not None]
 
-    def take_in(self, engine: Any, parcel: bytes) -> None:
+    def awaited(self) -> Future[Any] | None:
+        """One of what is not prepared yet."""
+        return next((one for one in self.preparing if not one.done()), None)
+
+    def give_up(self) -> None:
+        for one in self.preparing:
+            one.cancel()
+
+    def take_in(self, engine: Any, parcel: Parcel) -> None:
         """Go on with the memory that another replica has handed out. Raises SnapshotError, after which it can begin."""
         kept = self.run.kept or [protocol.Kept() for _ in range(self.params.n)]
         drawn = [_drawn(one) for one in kept]

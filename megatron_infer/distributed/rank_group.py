@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,8 +20,8 @@ BLAME_S = 3.0
 """Seconds in which the end of a process is noticed, after a collective with it has failed."""
 _SLICE_S = 0.3
 POLL_S = 0.02
-_RAISED = itertools.count(1)
-"""Calls of `whole_stage_raises` in this process."""
+_RAISED: Counter[str] = Counter()
+"""Calls of `whole_stage_raises` in this process, by the ranks of the stage: engines of other layouts count apart."""
 
 
 class RankGroup:
@@ -153,14 +153,15 @@ class RankGroup:
     def whole_stage_raises(self) -> bool:
         """This rank has raised between two collectives of its pipeline stage -> whether all ranks of the stage have, in
         as many calls of this: else another one waits in the collective, and must meet this rank in no later one."""
-        ranks = self.groups.stage_ranks
+        ranks = sorted(self.groups.stage_ranks)
         if len(ranks) == 1:
             return True
-        number = next(_RAISED)
+        stage = ",".join(map(str, ranks))
+        _RAISED[stage] += 1
         store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + ALONE_S
-        key = "megatron_infer/raised/{}/{}".format
-        store.set(key(dist.get_rank(), number), "")
-        while not (all_have := store.check([key(rank, number) for rank in ranks])):
+        key = f"megatron_infer/raised/{stage}/{_RAISED[stage]}/{{}}".format
+        store.set(key(dist.get_rank()), "")
+        while not (all_have := store.check([key(rank) for rank in ranks])):
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)

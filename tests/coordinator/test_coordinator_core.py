@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from megatron_infer.config.coordinator_options import CoordinatorOptions
+from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
 from megatron_infer.errors import ConfigError
@@ -44,8 +44,10 @@ class World:
         self.core.enter(peer, "client", name, os.urandom(8))
         return peer
 
-    def replica(self, peer, *, capacity=2, version=0, state="running", adapters=None, **more):
-        incarnation = self.core.enter(peer, "replica", peer.decode(), os.urandom(8))
+    def replica(self, peer, *, name="", capacity=2, version=0, state="running", adapters=None, role="", **more):
+        incarnation = self.core.enter(peer, "replica", name or peer.decode(), os.urandom(8))
+        if role:
+            more["role"] = ReplicaRole(role)
         now = protocol.EngineNow(root=ROOT, weight_version=version, state=state, adapters=adapters or {})
         sizes = {"block_size": 4, "capacity": capacity, "model": "m", "policy": "longest_prefix", "alpha": 0.5}
         self.core.receive(peer, protocol.Register(incarnation, protocol.EngineInfo(now=now, **sizes), **more))
@@ -506,6 +508,78 @@ def test_requests_that_claim_to_be_handed_in_again_are_bounded_too():
         world.submit(number, caller="a", kept=[])
     refused = [m.refused for m in world.take(client)]
     assert len(refused) == 8 and "limit is 4 (max_queue), 8 times that for requests handed in again" in str(refused[0])
+
+
+def drained(world, name, **more):
+    """A client's drain -> the answer by the name that it is of."""
+    world.take(b"client")
+    world.core.receive(b"client", protocol.Drain(1, name, **more))
+    (result,) = (one for one in world.take(b"client") if isinstance(one, protocol.ControlResult))
+    ((of, answer),) = result.answers.items()
+    return of, answer
+
+
+def states(world):
+    return {replica["incarnation"]: replica["state"] for replica in world.core.stats()["replicas"]}
+
+
+@pytest.mark.security
+def test_a_drain_is_a_command_that_holds_for_all_of_a_name_until_its_end():
+    """Also for a replica that says hello again; not for one without control, nor after a replica's goodbye."""
+    world = World()
+    world.client()
+    world.replica(b"free")
+    of, answer = drained(world, "free")
+    assert (of, answer.kind) == ("free", "AccessRefused") and "--control" in answer.message
+    assert set(states(world).values()) == {"running"}
+    for peer in (b"1", b"2"):
+        world.replica(peer, name="twin", takes_commands=True)
+    for number in range(1, 4):
+        world.submit(number)
+    running = sum(len(one.running) for one in world.core._replicas.values() if one.name == "twin")
+    of, answer = drained(world, "twin", move=True)
+    assert of == "twin" and answer.value == {"running": running} and running
+    assert sorted(states(world).values()) == ["draining", "draining", "running"]
+    again = world.replica(b"1", name="twin", takes_commands=True)
+    assert states(world)[again] == "draining"
+    world.core.receive(b"2", protocol.Goodbye())
+    world.core.receive(b"1", protocol.Goodbye())
+    again = world.replica(b"1", name="twin", takes_commands=True)
+    assert states(world)[again] == "running"
+    drained(world, "twin")
+    assert drained(world, "twin", end=True)[1].ok and set(states(world).values()) == {"running"}
+    world.core.check()
+
+
+def test_a_place_that_a_lost_prefill_engine_had_at_another_one_is_filled():
+    world = World(role_min_prompt_tokens=3)
+    world.client()
+    world.replica(b"prefill", capacity=8, role="prefill_only")
+    decode = world.replica(b"decode", capacity=1, role="decode_only")
+    for number in range(1, 6):
+        world.submit(number)
+    assert len(world.runs(b"prefill")) == 4 and not world.runs(b"decode"), "the fifth waits for a place"
+    for number in range(1, 5):
+        world.core.receive(b"client", protocol.Abort(number))
+    world.core.unreachable(b"prefill")
+    assert world.served(b"decode", decode) == [5]
+    world.core.check()
+
+
+@pytest.mark.security
+def test_parcels_are_at_the_address_that_their_replica_has_registered():
+    world = World(role_min_prompt_tokens=3)
+    world.client()
+    world.replica(b"wrong", parcels="inproc://zeromq.zap.01")
+    assert "neither tcp:// nor ipc://" in world.take(b"wrong")[-1].message and not states(world)
+    prefill = world.replica(b"prefill", role="prefill_only", parcels="tcp://10.0.0.1:7")
+    world.replica(b"decode", role="decode_only")
+    world.submit(1)
+    (run,) = world.runs(b"prefill")
+    world.core.receive(b"prefill", protocol.HandedOut(run.number, prefill, "x"))
+    (run,) = world.runs(b"decode")
+    assert run.parcel == protocol.ParcelPlace("tcp://10.0.0.1:7", "x")
+    world.core.check()
 
 
 def test_idle_replica_takes_requests_that_wait_for_a_full_one():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import replica_child
@@ -13,11 +15,13 @@ from coordinator_case import Child, cluster, coordinator, replica, wait_for
 from durable_case import PROMPT, make_engine, make_model
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.coordinator import parcel_transfer
+from megatron_infer.coordinator import access, parcel_transfer
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
 from megatron_infer.coordinator.protocol import ControlFailed, ParcelPlace, Refused
+from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.durable.parcel import Parcel
+from megatron_infer.errors import ConfigError
 from megatron_infer.testing.echo import EchoEngine
 
 PARAMS = [
@@ -110,7 +114,7 @@ def test_prompts_are_computed_on_one_side_and_answers_on_the_other(model, expect
         assert [answer(output) for output in outputs] == expected
         stats = client.stats()
         assert stats["moved"] == 4 and not stats["resent"], "the one of one token stays"
-        assert [replica["role"] for replica in stats["replicas"]] == list(roles)
+        assert {replica["name"]: replica["role"] for replica in stats["replicas"]} == names
         decoding = [engine for name, engine in engines.items() if names[name] == "decode_only"]
         assert computed(*decoding) == 0, "a prompt was computed where answers are"
         short = client.generate(PROMPT[:5], SamplingParams(max_tokens=3, ignore_eos=True))
@@ -234,15 +238,15 @@ def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
     """Without the key nothing is answered; with it, an unknown id and messages of any form."""
     import zmq
 
-    from megatron_infer.coordinator import access
-
     key = secrets.token_bytes(32)
     one, other = ParcelTransfer("tcp://127.0.0.1:1", key), ParcelTransfer("tcp://127.0.0.1:1", key)
     engine = make_engine(model)
     engine.add_request(PROMPT, PARAMS[0], request_id="a")
     engine.step()
     parcel = engine.hand_out("a")
-    place = one.offer(parcel)
+    one.start()
+    other.start()
+    place = ParcelPlace(one.address, one.offer(parcel))
     context = zmq.Context()
     try:
         with contextlib.closing(context.socket(zmq.DEALER)) as stranger:
@@ -260,10 +264,123 @@ def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
         assert other.fetch(place, num_published=0, max_bytes=100).result(10) is None
         assert other.fetch(ParcelPlace("nonsense", "x"), num_published=0, max_bytes=1 << 30).result(10) is None
         assert one.num_waiting == 1, "it waits for the next attempt"
-        content = other.fetch(place, num_published=0, max_bytes=1 << 30).result(10)
-        assert Parcel.of_bytes(content).manifest == parcel.manifest
+        fetched = other.fetch(place, num_published=0, max_bytes=1 << 30).result(10)
+        assert fetched.manifest == parcel.manifest
         wait_for(lambda: not one.num_waiting)
     finally:
         context.destroy(0)
         one.close()
         other.close()
+
+
+@pytest.mark.security
+def test_what_a_sender_makes_up_is_a_lost_parcel(model):
+    """Sizes, bytes and addresses of any kind: the fetch has no parcel, and others are fetched after it."""
+    import zmq
+
+    key = secrets.token_bytes(32)
+    null = b'{"__metadata__":null}'
+    contents = [b"no parcel", (len(null)).to_bytes(8, "little") + null]
+    replies = [[b"size", b"9" * 5000], [b"size", b"0"], [b"size", b"\xb2"], [b""], [b"gone", b""]]
+    one = ParcelTransfer("tcp://127.0.0.1:1", key)
+    one.start()
+    context = zmq.Context()
+    try:
+        sender = context.socket(zmq.ROUTER)
+        access.protect_listener(sender, key)
+        check = access.PeerCheck(context, key)
+        sender.bind("tcp://127.0.0.1:*")
+        address = sender.getsockopt_string(zmq.LAST_ENDPOINT)
+        for messages in [[reply] for reply in replies] + [
+            [[b"size", str(len(content)).encode()], [b"part", content]] for content in contents
+        ]:
+            fetching = one.fetch(ParcelPlace(address, "x"), num_published=0, max_bytes=1 << 20)
+            while not sender.poll(10):
+                check.answer()
+            peer = sender.recv_multipart()[0]
+            for message in messages:
+                sender.send_multipart([peer, *message])
+            assert fetching.result(10) is None, messages
+            while sender.poll(50):
+                sender.recv_multipart()
+        check.socket.close(0)
+        sender.close(0)
+        for strange in ("inproc://zeromq.zap.01", "udp://127.0.0.1:9", "nonsense"):
+            assert one.fetch(ParcelPlace(strange, "x"), num_published=0, max_bytes=1 << 20).result(10) is None
+        began = time.monotonic()
+        assert one.fetch(ParcelPlace(address, "x"), num_published=0, max_bytes=1 << 20).result(10) is None
+        assert time.monotonic() - began < 10, "the sender is gone, and is not waited for as one that may answer"
+        engine = make_engine(model)
+        engine.add_request(PROMPT, PARAMS[0], request_id="a")
+        engine.step()
+        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+        assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10).num_bytes
+    finally:
+        context.destroy(0)
+        one.close()
+
+
+@pytest.mark.security
+def test_a_check_of_keys_survives_a_peer_within_the_process_that_speaks_otherwise():
+    import zmq
+
+    context = zmq.Context()
+    try:
+        check = access.PeerCheck(context, secrets.token_bytes(32))
+        with contextlib.closing(context.socket(zmq.DEALER)) as peer:
+            peer.connect("inproc://zeromq.zap.01")
+            for frames in ([b"get", b"x", b"0"], [b""], [b"", b"1.0"]):
+                peer.send_multipart(frames)
+            check.answer()
+            peer.send_multipart([b"", b"1.0", b"7", b"", b"", b"", b"CURVE", b"x" * 32])
+            check.answer()
+            assert peer.recv_multipart()[:4] == [b"", b"1.0", b"7", b"400"]
+        check.socket.close(0)
+    finally:
+        context.destroy(0)
+
+
+def test_parcels_are_next_to_any_kind_of_coordinator_and_leave_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = secrets.token_hex(4)
+    for coordinator_address in ("ipc://sock", f"ipc://{tmp_path}/sock", f"ipc://@{name}"):
+        one, other = (ParcelTransfer(coordinator_address, None) for _ in range(2))
+        one.start()
+        other.start()
+        engine = make_engine(model)
+        engine.add_request(PROMPT, PARAMS[0], request_id="a")
+        engine.step()
+        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+        monkeypatch.chdir("/")
+        assert other.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None, coordinator_address
+        monkeypatch.chdir(tmp_path)
+        one.close()
+        other.close()
+        assert not list(tmp_path.iterdir()), "the socket's file is left"
+    assert not access.is_private(f"ipc://@{name}"), "whoever is on the machine reaches it"
+    threads = threading.active_count()
+    for wrong in ({"coordinator": "tcp://no.such.host.invalid:5757"}, {"role": "nope"}):
+        with pytest.raises(ConfigError, match=r"no way to the coordinator|role 'nope'; one of prefill_and_decode"):
+            Replica(make_engine(model), **{"coordinator": f"ipc://{tmp_path}/c"} | wrong)
+    never_run = Replica(make_engine(model), f"ipc://{tmp_path}/c")
+    assert threading.active_count() == threads and not list(tmp_path.iterdir()), "it listens, and nobody ends it"
+    del never_run
+
+
+def test_a_request_that_comes_with_its_memory_waits_for_its_grammar_too(model, expected):
+    with of_roles(model, p="prefill_only", d="decode_only") as (_, engines, client):
+        preparing, taken = [], []
+
+        def prepare(params, caller):
+            preparing.append(Future())
+            threading.Timer(0.2, preparing[-1].set_result, (None,)).start()
+            return preparing[-1]
+
+        def take_in(*args, **more):
+            taken.append(bool(preparing) and all(one.done() for one in preparing))
+            return whole(*args, **more)
+
+        whole = engines["d"].take_in
+        engines["d"].prepare, engines["d"].take_in = prepare, take_in
+        assert answer(client.generate(PROMPTS[:1], PARAMS[:1])[0]) == expected[0]
+        assert taken == [True]

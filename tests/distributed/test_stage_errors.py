@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +123,32 @@ def on_cpus(rank: int, size: int, folder: Path) -> None:
                 session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
                 assert session.step(optimizer).weight_version == 1, name
         session.engine.rank_group.lockstep.close()
+
+
+def test_a_stage_of_one_session_counts_its_errors_apart_from_those_of_other_layouts() -> None:
+    """Rank 0 has raised in a session with rank 2 before it raises in another one with rank 1."""
+    import torch.distributed as dist
+
+    store, processes = dist.HashStore(), []
+    for rank in (0, 1):
+        spec = importlib.util.find_spec("megatron_infer.distributed.rank_group")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)  # the counters of a process
+        places = {"get_rank": lambda rank=rank: rank, "_get_default_store": lambda: store}
+        module.dist = SimpleNamespace(**places, distributed_c10d=SimpleNamespace(**places))
+        module.ALONE_S = 0.1
+        processes.append(module)
+
+    def raises(rank: int, *stage: int) -> bool:
+        group = SimpleNamespace(groups=SimpleNamespace(stage_ranks=set(stage)))
+        return processes[rank].RankGroup.whole_stage_raises(group)
+
+    assert not raises(0, 0, 2), "rank 2 has not raised"
+    for module in processes:
+        module.ALONE_S = 1.0
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            assert list(threads.map(raises, (0, 1), (0, 0), (1, 1))) == [True, True], "one goes on, the other waits"
 
 
 @pytest.mark.timeout(120)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from control_case import call, serving_with_control, wait_for
+from coordinator_case import replica
 from engines import make_engine
 
 from megatron_infer.testing.tiny import tiny_gpt
@@ -44,6 +45,12 @@ def test_streams_go_on_while_an_engine_is_emptied(case):
     wait_for(lambda: not running(case)[first])
     call(case, f"/v1/replicas/{first}/undrain")
     assert "megatron_infer_coordinator_moved_total 1" in case.http.get("/metrics").text
+
+
+def test_an_engine_that_takes_no_commands_is_not_emptied(case):
+    with replica(case.coordinator.address, name="plain", key=case.coordinator.key, control=False):
+        wait_for(lambda: "plain" in running(case))
+        assert "--control" in call(case, "/v1/replicas/plain/drain", expected=403)["error"]["message"]
 
 
 def test_a_name_that_no_engine_has_and_a_parameter_that_is_none_are_refused(case):

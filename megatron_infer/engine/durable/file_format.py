@@ -42,7 +42,9 @@ def of_bytes(content: bytes, name: str) -> tuple[dict[str, Any], dict[str, Tenso
 
     try:
         tensors = load(content)  # checks the length of the header
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is no texts by name")
     except (SafetensorError, ValueError, KeyError, RecursionError) as error:
         raise SnapshotError(name, f"damaged, truncated or not of safetensors ({error})") from error
     return _checked(name, metadata, tensors), tensors

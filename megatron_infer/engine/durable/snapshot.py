@@ -402,6 +402,8 @@ class Archive:
         except RequestError as error:
             raise SnapshotError(path, f"{name}: {error}") from error
         leader = state.sequences[0].request
+        if not leader.prompt_len:
+            raise SnapshotError(path, f"{name} has no prompt")
         if leader.max_total > most:
             raise SnapshotError(
                 path,

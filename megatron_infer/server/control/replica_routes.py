@@ -15,6 +15,8 @@ def register(control_routes: ControlRoutes, client: EngineClient) -> None:
         try:
             answers = await client.coordinator.drain(name, move=move, end=end)
         except ControlFailed as error:
+            if any(answer.kind == "AccessRefused" for answer in error.results.values()):
+                raise ApiError(403, str(error), code="refused_by_engine") from None
             raise ApiError(404, str(error), code="no_such_replica") from None
         running = sum(answer.value["running"] for answer in answers.values())
         return Reply({"replica": name, "draining": not end, "running": running})

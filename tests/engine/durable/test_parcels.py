@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,6 +264,9 @@ def test_cut_changed_and_forged_parcels_are_refused_and_leave_the_engine_as_it_w
             tensors = {**parcel.tensors, name: one_forged}
             with pytest.raises(SnapshotError, match="cannot be understood"):
                 other.take_in(Parcel(manifest=parcel.manifest, tensors=tensors))
+    for refused in (_null_metadata, _without_prompt):
+        with pytest.raises(SnapshotError, match=r"not a file of saved requests|has no prompt"):
+            other.take_in(refused(parcel))
     _fuzz_fields(parcel, other, rng)
     check_idle(other)
     with pytest.raises(SnapshotError, match="do not begin with those"):
@@ -276,6 +280,30 @@ def test_cut_changed_and_forged_parcels_are_refused_and_leave_the_engine_as_it_w
     assert [one.token_ids for one in outputs[-1].outputs] == [one.token_ids for one in want]
     with pytest.raises(UnknownRequest, match="finished or was never added"):
         one.hand_out("a")
+
+
+def _null_metadata(parcel: Parcel) -> bytes:
+    header = b'{"__metadata__":null}'
+    return len(header).to_bytes(8, "little") + header
+
+
+def _without_prompt(parcel: Parcel) -> Parcel:
+    """Nothing of it is computed, drawn or asked."""
+    import msgspec
+
+    from megatron_infer.engine.durable.request_codec import Records
+
+    records = msgspec.msgpack.decode(parcel.tensors["records"].numpy().tobytes(), type=Records)
+    (record,) = records.requests
+    record.prompt_ids = b""
+    for sequence in record.sequences:
+        sequence.piece = msgspec.structs.replace(sequence.piece, tokens=b"", logprobs=None)
+        sequence.place = replace(sequence.place, kv=None, sent=(0, 0))
+    content = bytearray(msgspec.msgpack.encode(records))
+    return Parcel(
+        manifest=parcel.manifest | {"kv": None},
+        tensors={"records": torch.frombuffer(content, dtype=torch.uint8)},
+    )
 
 
 def _fuzz_fields(parcel: Parcel, engine, rng: random.Random) -> None:
