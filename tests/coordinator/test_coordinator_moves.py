@@ -320,6 +320,25 @@ def test_what_a_sender_makes_up_is_a_lost_parcel(model):
         one.close()
 
 
+def test_a_receiver_that_cannot_be_sent_to_costs_others_nothing(model, monkeypatch):
+    monkeypatch.setattr(parcel_transfer, "TRANSFER_TIMEOUT_S", 5.0)
+    one = ParcelTransfer("tcp://127.0.0.1:1", None)
+    one.start()
+    try:
+        engine = make_engine(model)
+        engine.add_request(PROMPT, PARAMS[0], request_id="a")
+        engine.step()
+        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+        with monkeypatch.context() as patch:
+            tried = []
+            patch.setattr(one, "_send", lambda peer, *message: tried.append(one._sending.pop(peer, None)))
+            one.fetch(place, num_published=0, max_bytes=1 << 30)
+            wait_for(lambda: tried)
+        assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None
+    finally:
+        one.close()
+
+
 @pytest.mark.security
 def test_a_check_of_keys_survives_a_peer_within_the_process_that_speaks_otherwise():
     import zmq
