@@ -35,7 +35,10 @@ from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
 PORTS = ("8000", "5757", "9400")
-READY = {"serve": r"serving .* at ", "coordinator": r"tcp://", "replica": r"joined|serving|registered|connected"}
+READY = {
+    "serve": r"serving .* at ", "tinker": r"serving .* at ", "coordinator": r"tcp://",
+    "replica": r"joined|serving|registered|connected",
+}  # fmt: skip
 """Commands that run on, and what they print when they are ready."""
 TYPED = {"chat": "Hello.\n/quit\n"}
 """What is typed into a command that asks."""

@@ -50,11 +50,11 @@ NOT_RUN = {
 """How a command or a line of a block begins -> what it needs that is not here."""
 
 LONG = re.compile(
-    r"torchrun|^python |megatron-infer (bench|bench-serve|coordinator|replica) "
+    r"torchrun|^python |megatron-infer (bench|bench-serve|coordinator|replica|tinker) "
     r"|megatron-infer serve (?!smollm2 --port 8000$)"
 )
 """Commands that take many seconds: of servers all but the one that pages share."""
-STARTS = re.compile(r"megatron-infer (serve|coordinator|replica) ")
+STARTS = re.compile(r"megatron-infer (serve|coordinator|replica|tinker) ")
 ASKS = re.compile("|".join(PORTS))
 """What asks a server; of pages whose own server is not started, nothing is asked."""
 SLOW = re.compile(
