@@ -103,5 +103,7 @@ class GenerateReply(ReplyFormat):
 
 
 def _scored(output: RequestOutput) -> list[tuple[int, Any]]:
-    """Tokens of the prompt after the first, with their log probabilities."""
-    return list(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True))[1:]
+    """Tokens of the prompt after the first, with their log probabilities; none of a prompt that was not computed."""
+    if output.prompt_logprobs is None:
+        return []
+    return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
