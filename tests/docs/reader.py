@@ -35,10 +35,7 @@ from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
 PORTS = ("8000", "5757", "9400")
-READY = {
-    "serve": r"serving .* at ", "tinker": r"serving .* at ", "coordinator": r"tcp://",
-    "replica": r"joined|serving|registered|connected",
-}  # fmt: skip
+READY = {"serve": r"serving .* at ", "coordinator": r"tcp://", "replica": r"joined|serving|registered|connected"}
 """Commands that run on, and what they print when they are ready."""
 TYPED = {"chat": "Hello.\n/quit\n"}
 """What is typed into a command that asks."""
@@ -151,7 +148,7 @@ class Reader:
             self._server.start(command, self.folder, self._environment)
         elif words[0] != "megatron-infer":
             self._shell(command)
-        elif words[1] == "serve":
+        elif words[1] in ("serve", "tinker"):
             self._server.start(command, self.folder, self._environment)
         elif words[1] in READY:
             self._started.append(Started(command, self.folder, self._environment))

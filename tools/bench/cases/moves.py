@@ -16,6 +16,7 @@ from cases.case import Case, Clock, Done, Measure
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
+from megatron_infer.coordinator.protocol import ParcelPlace
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.models.loading.build_model import build_model
@@ -44,6 +45,8 @@ class Pair:
         key = secrets.token_bytes(32)
         self.local = [ParcelTransfer(f"ipc://{folder}/c", None) for _ in self.engines]
         self.tcp = [ParcelTransfer(LOOPBACK, key) for _ in self.engines]
+        for transfer in (*self.local, *self.tcp):
+            transfer.start()
 
     def begun(self, prompt: list[int]) -> list[int]:
         """The first engine has the request and its first token."""
@@ -70,9 +73,9 @@ def moved(clock: Clock, pair: Pair, prompt: list[int], *, hit: bool = False, tcp
         other.generate(prompt, SamplingParams(max_tokens=1))
     with clock:
         parcel = one.hand_out("a")
-        place = sender.offer(parcel)
-        assert place is not None
-        here = other.num_published(prompt)
+        id = sender.offer(parcel)
+        assert id is not None
+        place, here = ParcelPlace(sender.address, id), other.num_published(prompt)
         content = receiver.fetch(place, num_published=here, max_bytes=1 << 34).result()
         assert content is not None
         report = other.take_in(content)
@@ -80,7 +83,7 @@ def moved(clock: Clock, pair: Pair, prompt: list[int], *, hit: bool = False, tcp
     pair.finish()
     assert report.with_kv == ["a"], report.recomputed
     return Done(
-        1, {"MB sent": len(content) / 1e6, "MB of the layout": -(-len(prompt) // 16) * one.sizes.block_bytes / 1e6}
+        1, {"MB sent": content.num_bytes / 1e6, "MB of the layout": -(-len(prompt) // 16) * one.sizes.block_bytes / 1e6}
     )
 
 
