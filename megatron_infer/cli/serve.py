@@ -163,7 +163,7 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
 
 
 def _check_one_engine(args: argparse.Namespace, layout: Layout) -> None:
-    """Raises ConfigError for what a replica with a pipeline_role cannot have beside it."""
+    """Raises ConfigError for what a replica with a pipeline_role cannot have next to it."""
     if args.coordinator is not None or layout.dp > 1 or _roles(args).prefill:
         raise ConfigError("pipeline_role is of one engine: leave --coordinator, --dp, --prefill and --decode out")
 

@@ -106,7 +106,8 @@ class ParcelTransfer:
 
     def __init__(self, coordinator: str, key: bytes | None) -> None:
         """coordinator: its address, which says where to listen. key: as peers have it."""
-        self._key, self._address = key, _address_next_to(coordinator)
+        self._key = key
+        self._address = _address_next_to(coordinator)
         self._waiting: dict[str, _Waiting] = {}
         self._sending: dict[bytes, _Sending] = {}
         self._lock = threading.Lock()

@@ -185,7 +185,7 @@ class ParcelPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Run(_Message):
     """A request for a replica. number: the coordinator's, new for each attempt. kept: one per sequence, [] at first.
     caller: a number of its caller's, the same at each replica; see `CallerShares`. parcel: the request with its memory,
-    where another replica has handed it out. hands_out: this one hands it out behind its first token."""
+    where another replica has handed it out. hands_out: this one hands it out after its first token."""
 
     number: int
     incarnation: int

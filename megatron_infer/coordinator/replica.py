@@ -79,7 +79,8 @@ class Replica:
             raise ConfigError("commands for a replica that takes none; give control=True")
         if role not in list(ReplicaRole):
             raise ConfigError(f"role {role!r}; one of {', '.join(one.value for one in ReplicaRole)}")
-        self.engine, self.role = engine, ReplicaRole(role)
+        self.engine = engine
+        self.role = ReplicaRole(role)
         self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}

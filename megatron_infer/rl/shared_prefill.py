@@ -48,7 +48,8 @@ class SharedPrefill:
     def __init__(self, engine: DynamicInferenceEngine, ranks: RankGroup, leaders: Sequence[int]) -> None:
         """ranks: of all these engines. leaders: the leader of each rank's engine. Raises ConfigError for a model or an
         engine that cannot."""
-        self._engine, self._ranks = engine, ranks
+        self._engine = engine
+        self._ranks = ranks
         self._leaders = leaders
         if (reason := _why_not(engine)) is not None:
             raise ConfigError(
@@ -56,7 +57,8 @@ class SharedPrefill:
             )
         assert engine.rank_group.groups.cp is not None
         self._group: ProcessGroup = engine.rank_group.groups.cp
-        self._runner, self._context = engine.replay.runner, engine.replay.context
+        self._runner = engine.replay.runner
+        self._context = engine.replay.context
         self._unit = 2 * self._group.size()
 
     def compute(self, requests: Sequence[GroupRequest]) -> None:
@@ -92,7 +94,7 @@ class SharedPrefill:
         self._ranks.lockstep.phase = "a rollout"
 
     def _lengths_of(self, request: GroupRequest, *, may_be_shared: bool) -> tuple[int, int]:
-        """See `choose`; what is left of a shared prompt behind its whole blocks is not counted."""
+        """See `choose`; what is left of a shared prompt after its whole blocks is not counted."""
         context, ids = self._context, request.ids
         root = salted(self._engine.weights.root, request.salt)
         lease = Lease(row=-1, blocks=[], capacity=0, cached=0, digests=[], root=root)  # never issued: changes nothing

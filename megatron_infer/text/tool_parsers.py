@@ -13,6 +13,7 @@ is decided; if it does not, it is content, unchanged.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ _BARE_TEXT = re.compile(r"[\w.\-\[\] \t\r\n]{0,400}")
 _CLOSERS = "]},;"
 
 
-class TextAndCalls:
+class TextAndCalls(ABC):
     """What parsers of calls have in common: a state parses what is held, and white space around calls is dropped."""
 
     def __init__(self, call_format: CallFormat, state: str, *, holds_calls: bool) -> None:
@@ -70,14 +71,14 @@ class TextAndCalls:
         return self._take()
 
     @property
+    @abstractmethod
     def _in_call(self) -> bool:
         """Whether the text so far ends within an announced call."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_cut(self) -> bool:
         """Whether the text so far ends before a call's arguments are complete."""
-        raise NotImplementedError
 
     @property
     def num_whole(self) -> int:

@@ -296,7 +296,8 @@ class KVArchive:
         draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
         self._weights = weights
-        self._groups, self._rank = rank_group.groups, rank_group.sharing.rank
+        self._groups = rank_group.groups
+        self._rank = rank_group.sharing.rank
         self._shape = describe(adopted.shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft_shape)
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
         """Some rank keeps keys and values."""

@@ -136,7 +136,9 @@ class AttachedLoRA:
     def lend(self, values: Sequence[Tensor], *, rank: int, alpha: float) -> None:
         """The parameters use the memory of these tensors, which `first_values` gave."""
         self._require_apart("lend()")
-        self.rank, self.alpha, self.scale = rank, alpha, scale_of(alpha, rank, rslora=self._rslora)
+        self.rank = rank
+        self.alpha = alpha
+        self.scale = scale_of(alpha, rank, rslora=self._rslora)
         for parameter, value in zip(self.parameters(), values, strict=True):
             parameter.data = value
         for pair in self._pairs.values():

@@ -71,9 +71,12 @@ class Datum:
 def pieces(data: Sequence[Datum]) -> list[list[Datum]]:
     """A batch in pieces of about PIECE_TOKENS."""
     found: list[list[Datum]] = [[]]
+    size = 0
     for datum in data:
-        if found[-1] and sum(len(one.sequence) for one in found[-1]) + len(datum.sequence) > PIECE_TOKENS:
+        size += len(datum.sequence)
+        if found[-1] and size > PIECE_TOKENS:
             found.append([])
+            size = len(datum.sequence)
         found[-1].append(datum)
     return found
 
