@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ import safetensors.torch
 import small_model
 import yaml
 from pages import ROOT, Block, blocks_of
+from ports import free_port
 
 from megatron_infer.cli.main import main
 from megatron_infer.models.loading.build_model import build_model
@@ -220,7 +220,7 @@ class Server:
     """The server that runs now: pages that print the same command share it."""
 
     def __init__(self) -> None:
-        self.ports = {port: str(_free_port()) for port in PORTS}
+        self.ports = {port: str(free_port()) for port in PORTS}
         """Port that pages print -> port in its place."""
         self._command, self._started = "", None
 
@@ -239,9 +239,3 @@ class Server:
 
 def _spaced(line: str) -> str:
     return " ".join(line.split())
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from megatron_infer.models.loading.sources import open_source
 
@@ -62,12 +62,6 @@ def run(ranks: int, *arguments: str | Path, **more: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

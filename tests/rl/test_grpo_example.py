@@ -7,7 +7,6 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from tiny_llama import save_tiny_llama
 
@@ -39,9 +39,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
     """All runs of the example, run once."""
     folder = tmp_path_factory.mktemp("grpo")
     model = str(save_tiny_llama(folder / "model"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     alone = [{}]
     pair = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

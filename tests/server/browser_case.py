@@ -6,11 +6,12 @@ import base64
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
+
+from ports import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 NEEDED = ("chromium", "chromedriver")
@@ -131,9 +132,7 @@ def wait_until(condition, timeout_s=60.0):
 @contextlib.contextmanager
 def browser(folder, **options):
     """folder: an empty one, for the profile."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         one = Browser(port, folder, **options)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 import torch
-from broadcasting_trainer import free_port
 from control_case import WEIGHTS, call, get, safetensors, serving_with_control, state_of, wait_for
 from engines import make_engine
+from ports import free_port
 from server_case import tiny_model
 
 from megatron_infer.errors import ConfigError, WeightUpdateError

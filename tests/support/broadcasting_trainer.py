@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed import distributed_c10d as c10d
 
 LIMIT = timedelta(seconds=60)
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Trainer:

@@ -16,6 +16,7 @@ from pathlib import Path
 import engines
 import prometheus_client
 import pytest
+from ports import free_port
 from scrape import check_histograms, parse
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -272,11 +273,3 @@ def try_read(url):
         return read(url)
     except OSError:
         return None
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
