@@ -5,6 +5,7 @@
     python tools/bench/serve_load.py --part overhead [--clients 32] [--requests 64] [--rounds 3] [--threads 1]
     python tools/bench/serve_load.py --part vllm --model DIRECTORY --vllm-python VENV/bin/python [--clients 1 16 32]
     python tools/bench/serve_load.py --part workers [--http-workers 1 2 3] [--clients 64 128 256 512] [--seconds 10]
+    python tools/bench/serve_load.py --part roles [--clients 8] [--every-s 4] [--seconds 40] [--rounds 3] [--threads 1]
 
 load: streaming clients, each with one request after the other. Every reply must be complete and have the text of
 offline generation (float32, greedy). Then processes full of clients are killed (SIGKILL), after which no request runs
@@ -20,6 +21,9 @@ vllm: this server and vLLM's, asked in turns. `megatron-infer convert smollm2 DI
 directory.
 
 workers: streams that several HTTP processes carry, in front of engines that compute nothing.
+
+roles: clients with short prompts stream while a prompt of 2,048 tokens comes every EVERY_S seconds; two engines, one
+for prompts and one for answers, or both for both, in turns.
 
 Clients, servers and engines share the machine's cores.
 """
@@ -95,10 +99,14 @@ class Load:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
 
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two pieces of text of a stream."""
+        return [b - a for one in self.heard for a, b in itertools.pairwise(one.times)]
+
     def table(self) -> dict[str, dict[str, float]]:
         """Milliseconds by percentile. ITL: between two pieces of text of a stream."""
-        gaps = [b - a for one in self.heard for a, b in itertools.pairwise(one.times)]
-        values = {"TTFT": [one.ttft for one in self.heard if one.times], "ITL": gaps}
+        values = {"TTFT": [one.ttft for one in self.heard if one.times], "ITL": self.gaps}
         values["e2e"] = [one.e2e for one in self.heard]
         return {
             name: {f"p{share}": round(1e3 * quantile(given, share / 100), 1) for share in (50, 90, 99)}
@@ -595,6 +603,76 @@ def carried_by(count: int, args: argparse.Namespace, tokenizer: dict[str, Any], 
         coordinator.signal(signal.SIGKILL)
 
 
+# ---------------------------------------------------------------------- roles
+
+LAYOUTS = {"both": ("--dp", "2"), "roles": ("--prefill", "1", "--decode", "1")}
+"""What the two engines do -> how they are asked for."""
+
+
+async def _beside_prompts(url: str, clients: int, every_s: float, seconds: float, seed: int) -> tuple[Load, Load]:
+    """What came of the streams, and of the long prompts that came meanwhile."""
+    rng, prompts = random.Random(seed), Load()
+    fixed = {"temperature": 0, "ignore_eos": True}
+
+    async def long_prompt() -> None:
+        ids = [rng.randrange(100, 40000) for _ in range(2048)]
+        heard = await stream(url, {"prompt": ids, "max_tokens": 32, "stream_options": {"include_usage": True}, **fixed})
+        (prompts.errors if heard.error else prompts.heard).append(heard.error or heard)
+
+    async def arrive() -> None:
+        began, tasks = time.perf_counter(), []
+        while time.perf_counter() < began + seconds:
+            tasks.append(asyncio.create_task(long_prompt()))
+            await asyncio.sleep(every_s)
+        await asyncio.gather(*tasks)
+        prompts.seconds = time.perf_counter() - began
+
+    short = [({**one, **fixed, "max_tokens": 128}, None) for one in words_of(8 * clients, seed)]
+    streams, _ = await asyncio.gather(load(url, short, clients=clients, seconds=seconds, spread_s=1.0), arrive())
+    return streams, prompts
+
+
+def run_roles(args: argparse.Namespace) -> dict[str, Any]:
+    config = {"max_requests": 4 * args.clients[0], "max_sequence_length": 4096, "buffer_size_gb": 1}
+    common = (args.model, *flags(config), "--dtype", args.dtype, "--threads", str(args.threads))
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
+    with contextlib.ExitStack() as stack:
+        urls = {name: stack.enter_context(served(*common, *flag)).url for name, flag in LAYOUTS.items()}
+        for number in range(args.rounds + 1):  # the first one warms up
+            for name in urls if number % 2 else reversed(urls):
+                seconds = args.seconds if number else min(args.seconds, 8.0)
+                done = asyncio.run(_beside_prompts(urls[name], args.clients[0], args.every_s, seconds, number))
+                for one in done:
+                    one.check()
+                streams, prompts = done
+                one = {
+                    "itl_ms": streams.table()["ITL"] | {"p99.9": round(1e3 * quantile(streams.gaps, 0.999), 1)},
+                    "stream_tokens_per_s": round(streams.tokens_per_s, 1),
+                    "prompt_ttft_ms": prompts.table()["TTFT"],
+                    "prompts": len(prompts.heard),
+                    "prompts_per_s": round(len(prompts.heard) / prompts.seconds, 2),
+                }
+                if number:
+                    found[name].append(one)
+                print(f"round {number} of {args.rounds}: {name}: {json.dumps(one)}", flush=True)
+
+    def ratio(of: Callable[[dict[str, Any]], float]) -> list[float]:
+        pairs = zip(found["roles"], found["both"], strict=True)
+        shares = sorted(of(roles) / of(both) for roles, both in pairs)
+        return [round(one, 2) for one in (statistics.median(shares), shares[0], shares[-1])]
+
+    return found | {
+        "roles / both: median, least, most": {
+            "p99 between tokens": ratio(lambda one: one["itl_ms"]["p99"]),
+            "p99.9 between tokens": ratio(lambda one: one["itl_ms"]["p99.9"]),
+            "p50 between tokens": ratio(lambda one: one["itl_ms"]["p50"]),
+            "tokens a second of streams": ratio(lambda one: one["stream_tokens_per_s"]),
+            "p50 to the first token of prompts": ratio(lambda one: one["prompt_ttft_ms"]["p50"]),
+            "prompts a second": ratio(lambda one: one["prompts_per_s"]),
+        }
+    }
+
+
 # ---------------------------------------------------------------------- command line
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str, Any]]] = {
@@ -603,6 +681,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str,
     "overhead": (run_overhead, {"clients": [32], "requests": 64}),
     "vllm": (run_vllm, {"clients": [1, 16, 32], "requests": 32, "dtype": "bfloat16"}),
     "workers": (run_workers, {"clients": [64, 128, 256, 512], "seconds": 10.0, "http_workers": [1, 2, 3]}),
+    "roles": (run_roles, {"clients": [8], "seconds": 40.0, "threads": 1}),
 }
 """Part -> what runs it, and its defaults."""
 
@@ -619,6 +698,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--storms", type=int, default=5)
     parser.add_argument("--kill-s", type=float, default=30.0)
+    parser.add_argument("--every-s", type=float, default=4.0, help="between two long prompts of roles")
     parser.add_argument("--http-workers", type=int, nargs="+", metavar="N")
     parser.add_argument("--dp", type=int, default=1, help="engines of kills")
     parser.add_argument("--vllm-python", metavar="PYTHON", help="of the environment that has vLLM")
