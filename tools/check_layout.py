@@ -101,7 +101,7 @@ OPTIONAL = (
     "scheduler.drafts",
     "scheduler.draft_depth",
     "scheduler.phases",
-    "runner.padded_steps",
+    "runner.step_padding",
     "runner.warm_up",
     "scheduler.context.build_context",
     "scheduler.context.adapter_slots",

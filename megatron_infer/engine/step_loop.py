@@ -24,9 +24,9 @@ from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from megatron_infer.runner.padded_steps import RankSizes
     from megatron_infer.runner.sampling.grammar_matchers import Grammars
     from megatron_infer.runner.speculative.verify import Verifier
+    from megatron_infer.runner.step_padding import RankSizes
 
 log = logging.getLogger("megatron_infer")
 

@@ -43,8 +43,8 @@ from megatron_infer.models.fused_mixer import RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
+from megatron_infer.models.live_model_shape import model_shape
 from megatron_infer.models.model_chunks import ModelChunks, chunks_of
-from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead

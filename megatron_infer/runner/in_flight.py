@@ -22,7 +22,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from megatron_infer.runner.padded_steps import PaddedOutput, RankSizes
+    from megatron_infer.runner.step_padding import PaddedOutput, RankSizes
 
 _T = TypeVar("_T")
 

@@ -24,7 +24,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from megatron_infer.runner.padded_steps import PaddedSteps, RankSizes
+    from megatron_infer.runner.step_padding import PaddedSteps, RankSizes
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""

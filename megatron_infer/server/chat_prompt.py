@@ -14,8 +14,8 @@ from megatron_infer.server.body_types import Message
 from megatron_infer.server.call_limits import EngineLimits, check_num_chars, encode_within
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.text import tool_prompt
-from megatron_infer.text.call_formats import HERMES, CallFormat
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_call_formats import HERMES, CallFormat
 
 RESERVED = ("messages", "tools", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set: they have fields of their own."""

@@ -18,7 +18,7 @@ from megatron_infer.errors import RequestError
 from megatron_infer.server.body_types import Message, StreamOptions
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.text.call_formats import HERMES, CallFormat
+from megatron_infer.text.tool_call_formats import HERMES, CallFormat
 
 if TYPE_CHECKING:
     from megatron_infer.server.endpoint import Call

@@ -15,8 +15,8 @@ from megatron_infer.config.layout import EngineRoles, Layout, RunOptions
 from megatron_infer.config.options import CHECKED, Option, checked, option, options_of
 from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.text.call_formats import FORMATS
 from megatron_infer.text.reasoning_parsers import REASONING
+from megatron_infer.text.tool_call_formats import FORMATS
 from megatron_infer.utils.yaml_file import read_options
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import call_format_of, plain_tools
-from megatron_infer.text.call_formats import HERMES, CallFormat
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_call_formats import HERMES, CallFormat
 
 FIELDS = FieldTable(SHARED, {"messages": MESSAGE, "tools": TOOL})
 

@@ -22,10 +22,10 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.text.call_formats import FORMATS, HERMES, CallFormat, format_of
 from megatron_infer.text.json_schema import plain
 from megatron_infer.text.named_calls import call_parser
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_call_formats import FORMATS, HERMES, CallFormat, format_of
 from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import ToolDelta
 

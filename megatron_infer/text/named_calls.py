@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_infer.text.call_formats import CallFormat, NamedFormat
 from megatron_infer.text.stop_strings import partial_length
+from megatron_infer.text.tool_call_formats import CallFormat, NamedFormat
 from megatron_infer.text.tool_json import SPACE, ValueScan
 from megatron_infer.text.tool_parsers import CallParser, TextAndCalls
 

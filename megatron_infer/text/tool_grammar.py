@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
-from megatron_infer.text.call_formats import CallFormat, FieldMarks, NamedFormat
 from megatron_infer.text.grammar import inline_schema, lark_of
 from megatron_infer.text.json_schema import plain
 from megatron_infer.text.named_calls import followed, kinds_of
+from megatron_infer.text.tool_call_formats import CallFormat, FieldMarks, NamedFormat
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as models write it, without unbounded white space."""

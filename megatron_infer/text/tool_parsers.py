@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.text.call_formats import CallFormat
 from megatron_infer.text.stop_strings import partial_length
+from megatron_infer.text.tool_call_formats import CallFormat
 from megatron_infer.text.tool_json import SPACE, CallObject, ValueScan
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_infer.text.call_formats import CallFormat
+from megatron_infer.text.tool_call_formats import CallFormat
 
 HEAD = "You can call functions. These are described here, one a line, as JSON:"
 INSTRUCTION = "To call functions, write every call like this and nothing else:"

@@ -15,7 +15,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.description_shape import num_parameters, shape_of
-from megatron_infer.models.loading.gguf import GGUFWeights
+from megatron_infer.models.loading.gguf_source import GGUFWeights
 from megatron_infer.models.loading.hf_weights import SafetensorsReader
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.stage_layers import stage_span

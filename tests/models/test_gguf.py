@@ -10,8 +10,8 @@ from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.build_model import build_model
-from megatron_infer.models.loading.gguf import hf_name
 from megatron_infer.models.loading.gguf_file import GGUFFile
+from megatron_infer.models.loading.gguf_source import hf_name
 from megatron_infer.models.loading.sources import open_source
 
 gguf = pytest.importorskip("gguf")

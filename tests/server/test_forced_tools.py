@@ -14,7 +14,7 @@ from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
 from megatron_infer.server import tool_calls
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.text import call_formats
+from megatron_infer.text import tool_call_formats
 from megatron_infer.text.grammar import GrammarCache
 from megatron_infer.text.named_calls import call_parser
 from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
@@ -39,8 +39,8 @@ TURN = {
 STOP = {"type": "function", "function": {"name": "stop"}}
 ENDS = [str(END), str(tokenizer().encode("]")[0])]
 """What could end a list of calls."""
-NAMED = [name for name, one in call_formats.FORMATS.items() if isinstance(one, call_formats.NamedFormat)]
-SPECIAL = call_formats.CallFormat(name="special_mark", opening="<|im_start|>", is_listed=True)
+NAMED = [name for name, one in tool_call_formats.FORMATS.items() if isinstance(one, tool_call_formats.NamedFormat)]
+SPECIAL = tool_call_formats.CallFormat(name="special_mark", opening="<|im_start|>", is_listed=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def calls_of(client, **asked):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "json", "granite", "special_mark", *NAMED])
 def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypatch):
-    monkeypatch.setitem(call_formats.FORMATS, "special_mark", SPECIAL)
+    monkeypatch.setitem(tool_call_formats.FORMATS, "special_mark", SPECIAL)
     with (
         serving(engine, tool_call_parser=name, reasoning_parser="deepseek_r1") as case,
         client_of(case) as client,
@@ -82,8 +82,8 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         named = {"type": "function", "function": {"name": "turn"}}
         ((function, arguments),), reason = calls_of(client, tools=[STOP, TURN], tool_choice=named)
         assert function == "turn" and set(json.loads(arguments)) == {"to", "fast"} and reason == "tool_calls"
-        one = call_formats.FORMATS[name]
-        if isinstance(one, call_formats.NamedFormat) and (one.is_section or one.ends_turn):
+        one = tool_call_formats.FORMATS[name]
+        if isinstance(one, tool_call_formats.NamedFormat) and (one.is_section or one.ends_turn):
             return  # a model with random weights closes what it may
         asked = {"model": "tiny", "messages": [USER], "max_tokens": 600, "logit_bias": dict.fromkeys(ENDS, -100)}
         reply = client.chat.completions.create(tools=[TURN, STOP], tool_choice="required", **asked)
@@ -112,7 +112,7 @@ def test_of_a_forced_call_that_is_cut_nothing_is_content(engine):
 
 
 def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
-    monkeypatch.setitem(call_formats.FORMATS, "special_mark", SPECIAL)
+    monkeypatch.setitem(tool_call_formats.FORMATS, "special_mark", SPECIAL)
     with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
 
         def asked(bias, **body):
@@ -132,7 +132,7 @@ def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(
 
 @pytest.mark.parametrize("name", ["hermes", "granite", "mistral", *(name for name in NAMED if name != "gpt_oss")])
 def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not(name):
-    call_format, grammars = call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
+    call_format, grammars = tool_call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
     tools = [TURN["function"], {"name": "free", "parameters": {}}]
     grammar = StructuredOutput(grammar=text_and_call_grammar(call_format, tools, special={}))
 
@@ -151,10 +151,10 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
         assert not matches(f"I look. {call_format.write([wrong])}")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if call_formats.FORMATS[name].fields])
+@pytest.mark.parametrize("name", [name for name in NAMED if tool_call_formats.FORMATS[name].fields])
 def test_grammar_and_parser_of_fields_agree(name):
     """What may be text is written as it is, and only calls that are held pass the opening mark."""
-    form, grammars = call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
+    form, grammars = tool_call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
     properties = {
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "title": "Maybe"},
         "any": {},
@@ -215,7 +215,7 @@ def test_only_allowed_tools_are_called_and_all_are_shown(engine, name):
 
 @pytest.mark.parametrize("name", ["hermes", "granite"])
 def test_text_and_allowed_calls_match_the_grammar_and_others_do_not(name):
-    call_format = call_formats.FORMATS[name]
+    call_format = tool_call_formats.FORMATS[name]
     tools, parsed = [{"name": "one"}, {"name": "two"}], SimpleNamespace(sampling={}, ignored=[])
     body = SimpleNamespace(
         tools=msgspec.convert([{"type": "function", "function": tool} for tool in tools], list[tool_calls.Tool]),
@@ -256,7 +256,7 @@ FORMS = [
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "json"])
 def test_one_grammar_has_the_form_and_the_calls(name):
-    call_format, grammars = call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
+    call_format, grammars = tool_call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)
     tools = [TURN["function"], {"name": "free", "parameters": {}}]
     for given, good, bad in FORMS:
         form = StructuredOutput(**given)

@@ -9,8 +9,8 @@ import pytest
 from scripted import ScriptedEngine
 from server_case import client_of, post, serving, tokenizer
 
-from megatron_infer.text import call_formats, tool_prompt
-from megatron_infer.text.call_formats import HERMES
+from megatron_infer.text import tool_call_formats, tool_prompt
+from megatron_infer.text.tool_call_formats import HERMES
 
 KNOWS_TOOLS = """\
 {% if tools %}<|im_start|>system
@@ -293,8 +293,8 @@ def test_marks_that_are_special_tokens_are_kept_in_the_text(engine):
     engine.set_script("", 1)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %} <|im_start|>"
     encoder = tokenizer(template)
-    form = call_formats.CallFormat(name="of_a_test", opening="<|im_start|>", is_listed=True, id_length=9)
-    call_formats.FORMATS["of_a_test"] = form
+    form = tool_call_formats.CallFormat(name="of_a_test", opening="<|im_start|>", is_listed=True, id_length=9)
+    tool_call_formats.FORMATS["of_a_test"] = form
     try:
         with serving(engine, encoder=encoder, tool_call_parser="of_a_test") as case:
             engine.set_script('<|im_start|>[{"name": "add", "arguments": {}}]', 6)
@@ -308,4 +308,4 @@ def test_marks_that_are_special_tokens_are_kept_in_the_text(engine):
             post(case, "/v1/chat/completions", messages=[USER])
             assert engine.params[-1].skip_special_tokens is True
     finally:
-        del call_formats.FORMATS["of_a_test"]
+        del tool_call_formats.FORMATS["of_a_test"]

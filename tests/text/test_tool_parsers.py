@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from megatron_infer.text.call_formats import FORMATS, NamedFormat, format_of
 from megatron_infer.text.named_calls import call_parser
+from megatron_infer.text.tool_call_formats import FORMATS, NamedFormat, format_of
 
 PROPERTIES = {
     "city": {"type": "string"},

@@ -13,7 +13,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.checkpoint import CheckpointSource
 from megatron_infer.models.loading.families import OF_TEXT_AND_IMAGES, family_of
 from megatron_infer.models.loading.find import CHOICES, Kind, damage_named, description_of_directory, find_model
-from megatron_infer.models.loading.gguf import GGUFWeights
+from megatron_infer.models.loading.gguf_source import GGUFWeights
 from megatron_infer.models.loading.hf_config import architecture_of
 from megatron_infer.models.loading.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, TextReader, load_weights

@@ -22,9 +22,9 @@ from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.runner.batch import EMPTY_PLAN, Batch, BatchBuilder
 from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool
-from megatron_infer.runner.padded_steps import PaddedOutput, RankSizes
 from megatron_infer.runner.routing import asks_index_choices, asks_routing
 from megatron_infer.runner.sampling.sampler import SamplerInput, SamplerOutput
+from megatron_infer.runner.step_padding import PaddedOutput, RankSizes
 from megatron_infer.scheduler.step_plan import StepPlan
 
 
@@ -141,7 +141,7 @@ def _put(result: Tensor, kept: Tensor | None) -> None:
 
 
 class StepGraphs:
-    """`runner.padded_steps.PaddedSteps` by captured graphs."""
+    """`runner.step_padding.PaddedSteps` by captured graphs."""
 
     def __init__(self, step: PaddedStep, pool: GraphPool, *, has_routing: bool) -> None:
         """pool: of graphs of `step`. has_routing: requests may ask which experts their tokens went to."""

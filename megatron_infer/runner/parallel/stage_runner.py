@@ -30,12 +30,12 @@ from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput, arrays_of, with_arrays
 from megatron_infer.runner.model_runner import ModelRunner
-from megatron_infer.runner.padded_steps import RankSizes
 from megatron_infer.runner.pooling import pooled_as, pooled_chunks
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.runner.sampling.logprobs import LogprobBatch
 from megatron_infer.runner.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.runner.sampling.token_masks import TokenMasks
+from megatron_infer.runner.step_padding import RankSizes
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResult
 
 log = logging.getLogger("megatron_infer")

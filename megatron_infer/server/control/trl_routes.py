@@ -28,7 +28,7 @@ from megatron_infer.server.openai_logprobs import Entry, by_rank
 from megatron_infer.server.reply_format import ReplyFormat, as_base64
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
-from megatron_infer.text.call_formats import HERMES
+from megatron_infer.text.tool_call_formats import HERMES
 
 MAX_TOKENS = 16
 """The limit where a call gives none."""
