@@ -138,8 +138,8 @@ test-all: $(VENV)/.smollm2
 check-kernels: $(VENV)/.smollm2
 	rm -rf $(LAUNCHES)
 	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m "triton and not slow" --durations=10 $(PYTEST_ARGS)
-	$(COMPILE) --launches $(LAUNCHES) --recheck 20
-	for triton in $(INSTALLED_TRITONS); do PYTHONPATH=$$triton $(COMPILE) --quick --recheck 20 || exit 1; done
+	$(COMPILE) --launches $(LAUNCHES) --recheck 10
+	for triton in $(INSTALLED_TRITONS); do PYTHONPATH=$$triton $(COMPILE) --quick --recheck 10 || exit 1; done
 
 # After a kernel has changed, and `make check-kernels` has noted what is launched: what it compiled anew is known from then on.
 kernels-table: $(VENV)/.smollm2

@@ -50,7 +50,7 @@ class Layers:
 
 
 KINDS = {
-    "attention": Layers(model={}, engine=(CHUNKS, CHUNKS | PREFIXES), ran=("decode_kernel", "prefill_kernel")),
+    "attention": Layers(model={}, engine=(CHUNKS | PREFIXES,), ran=("decode_kernel", "prefill_kernel")),
     "window and sinks": Layers(
         model={"window_size": (11, 0), "softmax_type": "learnable", "rotary_percent": 0.5},
         engine=(CHUNKS | PREFIXES,),
@@ -93,7 +93,7 @@ KINDS = {
         has_routing=True,
     ),
     "delta nets": Layers(
-        make=tiny_delta, model={}, engine=({}, CHUNKS), ran=("delta_decode", "delta_walk", "_convolve_decode")
+        make=tiny_delta, model={}, engine=(CHUNKS,), ran=("delta_decode", "delta_walk", "_convolve_decode")
     ),
     "sparse attention": Layers(model=SPARSE, engine=(CHUNKS | PREFIXES,), ran=("index_scores", "decode_kernel")),
     "latents": Layers(model=LATENT, engine=(CHUNKS | PREFIXES,), ran=("decode_kernel", "prefill_kernel")),

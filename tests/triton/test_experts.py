@@ -234,7 +234,7 @@ def test_an_engine_sees_experts_that_training_moves(device, monkeypatch, write):
 
     model = tiny_hybrid("*E", init_method_std=0.3).to(device)
     engine = DynamicInferenceEngine(model, config, device=str(device))
-    engine.add_request([5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, detokenize=False))
+    engine.add_request([5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False))
     for _ in range(3):
         engine.step()
     with torch.no_grad():
