@@ -178,9 +178,8 @@ class Dispatcher:
 
     def lose(self, replica: ReplicaState) -> None:
         """Reassign all requests of a replica that is gone from `replicas` and the router, with the tokens it sent."""
-        for request in self._at_prefill():
-            if request.route is not None and request.route.key == replica.peer:
-                request.route = None  # its place is gone; where it is it goes on
+        for request in replica.placed:
+            request.route = None  # its place is gone; where it is it goes on
         self._reassign([*replica.running.values(), *_drained(replica.backlog)])
         self._fill_all()  # places that its requests had at other replicas are free
 
@@ -241,7 +240,7 @@ class Dispatcher:
     def _leave(self, request: PendingRequest) -> None:
         """Give back its route, and its place at the replica that is to decode it."""
         if (place := self._place_of(request)) is not None:
-            place.num_places -= 1
+            place.placed.remove(request)
         if request.route is not None and self.router is not None:
             self.router.release(request.route)
         request.route = request.prefill = None
@@ -251,10 +250,6 @@ class Dispatcher:
         if request.prefill is None or request.route is None:
             return None
         return self._replicas.get(request.route.key)  # type: ignore[call-overload, no-any-return]
-
-    def _at_prefill(self) -> list[PendingRequest]:
-        running = (request for replica in self._replicas.values() for request in replica.running.values())
-        return [request for request in running if request.prefill is not None]
 
     def _fill_all(self) -> None:
         for replica in list(self._replicas.values()):
@@ -289,7 +284,7 @@ class Dispatcher:
             prefill = self._prefill_for(request, replica)
             if prefill is not None:
                 request.prefill = prefill.peer
-                replica.num_places += 1
+                replica.placed.add(request)
             self._start(request, prefill or replica)
 
     def _prefill_for(self, request: PendingRequest, replica: ReplicaState) -> ReplicaState | None:
@@ -312,7 +307,7 @@ class Dispatcher:
     def _start(self, request: PendingRequest, replica: ReplicaState) -> None:
         """Send a waiting request to a replica; its prompt alone where it keeps a place at another one."""
         if request.prefill is not None and replica.peer != request.prefill:
-            replica.num_places -= 1
+            replica.placed.remove(request)
             request.prefill = None
         self._count_waiting(request, -1)
         self._num_sent += 1
@@ -405,9 +400,9 @@ class Dispatcher:
         for replica in replicas:
             backlog = sum(not request.ended for request in replica.backlog)
             own = sum(request.prefill is None for request in replica.running.values())
-            placed = [one for one in self._at_prefill() if one.route is not None and one.route.key == replica.peer]
-            assert len(placed) == replica.num_places, f"places of {replica.name}"
-            is_counted = replica.view is None or replica.view.load == own + len(placed) + backlog
+            at_prefill = (one for one in running if one.prefill is not None and one.route is not None)
+            assert replica.placed == {one for one in at_prefill if one.route.key == replica.peer}, replica.name
+            is_counted = replica.view is None or replica.view.load == own + len(replica.placed) + backlog
             assert is_counted, f"load of {replica.name}"
 
 
@@ -417,12 +412,12 @@ def _below_share(replica: ReplicaState) -> Callable[[Caller], bool] | None:
     Where it is full, a caller below an even share of the limit may, so that none waits for the requests of others to
     end: the replica then has twice its limit at most, and shares its rows.
     """
-    num_running, limit = replica.num_taken, replica.limit
-    if num_running < limit:
+    num_taken, limit = replica.num_taken, replica.limit
+    if num_taken < limit:
         return None
-    running = Counter(request.caller for request in replica.running.values())
-    share = limit // (len(running) + 1) if num_running < 2 * limit else 0
-    return lambda caller: running[caller] < share
+    taken = Counter(request.caller for request in (*replica.running.values(), *replica.placed))
+    share = limit // (len(taken) + 1) if num_taken < 2 * limit else 0
+    return lambda caller: taken[caller] < share
 
 
 def _has_adapter(view: ReplicaView, request: PendingRequest) -> bool:

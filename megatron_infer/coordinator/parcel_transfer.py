@@ -6,9 +6,11 @@
       <- part, bytes (WINDOW of them)
       more ->          one for each part       so that WINDOW parts are on their way at most
       done ->                                  the sender forgets the parcel
-      <- gone                                  in the place of size: the sender does not have it (any more)
+      <- gone                                  in the place of size or a part: another one gets it, or it is not there
 
 Both sides prove the coordinator's key, or share its private folder (`access`). A parcel has a checksum over all of it.
+A receiver connects where replicas of its coordinator listen: to TCP ports, or to sockets in the coordinator's folder.
+What listens there proves the key first: before that it is sent nothing of the request or of the key.
 """
 
 from __future__ import annotations
@@ -159,8 +161,8 @@ class ParcelTransfer:
             return None
 
     def _fetch(self, address: str, parcel_id: str, num_published: int, max_bytes: int) -> bytes:
-        if not address.startswith(("tcp://", "ipc://")):  # inproc:// would lead to sockets of this process
-            raise ParcelLost(f"{address[:60]!r} is no address of a replica")
+        if _road(address) != _road(self.address):  # such as inproc://, which would lead to sockets of this process
+            raise ParcelLost(f"{address[:60]!r} is no address of a replica of this coordinator")
         with contextlib.closing(_Sender(self._context, self._key)) as sender:
             sender.socket.connect(address)
             sender.socket.send_multipart([b"get", parcel_id.encode(), str(num_published).encode()])
@@ -240,6 +242,10 @@ class ParcelTransfer:
         if waiting is None:
             self._send(peer, b"gone", b"")
             return
+        for other in [one for one, sending in self._sending.items() if sending.parcel_id == parcel_id]:
+            del self._sending[other]  # one copy of each parcel, which MAX_WAITING_BYTES bounds: the last to ask has it
+            if other != peer:
+                self._send(other, b"gone", b"")
         try:
             content = memoryview(waiting.parcel.without(num_published).to_bytes())
         except Exception:  # such as a lack of memory: this request goes on from its tokens, and others are served
@@ -273,6 +279,11 @@ class ParcelTransfer:
         with self._lock:
             self._waiting = {name: one for name, one in self._waiting.items() if one.until > now}
         self._sending = {peer: one for peer, one in self._sending.items() if one.parcel_id in self._waiting}
+
+
+def _road(address: str) -> str:
+    """The same for all replicas of a coordinator: the scheme, and of sockets their folder."""
+    return os.path.dirname(address) if address.startswith("ipc://") else address.partition("/")[0]
 
 
 def _is_number(content: bytes) -> bool:

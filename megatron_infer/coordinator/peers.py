@@ -109,8 +109,8 @@ class ReplicaState(PeerState):
     """A client's `Drain` is in force."""
     moves: bool = False
     """And its requests go elsewhere."""
-    num_places: int = 0
-    """Places kept for requests that are at a prefill_only replica."""
+    placed: set[PendingRequest] = field(default_factory=set)
+    """Requests that it keeps a place for while they are at a prefill_only replica."""
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,7 +130,7 @@ class ReplicaState(PeerState):
     @property
     def num_taken(self) -> int:
         """Requests that it has or keeps a place for."""
-        return len(self.running) + self.num_places
+        return len(self.running) + len(self.placed)
 
     @property
     def limit(self) -> int:

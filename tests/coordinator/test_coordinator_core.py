@@ -459,23 +459,27 @@ def test_a_caller_is_one_in_all_clients_of_a_name_and_who_names_none_is_its_clie
 
 
 @pytest.mark.security
-def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
-    world = World()
+@pytest.mark.parametrize("role", ["prefill_and_decode", "decode_only"])
+def test_a_late_caller_has_its_share_of_a_full_replica_at_once(role):
+    """A request that is at a prefill engine takes its caller's share of the decode engine that keeps its place."""
+    world, peer = World(role_min_prompt_tokens=3), b"one" if role == "prefill_and_decode" else b"prefill"
     world.client()
-    incarnation = world.replica(b"one", capacity=2)  # holds three
+    incarnations = {b"one": world.replica(b"one", capacity=2, role=role)}  # holds three
+    if peer not in incarnations:
+        incarnations[peer] = world.replica(peer, capacity=50, role="prefill_only")
     for number in range(100, 200):
         world.submit(number, caller="a", call="batch")
     world.submit(1, caller="b")
     world.submit(2, caller="b")
     for number in range(3, 20):
         world.submit(number, caller="c")
-    sent = world.runs(b"one")
+    sent = world.runs(peer)
     assert [bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
     assert len({run.caller for run in sent}) == 3 and sent[0].caller == sent[2].caller
     for run in sent[:3]:  # two callers are below a third of three
-        world.core.receive(b"one", protocol.Output(run.number, incarnation, [], True))
+        world.core.receive(peer, protocol.Output(run.number, incarnations[peer], [], True))
     world.core.check()
-    sent = world.runs(b"one")
+    sent = world.runs(peer)
     assert [bytes_to_ids(run.prompt)[0] for run in sent] == [103]
 
 
@@ -556,13 +560,13 @@ def test_a_place_that_a_lost_prefill_engine_had_at_another_one_is_filled():
     world.client()
     world.replica(b"prefill", capacity=8, role="prefill_only")
     decode = world.replica(b"decode", capacity=1, role="decode_only")
-    for number in range(1, 6):
+    for number in range(1, 4):
         world.submit(number)
-    assert len(world.runs(b"prefill")) == 4 and not world.runs(b"decode"), "the fifth waits for a place"
-    for number in range(1, 5):
+    assert len(world.runs(b"prefill")) == 2 and not world.runs(b"decode"), "the third waits for a place"
+    for number in range(1, 3):
         world.core.receive(b"client", protocol.Abort(number))
     world.core.unreachable(b"prefill")
-    assert world.served(b"decode", decode) == [5]
+    assert world.served(b"decode", decode) == [3]
     world.core.check()
 
 

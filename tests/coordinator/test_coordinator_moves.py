@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ import pytest
 import replica_child
 from coordinator_case import Child, cluster, coordinator, replica, wait_for
 from durable_case import PROMPT, make_engine, make_model
+from ports import free_port
+from zmq.utils import z85
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import access, parcel_transfer
@@ -305,7 +308,7 @@ def test_what_a_sender_makes_up_is_a_lost_parcel(model):
                 sender.recv_multipart()
         check.socket.close(0)
         sender.close(0)
-        for strange in ("inproc://zeromq.zap.01", "udp://127.0.0.1:9", "nonsense"):
+        for strange in ("inproc://zeromq.zap.01", "udp://127.0.0.1:9", "nonsense", "ipc:///run/some.sock"):
             assert one.fetch(ParcelPlace(strange, "x"), num_published=0, max_bytes=1 << 20).result(10) is None
         began = time.monotonic()
         assert one.fetch(ParcelPlace(address, "x"), num_published=0, max_bytes=1 << 20).result(10) is None
@@ -315,6 +318,61 @@ def test_what_a_sender_makes_up_is_a_lost_parcel(model):
         engine.step()
         place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
         assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10).num_bytes
+    finally:
+        context.destroy(0)
+        one.close()
+
+
+@pytest.mark.security
+def test_an_address_that_is_a_strangers_learns_neither_key_nor_request():
+    """It gets a greeting and a key pair of this connection; what proves the key is sent to who has proved it."""
+    key, heard = secrets.token_bytes(32), bytearray()
+    one = ParcelTransfer("tcp://127.0.0.1:1", key)
+    one.start()
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
+    try:
+        with socket.create_server(("127.0.0.1", free_port())) as listening:
+            address = "tcp://{}:{}".format(*listening.getsockname())
+            fetching = one.fetch(ParcelPlace(address, "the id"), num_published=0, max_bytes=1 << 20)
+            connection = listening.accept()[0]
+            with connection:
+                connection.sendall(greeting)
+                connection.settimeout(60)
+                while len(heard) < 64 + 202 and (more := connection.recv(1 << 16)):  # a greeting and a hello
+                    heard += more
+                connection.sendall(b"\x04\xa8" + b"\x07WELCOME" + bytes(160))  # boxed with no key that fits
+                while more := connection.recv(1 << 16):
+                    heard += more
+        assert fetching.result(60) is None
+        proof = z85.decode(access._curve_pair(key, b"peer")[0])
+        assert b"the id" not in heard and proof not in heard and len(heard) == 64 + 202
+    finally:
+        one.close()
+
+
+@pytest.mark.security
+def test_a_parcel_has_one_copy_however_often_it_is_asked_for(model):
+    """The last to ask has it; the one before is told at once."""
+    one, others = ParcelTransfer("tcp://127.0.0.1:1", None), []
+    one.start()
+    import zmq
+
+    context = zmq.Context()
+    try:
+        engine = make_engine(model)
+        engine.add_request(PROMPT, PARAMS[0], request_id="a")
+        engine.step()
+        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+        for _ in range(8):
+            others.append(context.socket(zmq.DEALER))
+            others[-1].connect(one.address)
+            others[-1].send_multipart([b"get", place.id.encode(), b"0"])
+            assert others[-1].poll(60_000) and others[-1].recv_multipart()[0] == b"size"
+            assert others[-1].poll(60_000) and others[-1].recv_multipart()[0] == b"part"
+        for other in others[:-1]:
+            assert other.poll(60_000) and other.recv_multipart() == [b"gone", b""]
+        others[-1].send(b"done")
+        wait_for(lambda: not one.num_waiting)
     finally:
         context.destroy(0)
         one.close()
