@@ -60,17 +60,19 @@ def run(args: argparse.Namespace) -> int:
     options, settings, layout = _from_pipeline(args) or _from_options(args)
     log_to_stderr("megatron_infer.server", times=True)
     _warn(options, settings)
+    roles = tuple(role.value for role in _roles(args).of_engines(layout))
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from megatron_infer.server.torchrun import serve_rank
 
         if args.coordinator is not None:
             raise ConfigError("--coordinator under torchrun: the first rank starts one; leave it out")
-        _roles(args).of_engines(layout)
-        serve_rank(options, settings, **asdict(layout))
+        if options.roles != (ReplicaRole.BOTH.value,):
+            raise ConfigError("pipeline_role under torchrun: give --prefill and --decode in its place")
+        serve_rank(replace(options, roles=roles), settings, tp=layout.tp, pp=layout.pp, ep=layout.ep)
         return 0
     parallel = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
     if parallel:
-        ranks = layout.world_size
+        ranks = len(roles) * layout.world_size // layout.dp
         raise ConfigError(
             f"--{parallel[0]} {getattr(layout, parallel[0])} needs {ranks} processes: "
             f"torchrun --nproc-per-node {ranks} -m megatron_infer serve {options.model} ..."
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         _check_one_engine(args, layout)
         join(options, settings, key_from(args), note)
         return 0
-    options = replace(options, roles=tuple(role.value for role in _roles(args).of_engines(layout)))
+    options = replace(options, roles=roles)
     if args.coordinator is not None:
         _check_starts_no_engine(args, options)
         attach(options, settings, args.coordinator, key_from(args), note)

@@ -75,10 +75,8 @@ class EngineRoles:
         """The role of each engine."""
         if not self.prefill:
             return (ReplicaRole.BOTH,) * layout.dp
-        if layout.world_size > 1:
-            raise ConfigError(
-                "prefill and decode are for engines of one process, whose memory moves; leave dp, tp, pp and ep out"
-            )
+        if layout.dp > 1:
+            raise ConfigError(f"prefill and decode are given, and dp is {layout.dp}; leave dp out")
         return (ReplicaRole.PREFILL,) * self.prefill + (ReplicaRole.DECODE,) * self.decode
 
 

@@ -400,8 +400,9 @@ class Dispatcher:
         for replica in replicas:
             backlog = sum(not request.ended for request in replica.backlog)
             own = sum(request.prefill is None for request in replica.running.values())
-            at_prefill = (one for one in running if one.prefill is not None and one.route is not None)
-            assert replica.placed == {one for one in at_prefill if one.route.key == replica.peer}, replica.name
+            at_prefill = ((one, one.route) for one in running if one.prefill is not None)
+            placed = {one for one, route in at_prefill if route is not None and route.key == replica.peer}
+            assert replica.placed == placed, f"places of {replica.name}"
             is_counted = replica.view is None or replica.view.load == own + len(replica.placed) + backlog
             assert is_counted, f"load of {replica.name}"
 

@@ -36,7 +36,15 @@ from megatron_infer.coordinator.served_engine import (
     params_of,
     stats_of,
 )
-from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, WrongState
+from megatron_infer.errors import (
+    ConfigError,
+    InferenceError,
+    LockstepError,
+    OtherRankFailed,
+    RankFailure,
+    UnknownRequest,
+    WrongState,
+)
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.outputs.schema import failure_of
 from megatron_infer.scheduler.context.prefix_events import PrefixReport
@@ -86,6 +94,8 @@ class Replica:
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
         self._preparing: dict[int, ServedRequest | None] = {}  # None: cancelled, not yet ended
+        self._arrived: deque[protocol.Run] = deque()
+        """Those of them that have all but rows for the memory that came with them, in their order."""
         self._brief_until = 0.0
         """Until when new requests are waited for, on the monotonic clock."""
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
@@ -201,6 +211,7 @@ class Replica:
             self._brief_until = time.monotonic() + BRIEF_S
             for came, message in messages:
                 self._apply(came, message)
+            self._begin_arrived()
             if messages:
                 self._report_changes()
             if can_step(self.engine) or self._has_held() or self._may_end():
@@ -268,12 +279,30 @@ class Replica:
                 awaited.add_done_callback(lambda _: self._post(run))
                 return
             parcel = None if request.parcel is None else request.parcel.result()
+            if parcel is not None and not (self._is_next(run) and request.has_rows(self.engine)):
+                self._preparing[run.number] = request
+                self._arrived.append(run)
+                return
             if parcel is None or not self._takes_in(request, parcel):
                 request.begin(self.engine)
+        except (RankFailure, LockstepError):  # of the engine, not of the request
+            raise
         except (InferenceError, NotImplementedError) as error:
             self.connection.send(protocol.Output(run.number, run.incarnation, [], True, refused=failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
+
+    def _is_next(self, run: protocol.Run) -> bool:
+        return not self._arrived or self._arrived[0] is run
+
+    def _begin_arrived(self) -> None:
+        while self._arrived:
+            run = self._arrived[0]
+            request = self._preparing.get(run.number)
+            if request is not None and not request.has_rows(self.engine):
+                return
+            self._begin(run)
+            self._arrived.popleft()
 
     def _fetch(self, run: protocol.Run) -> Future[Parcel | None] | None:
         """Begin to fetch a request's parcel; None: it has none, or this engine cannot use it."""
@@ -285,6 +314,8 @@ class Replica:
     def _takes_in(self, request: ServedRequest, parcel: Parcel) -> bool:
         try:
             request.take_in(self.engine, parcel)
+        except (RankFailure, LockstepError):
+            raise
         except InferenceError as error:
             log.warning("request %s goes on from its tokens: %s", request.id, error)
             return False
@@ -312,9 +343,9 @@ class Replica:
         """Take a request out of the engine -> the id of the parcel that waits; None: its tokens move alone."""
         if self._parcels is not None:
             try:
-                parcel = self.engine.hand_out(request_id)  # type: ignore[attr-defined]
+                parcel = self.engine.hand_out(request_id, whole=True)  # type: ignore[attr-defined]
                 return self._parcels.offer(parcel)
-            except WrongState as error:
+            except (WrongState, OtherRankFailed) as error:
                 log.info("request %s moves by its tokens: %s", request_id, error)
         self.engine.abort(request_id)
         return None
@@ -428,6 +459,7 @@ class Replica:
         self._requests.clear()
         self._numbers.clear()
         self._preparing.clear()
+        self._arrived.clear()
 
 
 def _prefix_news(incarnation: int, root: bytes, report: PrefixReport) -> Iterator[protocol.PrefixNews]:

@@ -78,12 +78,16 @@ class ServedEngine(Protocol):
 
 def moves_memory(engine: Any) -> bool:
     """Whether an engine hands requests out with what is computed of them, and takes them in so."""
-    return hasattr(engine, "hand_out") and engine.rank_group.size == 1
+    return hasattr(engine, "hand_out")
 
 
 def max_parcel_bytes(engine: Any) -> int:
-    """Most bytes of a parcel that an engine can use: its cache, and room for the record."""
-    return int(engine.sizes.kv_bytes + engine.sizes.state_bytes) + (64 << 20)
+    """Most bytes of a parcel that an engine can use: the caches of its ranks, and room for the record."""
+    num_ranks: int = engine.rank_group.size
+    own = int(engine.sizes.kv_bytes + engine.sizes.state_bytes)
+    if num_ranks > 1:  # the stage of the leader may keep less than another one
+        own = max(own, int(engine.config.buffer_size_gb * 2**30))
+    return num_ranks * own + (64 << 20)
 
 
 def num_published(engine: Any, run: protocol.Run) -> int:
@@ -173,6 +177,8 @@ class ServedRequest:
         self._metrics: RequestMetrics | None = None
         self.parcel: Future[Parcel | None] | None = None
         """The request with its memory, as it comes from another replica."""
+        self._turn: int | None = None
+        """How many requests the engine has admitted when this one may have rows; None until its memory is there."""
         self.preparing: list[Future[Any]] = []
         """What `begin` would wait for, such as a grammar and the parcel."""
         self.held: protocol.Output | None = None
@@ -197,11 +203,20 @@ class ServedRequest:
         for one in self.preparing:
             one.cancel()
 
+    def has_rows(self, engine: Any) -> bool:
+        """Whether there are rows for its memory, after the requests that waited for rows when the memory came."""
+        stats = engine.stats()
+        if self._turn is None:
+            self._turn = stats.counters["admitted"] + stats.num_waiting
+        num_taken = stats.num_running + stats.num_paused
+        is_its_turn = not stats.num_waiting or stats.counters["admitted"] >= self._turn
+        return not num_taken or (is_its_turn and num_taken + self.params.n <= engine.sizes.max_requests)
+
     def take_in(self, engine: Any, parcel: Parcel) -> None:
         """Go on with the memory that another replica has handed out. Raises SnapshotError, after which it can begin."""
         kept = self.run.kept or [protocol.Kept() for _ in range(self.params.n)]
         drawn = [_drawn(one) for one in kept]
-        report = engine.take_in(parcel, request_id=self.id, drawn=drawn, caller=self.run.caller)
+        report = engine.take_in(parcel, request_id=self.id, drawn=drawn, caller=self.run.caller, whole=True)
         for why in report.recomputed.values():
             log.info("request %s is computed again: %s", self.id, why)
 

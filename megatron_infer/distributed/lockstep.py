@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.distributed.collective_errors import is_of_collective, mark_shared
@@ -24,10 +24,13 @@ from megatron_infer.distributed.wire import LinkClosed
 from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, PromptsDiffer, RankFailure
 from megatron_infer.scheduler.step_plan import StepPlan
 
+_M = TypeVar("_M")
 ShapeOf = Callable[[StepPlan], GraphShape | None]
 """What a step is padded to; None: it is not padded."""
 FOLLOW = "follow()"
 FAILED_STEP = "a failed step"
+PIECE_BYTES = 1 << 20
+"""Of what `collect` and `deal` send."""
 SLICE_S = 0.2
 """A wait checks this often whether the other ranks are alive."""
 ALONE_S = 10.0
@@ -97,6 +100,12 @@ class LocalLockstep:
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
         return list(values)
+
+    def collect(self, what: str, content: bytes) -> list[bytes]:
+        return [content]
+
+    def deal(self, what: str, contents: Sequence[bytes]) -> bytes:
+        return contents[0]
 
     def together(self, what: str, **_: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -222,6 +231,23 @@ class Lockstep:
         """The least value of each column over the ranks."""
         rows = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
         return [min(column) for column in zip(*rows, strict=True)]
+
+    def collect(self, what: str, content: bytes) -> list[bytes]:
+        """On the leader the bytes of each rank, by rank; [] elsewhere. They may be many."""
+        sizes = [int(text) for text in self.gather(what, str(len(content)))]
+        if not self.is_leader:
+            self._pour(0, content)
+            return []
+        return [content, *(self._poured(rank, size, what) for rank, size in enumerate(sizes[1:], start=1))]
+
+    def deal(self, what: str, contents: Sequence[bytes]) -> bytes:
+        """What the leader has for this rank. contents: the leader's, by rank; they may be long."""
+        sizes = json.loads(self.gather(what, json.dumps([len(content) for content in contents]))[0])
+        if not self.is_leader:
+            return self._poured(0, sizes[self.rank], what)
+        for rank in range(1, self.size):
+            self._pour(rank, contents[rank])
+        return contents[0]
 
     @contextmanager
     def together(self, what: str, *, has_collectives: bool = False) -> Iterator[None]:
@@ -373,7 +399,9 @@ class Lockstep:
     def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None, patience_s: float) -> dict[str, Any]:
         reports = [mine]
         try:
-            reports += [self._receive(rank, mine.call, alone, patience_s) for rank in range(1, self.size)]
+            for rank in range(1, self.size):
+                receive = self._links.calls[rank].receive
+                reports.append(_RoundReport(*self._receive(rank, receive, mine.call, alone, patience_s)))
         except RankFailure as failure:
             self._answer({"lost": [failure.rank, failure.reason]})
             raise
@@ -381,18 +409,25 @@ class Lockstep:
         self._answer(answer)
         return answer
 
-    def _receive(self, rank: int, call: str, alone: RankFailure | None, patience_s: float) -> _RoundReport:
-        link = self._links.calls[rank]
+    def _receive(
+        self,
+        rank: int,
+        receive: Callable[[float], _M | None],
+        call: str,
+        alone: RankFailure | None,
+        patience_s: float,
+    ) -> _M:
+        """What `receive` of the link to a rank gives next."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                message = link.receive(SLICE_S)
+                message = receive(SLICE_S)
             except LinkClosed:
                 self._watch.catch_up()  # the reason may have arrived
                 self._watch.check()
                 raise RankFailure(self._ranks[rank], self.phase, self._watch.reason_of(self._ranks[rank])) from None
             if message is not None:
-                return _RoundReport(*message)
+                return message
             self._watch.check()
             deadline = min(deadline, self._limit_of_trouble(rank, patience_s))
             if time.monotonic() > deadline:
@@ -430,6 +465,26 @@ class Lockstep:
             if lost or time.monotonic() > deadline:
                 reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
                 raise RankFailure(self._ranks[0], self.phase, reason)
+
+    def _pour(self, rank: int, content: bytes) -> None:
+        """Send a rank what may be many bytes."""
+        view = memoryview(content)
+        try:
+            for start in range(0, len(view), PIECE_BYTES):  # a rank may have others to listen to before
+                piece = view[start : start + PIECE_BYTES]
+                self._links.calls[rank].send_body(piece, wait_s=self.size * self._watch.patience_s)
+        except LinkClosed as error:
+            self._fail(RankFailure(self._ranks[rank], self.phase, f"it takes no bytes: {error}"))
+
+    def _poured(self, rank: int, size: int, what: str) -> bytes:
+        """`size` bytes that a rank sends with `_pour`."""
+        content, receive = bytearray(), self._links.calls[rank].receive_body
+        try:
+            while len(content) < size:
+                content += self._receive(rank, receive, what, None, self.size * self._watch.patience_s)
+        except RankFailure as failure:
+            self._fail(failure)
+        return bytes(content)
 
     def _limit_of_trouble(self, rank: int, patience_s: float) -> float:
         """Until when a wait without a limit goes on for a rank that may have left the calls of the others."""

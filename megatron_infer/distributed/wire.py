@@ -32,7 +32,7 @@ class LinkClosed(Exception):
     """The peer has closed the connection, its process has ended, or what it sends is no message."""
 
 
-def frame(body: bytes) -> bytes:
+def frame(body: bytes | memoryview) -> bytes:
     """A body with its length before it."""
     return LENGTH.pack(len(body)) + body
 
@@ -53,9 +53,13 @@ class Link:
 
     def send(self, message: Any, *, wait_s: float | None = 5.0) -> None:
         """Raises LinkClosed if the peer is gone, or does not receive for `wait_s` seconds. None: no limit."""
+        self.send_body(json.dumps(message, separators=(",", ":")).encode(), wait_s=wait_s)
+
+    def send_body(self, body: bytes | memoryview, *, wait_s: float | None) -> None:
+        """As `send`, of bytes that are no JSON."""
         try:
             self._socket.settimeout(wait_s)
-            self._socket.sendall(frame(json.dumps(message, separators=(",", ":")).encode()))
+            self._socket.sendall(frame(body))
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
@@ -64,6 +68,14 @@ class Link:
 
         Raises LinkClosed after the last one, for one larger than `max_bytes` and for one that is no JSON.
         """
+        body = self.receive_body(wait_s, max_bytes=max_bytes)
+        try:
+            return None if body is None else json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise LinkClosed(f"a damaged message: {error}") from None
+
+    def receive_body(self, wait_s: float | None, *, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
+        """As `receive`, of bytes that are no JSON."""
         while (body := self._next(max_bytes)) is None:
             try:
                 self._socket.settimeout(wait_s)
@@ -75,10 +87,7 @@ class Link:
             if not data:
                 raise LinkClosed("end of file")
             self._buffer += data
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise LinkClosed(f"a damaged message: {error}") from None
+        return body
 
     def _next(self, max_bytes: int) -> bytes | None:
         """The body of the next frame, once all of it has come."""

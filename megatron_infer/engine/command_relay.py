@@ -21,7 +21,7 @@ from megatron_infer.distributed.lockstep import FOLLOW, Meeting
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of, report_of, sources_of
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure
+from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -339,7 +339,7 @@ class CommandRelay:
             calls[met.call](met.arguments)
         except (LockstepError, RankFailure):
             raise
-        except (ValueError, RuntimeError):  # the leader has it as well: transitions fail on all ranks alike
+        except (ValueError, RuntimeError, UnknownRequest):  # the leader has it too: calls fail on all ranks alike
             pass
         finally:
             self._met = None

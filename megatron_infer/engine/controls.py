@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 
 from megatron_infer.config.inference import KVCacheManagementMode
@@ -173,28 +174,33 @@ class EngineControls:
     def acknowledge(self, request_ids: Sequence[str] | None) -> int:
         return self.snapshots.acknowledge(request_ids)
 
-    def hand_out(self, request_id: str) -> Parcel:
+    def hand_out(self, request_id: str, *, whole: bool) -> Parcel:
         self._relay.require_shared("hand_out()")
-        self._relay.meet("hand_out()", {"request_id": request_id})
+        self._relay.meet("hand_out()", {"request_id": request_id, "whole": whole})
         self._lifecycle.require("hand_out()", EngineState.RUNNING, EngineState.PAUSED)
         self._loop.drain()
         state = self._loop.output_processor.get(request_id)
         if state is None:
             raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
-        parcel = self.snapshots.hand_out(state, self._loop.backlog)
+        parcel = self.snapshots.hand_out(state, self._loop.backlog, whole=whole)
         self._loop.let_go(state)
         return parcel
 
     def take_in(
-        self, parcel: Parcel | bytes, request_id: str | None, drawn: Sequence[DrawnSequence] | None, caller: int
+        self,
+        parcel: Parcel | bytes | None,
+        request_id: str | None,
+        drawn: Sequence[DrawnSequence] | None,
+        caller: int,
+        *,
+        whole: bool,
     ) -> LoadReport:
         self._relay.require_shared("take_in()")
-        self._relay.meet("take_in()", {"request_id": request_id})
+        given = {"request_id": request_id, "drawn": None if drawn is None else list(map(asdict, drawn))}
+        self._relay.meet("take_in()", {**given, "caller": caller, "whole": whole})
         self._lifecycle.require("take_in()", EngineState.RUNNING, EngineState.PAUSED)
-        if isinstance(parcel, bytes):
-            parcel = Parcel.of_bytes(parcel)
         self._loop.drain()
-        return self.snapshots.take_in(parcel, request_id, drawn, caller)
+        return self.snapshots.take_in(parcel, request_id, drawn, caller, whole=whole)
 
     def kept(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The outputs of step(), once kept files hold them; if writing fails, the next step() returns them."""

@@ -150,27 +150,29 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         self._intake.continue_from(request_id, ids, params, drawn, salt=salt, caller=caller)
         return True
 
-    def hand_out(self, request_id: str) -> Parcel:
+    def hand_out(self, request_id: str, *, whole: bool = False) -> Parcel:
         """Take an unfinished request out of the engine, in any state -> the request with all that is computed of it,
         for `take_in` of another engine. Outputs that step() has not returned go with it. Raises UnknownRequest.
-        Called on every rank, each of which has the part with its own memory.
+        Called on every rank, each of which has the part with its own memory. whole: the leader has all parts as one.
         """
-        return self.controls.hand_out(request_id)
+        return self.controls.hand_out(request_id, whole=whole)
 
     def take_in(
         self,
-        parcel: Parcel | bytes,
+        parcel: Parcel | bytes | None,
         *,
         request_id: str | None = None,
         drawn: Drawn | None = None,
         caller: int = 0,
+        whole: bool = False,
     ) -> LoadReport:
         """Go on with a request that another engine has handed out, as if it had not moved; bytes: `Parcel.to_bytes`.
         Where its memory cannot be used, its tokens are computed again: `LoadReport.recomputed` says why.
         request_id: its id here, None: the one it had. drawn: what its caller has, None: what was handed out; deltas
-        begin after that. SnapshotError: nothing was taken in. Called on every rank with the part of that rank.
+        begin after that. SnapshotError: nothing was taken in. Called on every rank with the part of that rank; whole:
+        with one that was handed out so on the leader, and None on the others.
         """
-        return self.controls.take_in(parcel, request_id, drawn, caller)
+        return self.controls.take_in(parcel, request_id, drawn, caller, whole=whole)
 
     def num_published(self, token_ids: Sequence[int], *, adapter: str | None = None, salt: str = "") -> int:
         """How many leading tokens the prefix cache holds now, for `Parcel.without`. On the leader."""
@@ -406,16 +408,22 @@ def _follow(method: Callable[..., Any], given: Mapping[str, Any] | None) -> Any:
     return method(**(given or {}))
 
 
+def _follow_parcel(engine: DynamicInferenceEngine, given: Mapping[str, Any]) -> LoadReport:
+    drawn = None if given["drawn"] is None else [DrawnSequence(**one) for one in given["drawn"]]
+    return engine.take_in(None, **{**given, "drawn": drawn})
+
+
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
     adapters = engine.controls.adapters
     methods = {row.call: getattr(engine, row.name) for row in COMMANDS.values() if row.group is Group.ENGINE}
-    for name in ("has_unfinished", "drain", "verify_weights", "save_requests", "load_requests"):
+    for name in ("has_unfinished", "drain", "verify_weights", "save_requests", "load_requests", "hand_out"):
         methods[f"{name}()"] = getattr(engine, name)
     for name in ("read", "load", "unload", "undo", "settle"):
         methods[f"{name}_adapter()"] = getattr(adapters, name)
     methods["forget_reading()"] = adapters.forget
     return {call: partial(_follow, method) for call, method in methods.items()} | {
         "step()": engine.step,
+        "take_in()": partial(_follow_parcel, engine),
         "generate()": lambda given: engine._take_in_and_run(None, [], None, None),
         ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),
         PROMPTS: lambda given: engine.relay.meet(PROMPTS),

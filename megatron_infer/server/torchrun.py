@@ -58,9 +58,9 @@ ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
 POLL_S = 0.2
 
 
-def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: int, pp: int, ep: int) -> None:
-    """Serve on this rank until SIGTERM. An error is raised on every rank."""
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: int, ep: int) -> None:
+    """Serve on this rank until SIGTERM, one of the engines of `options`. An error is raised on every rank."""
+    world, rank, dp = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), options.dp
     if dp * tp * pp * ep != world:
         raise ConfigError(
             f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
@@ -90,6 +90,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             engine,
             coordinator["address"],
             name=f"replica{rank_group.dp_rank}",
+            role=options.roles[rank_group.dp_rank],
             key=None if coordinator["key"] is None else coordinator["key"].encode(),
             **allowed_by(settings),
         )

@@ -1,16 +1,18 @@
-"""A replica of two tensor-parallel ranks behind a coordinator: the leader communicates, the other follows."""
+"""Replicas of two tensor-parallel ranks behind a coordinator: the leader communicates, the other follows."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 
 import pytest
 from coordinator_case import coordinator, wait_for
-from engine_ranks import make_engine, part_of_model, whole_model, workload
+from engine_ranks import account, make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
 
+from megatron_infer.coordinator import parcel_transfer
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.replica import Replica
 
@@ -66,3 +68,74 @@ def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_pa
     lines = (" ".join(map(str, output.outputs[0].token_ids)) for output in expected)
     (tmp_path / "tokens").write_text("\n".join(lines))
     run_on_ranks(serve, 2, tmp_path, timeout_s, idle_s)
+
+
+def compute_and_go_on(rank, size, folder):
+    """Ranks 0 and 1 compute prompts, ranks 2 and 3 go on with the requests."""
+    new_groups(tensor_model_parallel_size=2)
+    cache = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    engine = make_engine(part_of_model("attention", str(folder), rank % 2, 2), **cache)
+    prompts, params = map(list, zip(*work(), strict=True))
+    want = [list(account([output]).values()) for output in engine.generate(prompts, params)]
+    engine.reset_prefix_cache()
+    if rank % 2:
+        engine.follow()
+        return
+    num_prefilled = engine.stats().counters["prefill_tokens"]
+    address, ended, failures = folder / "address", folder / "ended", []
+
+    def decoding(client):
+        (replica,) = (one for one in client.stats()["replicas"] if one["role"] == "decode_only")
+        return replica["stats"]
+
+    def compare(client, *, with_memory):
+        outputs = client.generate(prompts, params)
+        tokens = [[one[:2] for one in each] for each in want]
+        found = [list(account([output]).values()) for output in outputs]
+        assert found == want if with_memory else [[one[:2] for one in each] for each in found] == tokens
+        wait_for(lambda: decoding(client)["num_free_blocks"] == decoding(client)["num_blocks"])
+        computed = decoding(client)["counters"]["prefill_tokens"] - num_prefilled
+        assert (computed == 0) is with_memory, computed
+
+    def talk(one, replica):
+        try:
+            with InferenceClient(one.address, timeout_s=60.0) as client:
+                wait_for(lambda: len(client.stats()["replicas"]) == 2, 120)
+                compare(client, with_memory=True)
+                parcel_transfer.MAX_WAITING_BYTES = 1000
+                compare(client, with_memory=False)
+                assert client.stats()["moved"] == 2 * len(prompts) and not client.stats()["resent"]
+                one.core.check()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.touch()
+            replica.stop()
+
+    def wait_for_the_end(replica):
+        wait_for(ended.exists, 120)
+        replica.stop()
+
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            one = stack.enter_context(coordinator(role_min_prompt_tokens=1))
+            (folder / "new").write_text(one.address)
+            (folder / "new").rename(address)
+        wait_for(address.exists, 120)
+        role = "decode_only" if rank else "prefill_only"
+        replica = stack.enter_context(Replica(engine, address.read_text(), role=role))
+        thread = threading.Thread(
+            target=wait_for_the_end if rank else lambda replica: talk(one, replica), args=(replica,)
+        )
+        thread.start()
+        replica.run()
+        thread.join()
+    engine.dismiss()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.long
+def test_requests_move_between_replicas_of_two_ranks_with_what_each_rank_has_computed(tmp_path):
+    """To the bit; where the memory is lost, by their tokens."""
+    run_on_ranks(compute_and_go_on, 4, tmp_path)

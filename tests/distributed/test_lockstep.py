@@ -72,6 +72,34 @@ def test_everyone_gets_the_leaders_commands_and_anyones_flag():
     assert play(3, act) == [(sent, {"a": 1}, True, False, ["0", "1", "2"])] * 3
 
 
+def test_bytes_of_all_ranks_come_to_the_leader_and_back_in_pieces():
+    """Of any number, none among them; calls go on next to them."""
+    sizes = [3, 0, (5 << 20) + 7]
+
+    def act(lockstep: Lockstep) -> Any:
+        own = bytes([lockstep.rank + 1]) * sizes[lockstep.rank]
+        collected = lockstep.collect("parts", own)
+        assert lockstep.gather("t", "x") == ["x"] * 3
+        return collected == [], lockstep.deal("parts", collected) == own, lockstep.agree(lockstep.rank == 1)
+
+    assert play(3, act) == [(False, True, True), (True, True, True), (True, True, True)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_among_its_bytes_is_named(victim: int):
+    def act(lockstep: Lockstep) -> Any:
+        if lockstep.rank != victim:
+            return lockstep.collect("parts", bytes(32 << 20))
+        lockstep.gather("parts", str(32 << 20))
+        if victim:
+            lockstep._links.calls[0].send_body(bytes(1 << 20), wait_s=5.0)
+        lockstep.close()
+        return None
+
+    survivor = play(2, act)[1 - victim]
+    assert isinstance(survivor, RankFailure) and survivor.rank == victim
+
+
 def padded(lockstep: Lockstep) -> None:
     for step, width in ((3, 8), (4, 8 << lockstep.rank)):
         plan = StepPlan(step=step)

@@ -12,6 +12,7 @@ import torch
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
 
 from megatron_infer.engine.durable import rank_files as saved_parts
+from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, SnapshotError, TransitionFailed
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
@@ -93,6 +94,31 @@ def check_move(model: torch.nn.Module, rank: int, want: dict[str, Any]) -> None:
     ranks.assert_same_account(finish(source) | finish(other), want)
 
 
+def check_whole_move(model: torch.nn.Module, rank: int, want: dict[str, Any]) -> None:
+    """The leader has the parts of all ranks as one parcel, also without blocks that are there."""
+    source, other = begun(model, rank), ranks.make_engine(model, **SETTINGS)
+    for index in (0, 2, 4, 6, 5):
+        parcel = source.hand_out(str(index), whole=True)
+        prompt = ranks.workload(7)[index][0]
+        content = parcel.without(other.num_published(prompt)).to_bytes() if rank == 0 else None
+        report = other.take_in(content, whole=True)
+        assert not report.recomputed and report.loaded == [str(index)], report
+    ranks.assert_same_account(finish(source) | finish(other), want)
+
+
+def check_damaged(model: torch.nn.Module, rank: int) -> None:
+    """A whole parcel that is cut or changed is refused on all ranks, which go on."""
+    source, other = begun(model, rank), ranks.make_engine(model, **SETTINGS)
+    parcel = source.hand_out("0", whole=True)
+    changed = (Parcel(manifest={**parcel.manifest, "parts": parts}, tensors=parcel.tensors) for parts in (5, [7]))
+    for damaged, why in zip((parcel.to_bytes()[:-9], *changed), ("truncated", "no list", "understood"), strict=True):
+        with pytest.raises((TransitionFailed, SnapshotError), match=why):
+            other.take_in(None if rank else damaged, whole=True)
+    assert other.take_in(None if rank else parcel, whole=True).with_kv == ["0"]
+    finish(source)
+    finish(other)
+
+
 def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: dict[str, Any]) -> None:
     """A rank that cannot write leaves the save before as it was; a damaged part is refused, a lost one done without."""
     engine = begun(model, rank)
@@ -153,8 +179,10 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         model = make(rank)
         path = folder / case
         want = check_return(model, rank, path)
-        check_move(model, rank, want)
+        check_whole_move(model, rank, want)
         if case == "tp":
+            check_move(model, rank, want)
+            check_damaged(model, rank)
             check_all_or_nothing(model, rank, folder / "other", want)
             check_following(model, rank, folder / "followed")
         if case == "pp":

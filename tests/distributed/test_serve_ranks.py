@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,30 +18,57 @@ pytestmark = pytest.mark.skipif(
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(280)
-def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is(tmp_path):
-    small_model.write_package(tmp_path)
-    policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
+@contextlib.contextmanager
+def served(folder: Path, *layout: str) -> Iterator[tuple[Command, str]]:
+    """(the command, its URL): two engines of two ranks each."""
+    small_model.write_package(folder)
     engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    layout = ("--dp", "2", "--tp", "2", "--http-workers", "2", "--show-cached-tokens")
-    command = Command("smollm2", *layout, *policy, *engine, launcher=LAUNCHER, path=path)
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    command = Command("smollm2", *layout, *engine, launcher=LAUNCHER, path=path)
     try:
         url = command.wait_ready()
         wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2)
-        shared = {i: f"Chapter {i}. " + "The same long beginning. " * 20 for i in range(4)}
-        texts: dict[int, set[str]] = {i: set() for i in shared}
-        cached = 0
-        for _ in range(2):
-            for i, prompt in shared.items():
-                ask = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-                reply = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).json()
-                texts[i].add(reply["choices"][0]["text"])
-                cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert all(len(found) == 1 for found in texts.values()) and cached >= 64
-        assert [one["name"] for one in httpx.get(f"{url}/health").json()["workers"]] == ["http0", "http1"]
-        assert command.matches("routing by longest_prefix") and len(command.matches("replica replica[01] joined")) == 2
+        yield command, url
     finally:
         command.end()
     assert "RankFailure" not in "".join(command.lines) and command.matches("shutting down: 0 calls")
+
+
+def answers(url: str) -> tuple[dict[int, str], int]:
+    """(texts of four long prompts, how many tokens of the last were cached)."""
+    texts, cached = {}, 0
+    for i in range(4):
+        prompt = f"Chapter {i}. " + "The same long beginning. " * 20
+        reply = httpx.post(
+            f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60
+        )
+        texts[i] = reply.json()["choices"][0]["text"]
+        cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return texts, cached
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is(tmp_path):
+    policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
+    layout = ("--dp", "2", "--tp", "2", "--http-workers", "2", "--show-cached-tokens")
+    with served(tmp_path, *layout, *policy) as (command, url):
+        first, _ = answers(url)
+        second, cached = answers(url)
+        assert first == second and cached >= 64
+        assert [one["name"] for one in httpx.get(f"{url}/health").json()["workers"]] == ["http0", "http1"]
+        assert command.matches("routing by longest_prefix") and len(command.matches("replica replica[01] joined")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_ranks_of_one_engine_compute_prompts_and_those_of_another_go_on(tmp_path):
+    """What the decode engine computes itself, of a prompt that it has in its cache, is the same."""
+    with served(tmp_path, "--tp", "2", "--prefill", "1", "--decode", "1", "--show-cached-tokens") as (_, url):
+        roles = [one["role"] for one in httpx.get(f"{url}/health").json()["replicas"]]
+        assert sorted(roles) == ["decode_only", "prefill_only"]
+        moved = "megatron_infer_coordinator_moved_total {}"
+        first, cached = answers(url)
+        assert not cached and moved.format("4.0") in httpx.get(f"{url}/metrics").text
+        second, cached = answers(url)
+        assert first == second and cached >= 64 and moved.format("4.0") in httpx.get(f"{url}/metrics").text

@@ -60,6 +60,9 @@ def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch)
         (["serve"], "no model: give MODEL"),
         (["serve", "smollm2", "--port", "99999"], "port is 99,999"),
         (["serve", "smollm2", "--tp", "2"], "torchrun --nproc-per-node 2 -m megatron_infer serve smollm2"),
+        (["serve", "smollm2", "--tp", "2", "--prefill", "1", "--decode", "1"], "torchrun --nproc-per-node 4 -m"),
+        (["serve", "smollm2", "--dp", "2", "--prefill", "1", "--decode", "1"], "dp is 2; leave dp out"),
+        (["serve", "smollm2", "--prefill", "1"], "prefill is 1 and decode is 0"),
         (["serve", "smollm2", "--control", "--host", "0.0.0.0"], "control at 0.0.0.0 needs an API key"),
         (["serve", "smollm2", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1 port 8000"),
         (["serve", "smollm2", "--dp", "0"], "dp is 0"),
@@ -67,6 +70,14 @@ def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch)
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_ranks_of_torchrun_take_no_role_of_a_single_engine(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    role = ["--tp", "2", "--pipeline-role", "decode_only", "--zmq-endpoint-base", "tcp://127.0.0.1:1"]
+    assert main(["serve", "smollm2", *role]) == 2
+    assert "give --prefill and --decode in its place" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

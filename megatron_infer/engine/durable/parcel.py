@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +12,21 @@ from torch import Tensor
 
 from megatron_infer.engine.durable import file_format
 from megatron_infer.engine.durable.request_codec import Records, SavedSequence, of_bytes, to_bytes
+from megatron_infer.errors import SnapshotError
 from megatron_infer.kernels.kv_rounding import movable
-from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS
+from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES
 
 RECORDS = "records"
+_OF_RANK = ".rank{}"
+"""After the name of a tensor of another rank than the leader, in a whole parcel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """One unfinished request that an engine has handed out, with what this rank has computed of it."""
+    """One unfinished request that an engine has handed out, with what this rank has computed of it.
+
+    A whole one has the parts of all ranks: descriptions ("parts" of the manifest) and tensors next to the leader's.
+    """
 
     manifest: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -39,6 +45,28 @@ class Parcel:
         manifest, tensors = file_format.of_bytes(content, "parcel")
         return cls(manifest=manifest, tensors=tensors)
 
+    @classmethod
+    def whole(cls, parts: Sequence[Parcel]) -> Parcel:
+        """One parcel of the parts of all ranks, by rank."""
+        leader, *others = parts
+        tensors = dict(leader.tensors)
+        for rank, part in enumerate(others, start=1):
+            own = {name + _OF_RANK.format(rank): tensor for name, tensor in part.tensors.items() if name != RECORDS}
+            tensors |= own
+        return cls(manifest={**leader.manifest, "parts": [part.manifest["kv"] for part in others]}, tensors=tensors)
+
+    def part(self, rank: int) -> Parcel:
+        """What a rank takes in of a whole parcel. One of another number of ranks has tokens only, for any rank."""
+        parts = self.manifest.get("parts")
+        if not isinstance(parts, list):
+            raise SnapshotError("parcel", f"its parts are {parts!r}, and no list")
+        kv = parts[rank - 1] if 0 < rank <= len(parts) else self.manifest.get("kv")
+        end = _OF_RANK.format(rank) if rank else ""
+        own = {name: self.tensors[name + end] for name in (BLOCKS, DRAFT_BLOCKS, STATES) if name + end in self.tensors}
+        if RECORDS in self.tensors:
+            own[RECORDS] = self.tensors[RECORDS]
+        return Parcel(manifest={**self.manifest, "kv": kv, "parts": [], "rank": rank}, tensors=own)
+
     def without(self, num_tokens: int) -> Parcel:
         """The parcel without the blocks of the first `num_tokens` tokens, which the receiver has published.
 
@@ -51,12 +79,11 @@ class Parcel:
         used: dict[int, int] = {}
         for sequence in (sequence for request in records.requests for sequence in request.sequences):
             sequence.place = _without(sequence.place, num_tokens // size, size, used)
-        kept = {
-            name: _chosen(self.tensors[name], list(used)) for name in (BLOCKS, DRAFT_BLOCKS) if name in self.tensors
-        }
-        kv = {**self.manifest["kv"], "num_blocks": len(used)}
+        blocks = [name for name in self.tensors if name.partition(".")[0] in (BLOCKS, DRAFT_BLOCKS)]
+        kept = {name: _chosen(self.tensors[name], list(used)) for name in blocks}
+        kv, *parts = ({**one, "num_blocks": len(used)} for one in (self.manifest["kv"], *self.manifest["parts"]))
         tensors = {**self.tensors, **kept, RECORDS: bytes_tensor(to_bytes(records))}
-        return Parcel(manifest={**self.manifest, "kv": kv}, tensors=tensors)
+        return Parcel(manifest={**self.manifest, "kv": kv, "parts": parts}, tensors=tensors)
 
 
 def _without(place: SavedSequence, columns: int, size: int, used: dict[int, int]) -> SavedSequence:

@@ -290,9 +290,7 @@ class Archive:
     def _accept_changes(self) -> None:
         """As a step does: the content of weights is read only while no request runs."""
         weights, scheduler = self._weights, self._scheduler
-        if self._rank_group.size > 1:
-            weights.accept_changes()
-        elif weights.differ(read_all=not (scheduler.num_running or scheduler.num_paused)):
+        if self._rank_group.any_rank(weights.differ(read_all=not (scheduler.num_running or scheduler.num_paused))):
             weights.accept(weights.version + 1)
 
     def _put_in(self, content: Content, unusable: str | None) -> LoadReport:

@@ -89,9 +89,18 @@ class SnapshotManager:
 
     # ------------------------------------------------------------------ to another engine
 
-    def hand_out(self, state: RequestState, undelivered: Sequence[RequestOutput]) -> Parcel:
-        """An open request with its memory. Kept files do not have it any more; the caller lets it go."""
+    def hand_out(self, state: RequestState, undelivered: Sequence[RequestOutput], *, whole: bool) -> Parcel:
+        """An open request with its memory. Kept files do not have it any more; the caller lets it go.
+
+        whole: on the leader with the memory of all ranks.
+        """
         parcel = self._archive.parcel(state, undelivered)
+        sharing = self._rank_group.sharing
+        if whole and sharing.size > 1:
+            with self._rank_group.together("handing out a request"):
+                content = b"" if sharing.is_leader else parcel.to_bytes()
+            others = sharing.collect("parts of a parcel", content)[1:]
+            parcel = Parcel.whole([parcel, *map(Parcel.of_bytes, others)])
         if self.journal is not None:
             self.flush()
             record = to_bytes(output_record(state.output("cumulative"), now=time.monotonic()))
@@ -100,11 +109,26 @@ class SnapshotManager:
         return parcel
 
     def take_in(
-        self, parcel: Parcel, request_id: str | None, drawn: Sequence[DrawnSequence] | None, caller: int
+        self,
+        parcel: Parcel | bytes | None,
+        request_id: str | None,
+        drawn: Sequence[DrawnSequence] | None,
+        caller: int,
+        *,
+        whole: bool,
     ) -> LoadReport:
-        """Take in what another engine has handed out. Nothing may be in flight. Raises SnapshotError."""
+        """Take in what another engine has handed out. Nothing may be in flight. Raises SnapshotError.
+
+        whole: the leader has the parts of all ranks, the others have None.
+        """
+        sharing = self._rank_group.sharing
+        if whole and sharing.size > 1:
+            with self._rank_group.together("dividing a parcel"):
+                parts = [] if parcel is None else _parts(_read(parcel), sharing.size)
+            parcel = sharing.deal("parts of a parcel", parts)
         with self._rank_group.together("reading a parcel"):
-            content = self._archive.open(parcel, request_id, drawn, owed=self.owed)
+            assert parcel is not None
+            content = self._archive.open(_read(parcel), request_id, drawn, owed=self.owed)
         state = content.requests[0].state
         for sequence in state.sequences:
             sequence.request.caller = caller
@@ -267,3 +291,12 @@ class SnapshotManager:
         self.journal.close()
         self.journal = self._path = self._output.on_close = None
         self._unwritten = []
+
+
+def _read(parcel: Parcel | bytes) -> Parcel:
+    return Parcel.of_bytes(parcel) if isinstance(parcel, bytes) else parcel
+
+
+def _parts(parcel: Parcel, count: int) -> list[bytes]:
+    """The parts of so many ranks."""
+    return [parcel.part(rank).to_bytes() for rank in range(count)]
