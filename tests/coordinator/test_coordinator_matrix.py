@@ -1,0 +1,148 @@
+"""Requests of every kind over engines with roles answer as those of one engine, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+
+import engines
+import pytest
+from coordinator_case import coordinator, replica, wait_for
+from lora_cases import random_adapter
+from model_kinds import make_model
+from structured_case import LANGUAGES, VOCAB, check, tokenizer
+
+from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.testing.tiny import EXPERTS
+
+LETTERS = list(range(97, 123))
+KINDS = [
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"n": 3, "logprobs": 1},
+    {"structured": True, "logprobs": 0, "max_tokens": 60},
+    {"stop": True, "allowed_token_ids": LETTERS, "logprobs": 0},
+    {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": -0.4,
+        "logit_bias": {99: 2.0},
+        "logprobs": 0,
+    },
+    {"adapter": "one", "logprobs": 1},
+    {"adapter": "other", "n": 2, "logprobs": 0, "temperature": 0.0},
+    {"top_k": 5, "min_p": 0.02, "return_support": True, "logprobs": 1},
+    {"max_tokens": 1, "logprobs": 1},
+    {"stop_token_ids": list(range(0, VOCAB, 9)), "n": 2, "logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": LETTERS[:3], "return_sampled_logprobs": True, "max_tokens": 40},
+]
+"""structured: a language in turn; stop: a text that begins in the first token and ends in a later one."""
+MODELS = {
+    "attention": lambda: make_model("attention", vocab_size=VOCAB),
+    "hybrid": lambda: make_model("hybrid", vocab_size=VOCAB),
+    "experts": lambda: make_model("attention", vocab_size=VOCAB, **EXPERTS),
+}
+SETTINGS = {
+    "plain": {},
+    "drafts": {"speculative": {"num_speculative_tokens": 4, "adaptive": False}},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+}
+
+
+def make_engine(model, adapters, **settings):
+    lora = LoRAConfig(max_loras=2, max_rank=8)
+    sizes = {"max_sequence_length": 224, "buffer_size_gb": 0.03, "max_tokens": 128, "enable_chunked_prefill": True}
+    engine = engines.make_engine(model, tokenizer=tokenizer(), prefix="lru", lora=lora, **sizes | settings)
+    for adapter in adapters:
+        engine.load_adapter(adapter.name, adapter)
+    return engine
+
+
+def workload(engine, count, seed):
+    """(prompts, params): each kind in turn; prompts of few stems, so that some are cached."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(32, 127) for _ in range(70)] for _ in range(3)]
+    prompts, params = [], []
+    for number in range(count):
+        own = [rng.randrange(32, 127) for _ in range(rng.randint(1, 60))]
+        prompts.append(rng.choice(stems)[: rng.choice((0, 17, 48, 70))] + own)
+        how = {"max_tokens": rng.randint(2, 24), "seed": rng.randrange(1 << 30), "ignore_eos": True}
+        how |= KINDS[number % len(KINDS)]
+        if "structured" in how:
+            how |= {
+                "structured": StructuredOutput(**LANGUAGES[number // len(KINDS) % len(LANGUAGES)]),
+                "ignore_eos": False,
+            }
+        if stops := how.pop("stop", False):
+            how["max_tokens"] += 3
+        params.append(SamplingParams(**how))
+        if stops:
+            text = engine.generate([prompts[-1]], [params[-1]])[0].outputs[0].text
+            params[-1] = dataclasses.replace(params[-1], stop=[text[:3]])
+    return prompts, params
+
+
+def answer(output):
+    assert output.error is None, output.error
+    names = (
+        "token_ids",
+        "text",
+        "logprobs",
+        "raw_logprobs",
+        "cumulative_logprob",
+        "support",
+        "finish_reason",
+        "stop_reason",
+    )
+    return output.prompt_logprobs, [[getattr(one, name) for name in names] for one in output.outputs]
+
+
+def compare(model, count, layouts, settings):
+    """layouts: numbers of engines that compute prompts, and that go on."""
+    adapters = [random_adapter(model, name, rank=4 + index, seed=index) for index, name in enumerate(("one", "other"))]
+    alone = make_engine(model, adapters, **settings)
+    prompts, params = workload(alone, count, seed=count)
+    outputs = alone.generate(prompts, params)
+    want = [answer(output) for output in outputs]
+    for output, one in zip(outputs, params, strict=True):
+        if one.structured is not None and output.outputs[0].finish_reason == "stop":
+            check(one.structured, output.outputs[0].text)
+    assert (
+        sum(output.outputs[0].stop_reason == (one.stop or [0])[0] for output, one in zip(outputs, params, strict=True))
+        >= count // 11
+    )
+    for num_prefill, num_decode in layouts:
+        roles = ["prefill_only"] * num_prefill + ["decode_only"] * num_decode
+        served = [make_engine(model, adapters, **settings) for _ in roles]
+        with contextlib.ExitStack() as stack:
+            one = stack.enter_context(coordinator(role_min_prompt_tokens=4))
+            client = stack.enter_context(InferenceClient(one.address))
+            for number, role in enumerate(roles):
+                stack.enter_context(replica(one.address, served[number], name=f"r{number}", role=role))
+            wait_for(lambda: len(client.stats()["replicas"]) == len(roles))  # noqa: B023
+            found = client.generate(prompts, params)
+            for number, (output, wanted) in enumerate(zip(found, want, strict=True)):
+                assert answer(output) == wanted, (num_prefill, num_decode, number, params[number])
+            stats = client.stats()
+            assert stats["moved"] > count // 2 and not stats["resent"], stats
+            wait_for(lambda: not any(state["running"] for state in client.stats()["replicas"]))  # noqa: B023
+            one.core.check()
+        for engine in served:
+            assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "settings"), [("attention", "plain"), ("hybrid", "drafts")])
+def test_mixed_requests_over_two_engines_answer_as_those_of_one(kind, settings):
+    compare(MODELS[kind](), 33, [(1, 1)], SETTINGS[settings])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_200_mixed_requests_over_engines_of_all_numbers_answer_as_those_of_one(kind, settings):
+    compare(MODELS[kind](), 200, [(1, 1), (1, 2), (2, 1)], SETTINGS[settings])
