@@ -12,7 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.engine.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, SPEECH, TRAINER, MetricSpec
+from megatron_infer.engine.metrics.definitions import (
+    COORDINATOR,
+    ENGINE,
+    MISMATCH,
+    SERVER,
+    SPEECH,
+    TINKER,
+    TRAINER,
+    MetricSpec,
+)
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
 TABLES = {
@@ -20,6 +29,7 @@ TABLES = {
     "mismatch": MISMATCH,
     "trainer": TRAINER,
     "speech": SPEECH,
+    "tinker": TINKER,
     "server": SERVER,
     "coordinator": COORDINATOR,
 }
@@ -109,6 +119,15 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "Mismatch with the trainer",
         "short",
         {"KL {{replica}}": f"{P}mismatch_kl_k3_nats", "outside {{replica}}": f"{P}mismatch_share_outside"},
+    ),
+    (
+        "Training clients",
+        "short",
+        {
+            "tokens/s {{client}}": rate("tinker_client_trained_tokens_total", "client"),
+            "loss {{client}}": f"{P}tinker_client_loss",
+            "queue {{client}}": f"{P}tinker_client_queue",
+        },
     ),
     (
         "Health",

@@ -106,6 +106,8 @@ class EngineClient:
         """Called with the id and the outputs of each whole reply before it is sent."""
         self.version_name: Callable[[int | None], int | str | None] = lambda number: number
         """The trainer's name of a weight version (None: of the present one), where routes take such names."""
+        self.shown: dict[str, Callable[[], Any]] = {}
+        """Further entries of /v1/status, by name."""
         self._processes = processes
         self._limits: EngineLimits | None = None
         self._is_draining = False

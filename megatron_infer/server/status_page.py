@@ -73,6 +73,7 @@ def _status(routes: Routes, client: EngineClient, settings: ServerConfig) -> dic
         "replicas": [_replica(replica) for replica in client.replicas],
         "workers": client.workers,
         "voices": list(voice_files(settings.voice)) if "/v1/audio/speech" in paths else None,
+        **{name: read() for name, read in client.shown.items()},
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 
 import httpx
 import numpy as np
@@ -367,6 +368,37 @@ def test_named_samplers_are_loaded_when_they_are_needed(tmp_path, monkeypatch):
             assert again[0][0] == before[0][0]
             np.testing.assert_allclose(again[0][1], before[0][1], atol=1e-6)
         assert len(case.trainer.session.engine.adapters()) <= 2, "one that is used, and one to be unloaded next"
+
+
+def test_each_client_that_exists_has_its_figures(case, api):
+    def shown():
+        (status, text) = (case.http.get("/v1/status").json()["clients"], case.http.get("/metrics").text)
+        found = {}
+        for name, client, value in re.findall(
+            r'^megatron_infer_tinker_client_(\w+)\{client="([^"]+)"\} (\S+)$', text, re.MULTILINE
+        ):
+            found.setdefault(client, {})[name.removesuffix("_total")] = float(value)
+        assert found.keys() == status.keys()
+        return {client: status[client] | found[client] for client in found}
+
+    one, other = api.train(0), api.train(1)
+    labels = [f"{api.session[:8]}-{number}" for number in range(2)]
+    assert api.session not in str(shown()) and set(labels) <= shown().keys()
+    loss, scores = api.batch(one, 1, "cross_entropy")
+    api.batch(one, 2, "cross_entropy", forward_only=True)
+    api.result(api.step(one, 3))
+    unnamed, path = api.sampler(one, 4)["sampling_session_id"], api.sampler(one, 5, path="here")["path"]
+    drawn = [api.sample([5, 9], **chosen)[0] for chosen in ({"sampling_session_id": unnamed}, {"model_path": path})]
+    api.step(one, 9)  # which waits for those before it
+    figures, idle = (shown()[label] for label in labels)
+    assert figures["steps"] == 1 and figures["queue"] == 1 and figures["loss"] == pytest.approx(loss)
+    assert figures["trained_tokens"] == sum(len(one) for one in scores)
+    assert figures["sampled_tokens"] == sum(len(tokens) for ((tokens, _),) in drawn)
+    assert min(figures[name] for name in ("training_seconds", "sampling_seconds", "age_seconds")) > 0
+    assert idle["steps"] == idle["sampled_tokens"] == idle["queue"] == 0 and idle["loss"] is None
+    assert "loss" not in re.findall(rf'client_(\w+).client="{labels[1]}"', case.http.get("/metrics").text)
+    api.result(api.call("unload_model", model_id=other))
+    assert labels[0] in shown() and labels[1] not in shown()
 
 
 def test_the_api_asks_for_the_servers_key(tmp_path):

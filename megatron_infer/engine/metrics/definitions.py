@@ -161,6 +161,23 @@ SPEECH = _specs(
     ("speech_decoder_queue", "gauge", "windows", "Windows that wait for the audio decoder"),
 )
 """Metrics of a pipeline or server that speaks."""
+TINKER = _specs(
+    ("tinker_client_steps_total", "counter", "steps", "Steps of a client's optimizer", ("client",)),
+    ("tinker_client_trained_tokens_total", "counter", "tokens", "Targets of its forward_backward", ("client",)),
+    ("tinker_client_sampled_tokens_total", "counter", "tokens", "Tokens sampled from its adapters", ("client",)),
+    ("tinker_client_training_seconds_total", "counter", "seconds", "Its operations on the live model", ("client",)),
+    (
+        "tinker_client_sampling_seconds_total",
+        "counter",
+        "seconds",
+        "Of its samples from call to end, added up; calls overlap",
+        ("client",),
+    ),
+    ("tinker_client_loss", "gauge", "nats", "Loss of its last forward_backward, a sum over tokens", ("client",)),
+    ("tinker_client_queue", "gauge", "calls", "Its training calls that wait or run", ("client",)),
+    ("tinker_client_age_seconds", "gauge", "seconds", "Since it was made", ("client",)),
+)
+"""Metrics of the training clients of a Tinker server, of those that exist."""
 SERVER = _specs(
     (
         "http_requests_total",
@@ -210,7 +227,7 @@ COORDINATOR = _specs(
     ("worker_up", "gauge", "1", "1 while the process serves: an engine's, or one of --http-workers", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
-SPECS = ENGINE | MISMATCH | TRAINER | SPEECH | SERVER | COORDINATOR
+SPECS = ENGINE | MISMATCH | TRAINER | SPEECH | TINKER | SERVER | COORDINATOR
 
 
 class MetricSet:

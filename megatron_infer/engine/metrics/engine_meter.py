@@ -18,6 +18,10 @@ MOVED = "moved"
 OUTCOMES = ("stop", "length", "abort", "error", MOVED)
 
 
+MOST_ADAPTERS, OTHER_ADAPTERS = 256, "others"
+"""Names of LoRA adapters that are counted apart, the first of an engine's life, and the name for all later ones."""
+
+
 class EngineMeter:
     """An engine's counts, which only grow; its owner calls a method for each event."""
 
@@ -75,6 +79,8 @@ class EngineMeter:
 
     def adapter_ended(self, adapter: str, num_tokens: int) -> None:
         """A request of a LoRA adapter has ended, having drawn so many tokens."""
+        if adapter not in self.adapter_requests and len(self.adapter_requests) >= MOST_ADAPTERS:
+            adapter = OTHER_ADAPTERS
         self.adapter_requests[adapter] += 1
         self.adapter_tokens[adapter] += num_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_infer.engine.metrics.definitions import MetricSet, coordinator_families, engine_families
@@ -42,6 +42,8 @@ class ServerMeter:
         self._coordinator = MonotonicCounts()
         self._replicas: list[Family] = coordinator_families(None)
         self._workers: list[Family] = []
+        self.sources: list[Callable[[], list[Family]]] = []
+        """Give the series of further modules that come and go; called from any thread."""
         self._unread: set[str] = set()
         """Replicas whose figures could not be read, for one line in the log each."""
 
@@ -141,7 +143,7 @@ class ServerMeter:
 
     def families(self) -> list[Family]:
         """All metrics, with their values now."""
-        own = self.own_families()
+        own = [*self.own_families(), *(family for read in self.sources for family in read())]
         with self._lock:
             engines, coordinator = self._engines.families(), self._coordinator.families()
             return merged([*own, *engines, *coordinator, *self._replicas, *self._workers])

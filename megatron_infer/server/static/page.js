@@ -66,6 +66,7 @@ function show(status) {
   measure(status.time, total("output_tokens"));
   showControls(status.controls, states);
   showReplicas(status.replicas);
+  showClients(status.clients || {}); // of a server of the Tinker API
   showSpeech(status.voices);
 }
 
@@ -90,6 +91,23 @@ function showReplicas(statuses) {
     one.show(status);
     return one;
   });
+}
+
+const COLUMNS = ["steps", "loss", "trained_tokens", "sampled_tokens", "queue"];
+
+function showClients(clients) {
+  const rows = Object.entries(clients).map(([label, figures]) => {
+    const row = document.createElement("tr");
+    row.insertCell().textContent = label;
+    for (const name of COLUMNS) {
+      const cell = row.insertCell();
+      cell.className = "right";
+      cell.textContent = figures[name] === null ? "" : figures[name].toLocaleString("en", { maximumFractionDigits: 2 });
+    }
+    return row;
+  });
+  $("client-rows").replaceChildren(...rows);
+  $("clients").hidden = !rows.length;
 }
 
 // ---------------------------------------------------------------- control

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tinker import messages, requests
 from megatron_infer.server.tinker.losses import loss_named, settings_of
 from megatron_infer.server.tinker.requests import read
-from megatron_infer.server.tinker.service import Model, Sampler, TinkerService
+from megatron_infer.server.tinker.service import Model, Sampler, TinkerService, model_of
 from megatron_infer.server.tinker.training import Datum, pieces, rank_of
 
 PREFIX = "/api/v1/"
@@ -41,6 +42,8 @@ class TinkerRoutes:
 
     def register(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
         self._client = client
+        client.meter.sources.append(self._service.families)
+        client.shown["clients"] = self._service.rows
         for path, (summary, handler) in {
             "client/config": ("Flags of the SDK", self._config),
             "client/dynamic_config": ("Flags of the SDK that may change", self._empty),
@@ -151,18 +154,22 @@ class TinkerRoutes:
             raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
         data = await asyncio.to_thread(self._data_of, sent, function.inputs)
         model, backward = self._service.model(sent.model_id), not sent.forward_only
+        client, figures = model.client, model.figures
 
         async def compute() -> Any:
-            client, total, scores = model.client, 0.0, list[torch.Tensor]()
+            total, scores = 0.0, list[torch.Tensor]()
             try:
                 for piece in pieces(data):
                     work = partial(client.forward_backward, piece, function, settings, backward=backward)
-                    loss, found = await self._service.run(work)
+                    loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
             except BaseException:
                 if backward and scores:  # a part of the batch
                     await self._service.run(client.drop_gradients)
                 raise
+            if backward:
+                figures.loss = total
+                figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)
 
         return self._in_order(requests.OfModel(model_id=model.id, seq_id=sent.seq_id), compute)
@@ -198,7 +205,8 @@ class TinkerRoutes:
         numbers = {name: getattr(how, name) for name in how.__struct_fields__}
 
         async def step() -> Any:
-            metrics = await self._service.run(lambda: model.client.optim_step(**numbers))
+            metrics = await self._service.run_for(model, lambda: model.client.optim_step(**numbers))
+            model.figures.steps += 1
             return {"type": "optim_step", "metrics": metrics}
 
         return self._in_order(body, step)
@@ -212,7 +220,7 @@ class TinkerRoutes:
             path = service.state_dir / model.id / "weights" / name
             if path.exists() and not body.overwrite:
                 raise RequestError(f"path: {name} is there already; give overwrite: true")
-            await service.run(lambda: model.client.save(path))
+            await service.run_for(model, lambda: model.client.save(path))
             return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
 
         return self._in_order(body, save)
@@ -222,7 +230,7 @@ class TinkerRoutes:
 
         async def load(model: Model) -> Any:
             path = service.path_of(body.path, "weights")
-            await service.run(lambda: model.client.load(path, optimizer=body.optimizer))
+            await service.run_for(model, lambda: model.client.load(path, optimizer=body.optimizer))
             return {"type": "load_weights", "path": body.path, "model_id": model.id}
 
         if body.model_id is not None:
@@ -263,9 +271,9 @@ class TinkerRoutes:
             uri = f"tinker://{model.id}/sampler_weights/{body.path}" if body.path else None
             if body.path:
                 folder = service.state_dir / model.id / "sampler_weights" / body.path
-                await service.run(lambda: service.trainer.save_peft(model.client, folder))
+                await service.run_for(model, lambda: service.trainer.save_peft(model.client, folder))
             name = await service.publish(model, uri)
-            sampler = service.new_sampler(None if uri else name, uri)
+            sampler = service.new_sampler(None if uri else name, uri, model.id)
             return {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
 
         return self._in_order(body, save)
@@ -298,7 +306,7 @@ class TinkerRoutes:
             sampler = service.sampler(body.sampling_session_id)
         else:
             self._check_sampled(body.base_model, body.model_path)
-            sampler = Sampler("", None, body.model_path)
+            sampler = Sampler("", None, body.model_path, model_of(body.model_path))
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if getattr(body, name):
                 raise RequestError(f"{name} is not supported; leave it out")
@@ -311,8 +319,11 @@ class TinkerRoutes:
         checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
 
         async def draw() -> Any:
+            began = time.monotonic()
             async with client.submit(checked) as inflight:
                 (output,) = await inflight.results()
+            num_tokens = sum(len(one.token_ids) for one in output.outputs)
+            service.sampled(sampler, num_tokens=num_tokens, seconds=time.monotonic() - began)
             return _sample_response(output, body)
 
         known = sampler.futures.get(body.seq_id) if body.seq_id is not None else None
@@ -369,10 +380,10 @@ class TinkerRoutes:
         return {"request_id": made[key]}
 
     def _in_order(self, body: requests.OfModel, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        service, model, seq_id = self._service, self._service.model(body.model_id), body.seq_id
+        model, seq_id = self._service.model(body.model_id), body.seq_id or 0
+        start = partial(self._service.future_in_order, model, seq_id, work)
         if not seq_id:
-            return {"request_id": service.future(work()), "model_id": model.id}
-        start = partial(service.future_in_order, model, seq_id, work)
+            return {"request_id": start(), "model_id": model.id}
         return self._once(model.futures, seq_id, start) | {"model_id": model.id}
 
 

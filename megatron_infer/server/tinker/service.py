@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_infer.engine.metrics.registry import Family
 from megatron_infer.errors import AdapterInUse, InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
+from megatron_infer.server.tinker.figures import ClientFigures, Row, families_of
 from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient
 
 MAX_FUTURES, FUTURE_S = 4096, 600.0
@@ -44,6 +46,12 @@ class Model:
     """Operations whose turn has not come, by their numbers."""
     futures: dict[int, str] = field(default_factory=dict)
     """Of operations by their numbers: one that is sent again is the same."""
+    figures: ClientFigures = field(default_factory=ClientFigures)
+
+    @property
+    def label(self) -> str:
+        """Names it to those who watch: its id is what a caller needs to train it."""
+        return f"{self.id[:8]}-{self.id.rpartition(':')[2]}"
 
     def pass_on(self, seq_id: int) -> None:
         """The operation of this number has ended, whatever became of it."""
@@ -59,7 +67,14 @@ class Sampler:
     """Its adapter in the engine, if that has no path; None: the base model's, or that of the path."""
     path: str | None = None
     """Of what was saved, from which the adapter is loaded when it is needed."""
+    model: str = ""
+    """Id of the training client that it was saved of."""
     futures: dict[int, str] = field(default_factory=dict)
+
+
+def model_of(path: str | None) -> str:
+    """The id of the training client in tinker://MODEL/KIND/NAME."""
+    return (path or "").removeprefix("tinker://").partition("/")[0]
 
 
 def not_found(what: str, name: str) -> ApiError:
@@ -146,8 +161,8 @@ class TinkerService:
         self.model(id)
         del self._models[id]
 
-    def new_sampler(self, adapter: str | None, path: str | None) -> Sampler:
-        sampler = Sampler(secrets.token_hex(16), adapter, path)
+    def new_sampler(self, adapter: str | None, path: str | None, model: str = "") -> Sampler:
+        sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path))
         self._samplers[sampler.id] = sampler
         unnamed = [one for one in self._samplers.values() if one.adapter is not None]
         old = [one.id for one in unnamed[: max(0, len(unnamed) - MAX_ADAPTERS)]]
@@ -164,7 +179,7 @@ class TinkerService:
                 adapter = trainer.adapter.to_adapter(name)
             trainer.session.engine.load_adapter(name, adapter)
 
-        await self.run(load)
+        await self.run_for(model, load)
         if path is not None:
             self._name(path, name)
         await self._unload_outdated()
@@ -214,6 +229,22 @@ class TinkerService:
         if names:
             self._outdated += await self.run(lambda: unload(names))
 
+    # ------------------------------------------------------------------ figures
+
+    def rows(self) -> dict[str, Row]:
+        """Figures of the training clients that exist, by their labels."""
+        return {model.label: model.figures.row() for model in list(self._models.values())}
+
+    def families(self) -> list[Family]:
+        """These figures as metrics; from any thread."""
+        return families_of(self.rows())
+
+    def sampled(self, sampler: Sampler, *, num_tokens: int, seconds: float) -> None:
+        """Samples have been drawn; they count for the sampler's training client, if that exists."""
+        if (model := self._models.get(sampler.model)) is not None:
+            model.figures.sampled_tokens += num_tokens
+            model.figures.sampling_seconds += seconds
+
     # ------------------------------------------------------------------ files
 
     def path_of(self, uri: str, kind: str) -> Path:
@@ -233,8 +264,21 @@ class TinkerService:
         """Run in the engine's thread, between its steps."""
         return await asyncio.wrap_future(self.trainer.submit(work))
 
+    async def run_for(self, model: Model, work: Callable[[], _R]) -> _R:
+        """`run`; its seconds are in the figures of the training client."""
+
+        def timed() -> _R:
+            began = time.monotonic()
+            try:
+                return work()
+            finally:
+                model.figures.training_seconds += time.monotonic() - began
+
+        return await self.run(timed)
+
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
-        """Start an operation when those with lower numbers have ended -> see `future`."""
+        """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
+        model.figures.queue += 1
 
         async def run() -> Any:
             if model.next_seq < seq_id:
@@ -246,7 +290,11 @@ class TinkerService:
                     raise RequestError(f"{text}; {seq_id} waited for it") from None
             return await work()
 
-        return self.future(run(), ended=lambda: model.pass_on(seq_id))
+        def ended() -> None:
+            model.figures.queue -= 1
+            model.pass_on(seq_id)
+
+        return self.future(run(), ended=ended)
 
     def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
         """Start an operation -> the id that `result` takes. ended: called whatever becomes of it."""
