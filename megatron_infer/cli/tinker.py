@@ -27,6 +27,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--state-dir", default="tinker-state", metavar="DIR", help="checkpoints (default tinker-state)")
     parser.add_argument(
+        "--durable",
+        action="store_true",
+        help="each optim_step is in --state-dir when its call ends, and a server that is started again has the clients",
+    )
+    parser.add_argument(
         "--training-share",
         type=float,
         default=0.5,
@@ -74,5 +79,7 @@ def run(args: argparse.Namespace) -> int:
         config=config,
     )
     name = (settings.served_model_name or (source.name,))[0]
-    serve(trainer, tokenizer, settings, model_name=name, state_dir=Path(args.state_dir), note=note)
+    serve(
+        trainer, tokenizer, settings, model_name=name, state_dir=Path(args.state_dir), durable=args.durable, note=note
+    )
     return 0

@@ -14,6 +14,7 @@ from coordinator_case import coordinator
 from server_case import running, tokenizer
 
 from megatron_infer import RolloutSession, attach_lora
+from megatron_infer.errors import ConfigError
 from megatron_infer.server.http_server import HttpServer
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tinker import messages, service
@@ -45,6 +46,16 @@ def numbers(tokens, seed):
 
 def model():
     return tiny_gpt(seed=3)
+
+
+def output_of(content):
+    """(the loss, log probabilities of each sequence's targets) of a ForwardBackwardOutput."""
+    made = messages.message("ForwardBackwardOutput")
+    made.ParseFromString(content)
+    field = made.loss_fn_outputs[0].fields["logprobs"]
+    places = np.frombuffer(field.offsets, "<i8") // 4
+    values = np.frombuffer(field.data, "<f4")
+    return made.metrics["loss:sum"], [values[a:b] for a, b in zip(places, places[1:], strict=False)]
 
 
 class Api:
@@ -90,12 +101,7 @@ class Api:
         """(the loss, log probabilities of each sequence's targets)."""
         reply = self.send_batch(*args, **options)
         assert reply.status_code == 200, reply.text
-        made = messages.message("ForwardBackwardOutput")
-        made.ParseFromString(self.result(reply.json()))
-        field = made.loss_fn_outputs[0].fields["logprobs"]
-        places = np.frombuffer(field.offsets, "<i8") // 4
-        values = np.frombuffer(field.data, "<f4")
-        return made.metrics["loss:sum"], [values[a:b] for a, b in zip(places, places[1:], strict=False)]
+        return output_of(self.result(reply.json()))
 
     def step(self, model_id, seq_id, **adam):
         return self.call("optim_step", model_id=model_id, seq_id=seq_id, adam_params={**ADAM, **adam})
@@ -115,13 +121,13 @@ class Api:
 
 
 @contextlib.contextmanager
-def serving(state_dir, *, max_models=64, **settings):
+def serving(state_dir, *, max_models=64, durable=False, **settings):
     live = model()
     adapter = attach_lora(live, rank=8, alpha=32, trains_only=True)
     options = {"buffer_size_gb": 0.01, "max_requests": 8, "lora": {"max_loras": 4, "max_rank": 8}}
     session = RolloutSession(live, options, meter=None, model_name="tiny")
     trainer = LiveTrainer(session, adapter)
-    held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models)
+    held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models, durable=durable)
     config = ServerConfig(port=0, log_requests=False, **settings)
     with coordinator(timeout_s=20.0) as one:
         routes = TinkerRoutes(held)
@@ -272,6 +278,41 @@ def test_what_was_saved_outlives_the_server(tmp_path):
         again = api.sample([5, 9, 2], model_path=uri)
         assert again[0][0][0] == drawn[0][0][0]
         np.testing.assert_allclose(again[0][0][1], drawn[0][0][1], atol=1e-6)
+
+
+def test_clients_of_a_durable_server_go_on_with_the_next_one(tmp_path):
+    _, found, parameters = plain_loop("cross_entropy")
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        session, id = api.session, api.train()
+        api.batch(id, 1, "cross_entropy")
+        first = api.result(api.step(id, 2))
+        api.batch(id, 3, "cross_entropy")
+        gone = api.sampler(id, 4)["sampling_session_id"]
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        api.session = session
+        assert api.call("session_heartbeat", session_id=session) and api.train() == id
+        assert api.result(api.step(id, 2)) == first, "the reply that may not have arrived"
+        assert "computed before" in api.result(api.send_batch(id, 1, "cross_entropy").json())["error"]
+        assert "[3] were lost" in api.result(api.step(id, 5))["error"]
+        assert case.http.get(f"/api/v1/samplers/{gone}").status_code == 404
+        _, scores = api.batch(id, 6, "cross_entropy")
+        for got, want in zip(scores, found[1], strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        assert api.result(api.step(id, 7))["metrics"]["version"] == 2
+        for own, want in zip(case.service.model(id).client.parameters, parameters, strict=True):
+            torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+        api.batch(id, 8, "cross_entropy")
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        api.batch(id, 8, "cross_entropy")  # again, as its gradients are gone
+        assert api.result(api.step(id, 9))["metrics"]["version"] == 3
+        (tmp_path / id / "client").write_bytes(b"damaged")
+        with pytest.raises(ConfigError, match=r"client: .*damaged"):
+            service.TinkerService(case.trainer, model_name="tiny", state_dir=tmp_path, durable=True)
+        api.call(f"sessions/{session}/finish")
+        assert not list(tmp_path.glob("*/*"))
 
 
 def test_what_a_server_holds_is_bounded(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from megatron_infer.server.tinker import messages, requests
 from megatron_infer.server.tinker.losses import loss_named, settings_of
 from megatron_infer.server.tinker.requests import read
 from megatron_infer.server.tinker.service import Model, Sampler, TinkerService, model_of
-from megatron_infer.server.tinker.training import Datum, pieces, rank_of
+from megatron_infer.server.tinker.training import Datum, manifest_of, pieces
 
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
@@ -168,6 +168,8 @@ class TinkerRoutes:
                     await self._service.run(client.drop_gradients)
                 raise
             if backward:
+                model.gradients.append(sent.seq_id)
+                model.lost = [number for number in model.lost if number != sent.seq_id]
                 figures.loss = total
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)
@@ -204,10 +206,20 @@ class TinkerRoutes:
         model, how = self._service.model(body.model_id), body.adam_params
         numbers = {name: getattr(how, name) for name in how.__struct_fields__}
 
+        def work() -> Any:
+            return {"type": "optim_step", "metrics": model.client.optim_step(**numbers)}
+
         async def step() -> Any:
-            metrics = await self._service.run_for(model, lambda: model.client.optim_step(**numbers))
+            if model.lost:
+                lost, model.lost = model.lost, []
+                await self._service.run(model.client.drop_gradients)
+                raise RequestError(
+                    f"optim_step: the gradients of operations {lost} were lost with an earlier server; those since are "
+                    "dropped too, send all batches of the step again"
+                )
+            reply = await self._service.change(model, body.seq_id or 0, work)
             model.figures.steps += 1
-            return {"type": "optim_step", "metrics": metrics}
+            return reply
 
         return self._in_order(body, step)
 
@@ -230,8 +242,12 @@ class TinkerRoutes:
 
         async def load(model: Model) -> Any:
             path = service.path_of(body.path, "weights")
-            await service.run_for(model, lambda: model.client.load(path, optimizer=body.optimizer))
-            return {"type": "load_weights", "path": body.path, "model_id": model.id}
+
+            def work() -> Any:
+                model.client.load(path, optimizer=body.optimizer)
+                return {"type": "load_weights", "path": body.path, "model_id": model.id}
+
+            return await service.change(model, body.seq_id or 0, work)
 
         if body.model_id is not None:
             model = service.model(body.model_id)
@@ -245,7 +261,7 @@ class TinkerRoutes:
         session, number = body.session_id, body.model_seq_id
 
         async def create() -> Any:
-            rank = await asyncio.to_thread(rank_of, service.path_of(body.path, "weights"))
+            rank = (await asyncio.to_thread(manifest_of, service.path_of(body.path, "weights")))["rank"]
             model = await service.create_model(session, number, rank=rank, seed=0)
             try:
                 return await load(model)
@@ -257,7 +273,7 @@ class TinkerRoutes:
 
     async def _weights_info(self, call: Call) -> Any:
         path = self._service.path_of(read(call.body, requests.WeightsInfo).tinker_path, "weights")
-        rank = await asyncio.to_thread(rank_of, path)
+        rank = (await asyncio.to_thread(manifest_of, path))["rank"]
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
         return {"base_model": self._service.model_name, "is_lora": True, "lora_rank": rank, **trained}
 

@@ -82,10 +82,11 @@ def serve(
     *,
     model_name: str,
     state_dir: Path,
+    durable: bool,
     note: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
-    service = TinkerService(trainer, model_name=model_name, state_dir=state_dir)
+    """Serve until SIGTERM or Ctrl-C. durable: see `TinkerService`."""
+    service = TinkerService(trainer, model_name=model_name, state_dir=state_dir, durable=durable)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listening,
         ServerFolder() as folder,

@@ -16,6 +16,7 @@ from megatron_infer.engine.metrics.registry import Family
 from megatron_infer.errors import AdapterInUse, InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.tinker.figures import ClientFigures, Row, families_of
+from megatron_infer.server.tinker.kept_clients import KeptClient, KeptClients
 from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient
 
 MAX_FUTURES, FUTURE_S = 4096, 600.0
@@ -46,6 +47,12 @@ class Model:
     """Operations whose turn has not come, by their numbers."""
     futures: dict[int, str] = field(default_factory=dict)
     """Of operations by their numbers: one that is sent again is the same."""
+    gradients: list[int] = field(default_factory=list)
+    """Operations whose gradients wait for optim_step."""
+    lost: list[int] = field(default_factory=list)
+    """Operations of an earlier server whose gradients are gone."""
+    kept: KeptClient | None = None
+    """What an earlier server has left of this client; None: it was made here."""
     figures: ClientFigures = field(default_factory=ClientFigures)
 
     @property
@@ -84,8 +91,19 @@ def not_found(what: str, name: str) -> ApiError:
 class TinkerService:
     """Calls of the event loop; operations on the model run in the engine's thread, by `LiveTrainer`."""
 
-    def __init__(self, trainer: LiveTrainer, *, model_name: str, state_dir: Path, max_models: int = 64) -> None:
+    def __init__(
+        self,
+        trainer: LiveTrainer,
+        *,
+        model_name: str,
+        state_dir: Path,
+        max_models: int = 64,
+        durable: bool = False,
+    ) -> None:
+        """durable: training clients are in state_dir as each operation that changes them leaves them, and those that an
+        earlier server has left there go on. Raises ConfigError for one that cannot."""
         self.trainer, self.model_name, self.state_dir, self._max_models = trainer, model_name, state_dir, max_models
+        self._kept = KeptClients(state_dir) if durable else None
         self._sessions: dict[str, float] = {}
         """When each was heard last, on the monotonic clock."""
         self._models: dict[str, Model] = {}
@@ -102,6 +120,9 @@ class TinkerService:
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
         self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
         """Tasks by id, and when each ended, on the monotonic clock."""
+        for kept in () if self._kept is None else self._kept.load(trainer):
+            self._sessions[kept.id.partition(":")[0]] = time.monotonic()
+            self._models[kept.id] = Model(kept.id, kept.client, next_seq=kept.next_seq, lost=kept.lost, kept=kept)
 
     # ------------------------------------------------------------------ sessions, models, samplers
 
@@ -121,7 +142,7 @@ class TinkerService:
         """Forget it and its training clients; samplers and what was saved stay."""
         self._sessions.pop(id, None)
         for name in [name for name in self._models if name.partition(":")[0] == id]:
-            del self._models[name]
+            self.unload_model(name)
         for key in [key for key in self.calls if key[1] == id]:
             del self.calls[key]
 
@@ -141,6 +162,9 @@ class TinkerService:
 
     async def create_model(self, session: str, number: int, *, rank: int, seed: int) -> Model:
         """Its id is what the SDK names the session's model of this number, before the server has told."""
+        id = f"{session}:train:{number}"
+        if id in self._models:  # of an earlier server
+            return self._models[id]
         if len(self._models) + self._num_coming >= self._max_models:
             silent = time.monotonic() - SILENT_S
             for old in [old for old, heard in self._sessions.items() if heard < silent]:
@@ -153,13 +177,15 @@ class TinkerService:
         finally:
             self._num_coming -= 1
         self.check_session(session)
-        model = Model(f"{session}:train:{number}", client)
-        self._models[model.id] = model
+        model = self._models[id] = Model(id, client)
+        await self.change(model, 0, lambda: None)
         return model
 
     def unload_model(self, id: str) -> None:
         self.model(id)
         del self._models[id]
+        if self._kept is not None:
+            self._kept.forget(id)
 
     def new_sampler(self, adapter: str | None, path: str | None, model: str = "") -> Sampler:
         sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path))
@@ -276,11 +302,29 @@ class TinkerService:
 
         return await self.run(timed)
 
+    async def change(self, model: Model, seq_id: int, work: Callable[[], Any]) -> Any:
+        """`run_for` an operation that changes adapter or optimizer; a durable server has them on the disk when it ends.
+        work: gives its reply."""
+
+        def kept() -> Any:
+            reply = work()
+            if self._kept is not None:
+                self._kept.keep(model.id, model.client, seq_id=seq_id, reply=reply)
+            return reply
+
+        reply = await self.run_for(model, kept)
+        model.gradients.clear()
+        return reply
+
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
         """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
         model.figures.queue += 1
 
         async def run() -> Any:
+            if model.kept is not None and 0 < seq_id <= model.kept.changed_seq:
+                if seq_id == model.kept.changed_seq:
+                    return model.kept.reply
+                raise RequestError(f"seq_id: operation {seq_id} was computed before the server was started again")
             if model.next_seq < seq_id:
                 turn = model.waiting.setdefault(seq_id, asyncio.Event())
                 try:
@@ -293,6 +337,8 @@ class TinkerService:
         def ended() -> None:
             model.figures.queue -= 1
             model.pass_on(seq_id)
+            if self._kept is not None and model.id in self._models:
+                self._kept.note(model.id, next_seq=model.next_seq, gradients=model.lost + model.gradients)
 
         return self.future(run(), ended=ended)
 

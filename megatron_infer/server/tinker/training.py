@@ -155,14 +155,15 @@ class TrainingClient:
                 found = gradient.float()
                 parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
 
-    def save(self, path: Path) -> None:
-        """Write adapter, optimizer and version; a file that is there has the old content or all of the new."""
+    def save(self, path: Path, **about: Any) -> None:
+        """Write adapter, optimizer and version; a file that is there has the old content or all of the new. about: of
+        the manifest, see `manifest_of`."""
         tensors = {f"parameter.{i}": one.detach() for i, one in enumerate(self.parameters)}
         for i, one in enumerate(self.parameters):
             for name, value in self._optimizer.state.get(one, {}).items():
                 tensors[f"optimizer.{i}.{name}"] = torch.as_tensor(value)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file_format.write(path, {"kind": STATE, "rank": self.rank, "version": self.version}, tensors)
+        file_format.write(path, {"kind": STATE, "rank": self.rank, "version": self.version, **about}, tensors)
 
     def load(self, path: Path, *, optimizer: bool) -> None:
         """Take what `save` wrote. Raises RequestError for a state of another rank or model, with nothing changed, and
@@ -189,9 +190,10 @@ class TrainingClient:
                 self._optimizer.state[one] = moved
 
 
-def rank_of(path: Path) -> int:
-    """The rank of a saved client. Raises SnapshotError."""
-    return int(file_format.read_manifest(path)["rank"])
+def manifest_of(path: Path) -> dict[str, Any]:
+    """What is known of a saved client without its tensors: rank, version, and what else was given. Raises
+    SnapshotError."""
+    return file_format.read_manifest(path)
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
