@@ -29,3 +29,14 @@ def test_finished_sequences_are_removed():
         meter.tokens([f"r{step}"], float(step))
         meter.end("length", 1.0, [f"r{step}"])
     assert not meter._last and not meter._step_ids
+
+
+def test_adapters_beyond_the_first_are_counted_under_one_name():
+    meter = EngineMeter()
+    for number in range(1000):
+        meter.adapter_ended(f"adapter-{number}", 2)
+        meter.adapter_ended("adapter-0", 1)
+    figures = meter.as_figures()
+    for counts, total in ((figures["adapter_requests"], 2000), (figures["adapter_tokens"], 3000)):
+        assert len(counts) < 300 and sum(counts.values()) == total
+        assert counts["adapter-0"] > 1000 and counts["others"] > 500

@@ -15,6 +15,7 @@ from megatron_infer.engine.metrics.engine_meter import EngineMeter
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.server_meter import ServerMeter
 from megatron_infer.server.audio.meter import SpeechMeter
+from megatron_infer.server.tinker.figures import ClientFigures, families_of
 
 ROOT = Path(__file__).parents[3]
 SUFFIXES = re.compile("_(bucket|count|sum)$")
@@ -52,6 +53,7 @@ def exported():
     replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
     replica["stats"] = {"figures": figures().to_dict()}
     meter = ServerMeter()
+    meter.sources.append(lambda: families_of({"client": ClientFigures(loss=1.0).row()}))
     meter.call_began()
     meter.call_ended("GET", "/health", 200, 0.1)
     stats = {**dict.fromkeys(counts, 0), "started": 1.0, "replicas": [replica]}
