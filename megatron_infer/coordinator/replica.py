@@ -203,6 +203,7 @@ class Replica:
     def _take_messages(self) -> bool:
         """Apply the messages, waiting for one if there is no step to run -> False when it is time to end."""
         while not self._stopping:
+            self._begin_arrived()  # the last step may have freed rows, and no message may come
             with self._wake:
                 if not self._inbox and not can_step(self.engine) and not self._may_end():
                     self._wake.wait(HOLD_S if self._has_held() or self._draining else None)
@@ -211,7 +212,6 @@ class Replica:
             self._brief_until = time.monotonic() + BRIEF_S
             for came, message in messages:
                 self._apply(came, message)
-            self._begin_arrived()
             if messages:
                 self._report_changes()
             if can_step(self.engine) or self._has_held() or self._may_end():

@@ -143,6 +143,16 @@ def test_memory_waits_for_a_row_and_is_not_computed_again(model):
         is_empty(one, engines.values())
 
 
+def test_memory_that_waits_begins_when_the_last_request_ends(model):
+    """No message comes after that: the one that waits is the last one."""
+    both = [dataclasses.replace(PARAMS[0], n=3, temperature=1.0, seed=4), PARAMS[0]]
+    want = [answer(one) for one in make_engine(model).generate([PROMPT, PROMPT[1:]], both)]
+    with of_roles(model, settings={"max_requests": 3}, p="prefill_only", d="decode_only") as (_, engines, client):
+        futures = [client.submit(prompt, one) for prompt, one in zip((PROMPT, PROMPT[1:]), both, strict=True)]
+        assert [answer(future.result(60)) for future in futures] == want
+        assert computed(engines["d"]) == 0
+
+
 @pytest.mark.parametrize("role", ["prefill_only", "decode_only"])
 def test_where_one_role_is_missing_the_other_does_both(model, expected, role):
     with of_roles(model, only=role) as (one, engines, client):
