@@ -1,7 +1,7 @@
 """Fields without an action that are the same on every route: those of OpenAI, vLLM 0.32, SGLang 0.5.23 and Anthropic.
 
-A dialect adds rows to these where a field means something else there. `docs/request_fields.md` is made from the tables
-of all routes (`tools/field_docs.py`).
+A dialect adds rows to these where a field means something else there. The pages `docs/request_fields*.md` are made from
+the tables of all routes (`tools/field_docs.py`).
 """
 
 from __future__ import annotations

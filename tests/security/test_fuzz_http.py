@@ -28,7 +28,7 @@ from megatron_infer.testing.echo import EchoEngine
 __all__ = ["rounds"]
 pytestmark = pytest.mark.security
 
-PAGE = Path(__file__).parents[2] / "docs" / "request_fields.md"
+DOCS = Path(__file__).parents[2] / "docs"
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0}
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 UNAVAILABLE = (501, 503, 504)
@@ -143,8 +143,9 @@ def test_damaged_bytes_are_answered_in_http_or_closed(case: SimpleNamespace, rou
 
 
 def documented_fields() -> list[str]:
-    """Names in the first columns of the tables of docs/request_fields.md."""
-    cells = re.findall(r"^\| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    """Names in the first columns of the tables of docs/request_fields*.md."""
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("request_fields*.md")))
+    cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
     return sorted({name for cell in cells for name in re.findall(r"`([A-Za-z_]\w*)`", cell)})
 
 
