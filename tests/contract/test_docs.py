@@ -25,6 +25,7 @@ FOREIGN_FILES = (
         "run_text_generation_server.py",
         "tools/run_dynamic_text_generation_server.py",
         "train_rl.py",
+        "nemo_rl/algorithms/grpo.py",
     ),
     *(
         "pretrain_gpt.py",

@@ -46,7 +46,7 @@ def test_replies_have_the_names_of_the_table():
     params = SamplingParams(max_tokens=4, logprobs=0, return_routing=True, return_support=True, top_p=0.8)
     (output,) = engine.generate([PROMPT], params)
     with imported() as verl:
-        found = verl.engine_host.token_output(output, 0)
+        found = verl.server_calls.token_output(output, 0)
     got = {name for name, value in vars(found).items() if value is not None} | set(found.extra_fields)
     assert expected["verl"] <= got
     assert expected["`RolloutSample`"] - {"spans"} <= {

@@ -55,7 +55,7 @@ def imported() -> Any:
             patch.setitem(sys.modules, name, module)
         importlib.import_module(MODULE)
         assert not [name for name in sys.modules if name.startswith(f"{MODULE}.")], "names are registered, no more"
-        parts = ("rollout", "engine_host", "server", "weights")
+        parts = ("rollout", "server_calls", "server", "weights")
         loaded = {name: importlib.import_module(f"{MODULE}.{name}") for name in parts}
         yield SimpleNamespace(**loaded, ray=modules["ray"])
         for name in [name for name in sys.modules if name.startswith(MODULE)]:
@@ -165,7 +165,7 @@ def test_fields_of_verls_config_that_are_read_exist(verl):
     for function in (
         verl.rollout.engine_options,
         verl.rollout.EngineRollout,
-        sys.modules[f"{MODULE}.engine_host"].sampling_params,
+        sys.modules[f"{MODULE}.server_calls"].sampling_params,
     ):
         read = set(re.findall(r"(?<!model_)config\.(\w+)", inspect.getsource(function)))
         assert read <= set(fields), "of `config`, which is verl's RolloutConfig"

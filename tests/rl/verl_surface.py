@@ -39,7 +39,7 @@ def _found(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _method(owner: type, name: str) -> dict[str, Any]:
+def method_of(owner: type, name: str) -> dict[str, Any]:
     function = inspect.unwrap(inspect.getattr_static(owner, name))
     plain = getattr(function, "__func__", function)
     return {
@@ -59,7 +59,7 @@ def record() -> dict[str, Any]:
     for path in CLASSES:
         owner = _found(path)
         names = [name for name, value in vars(owner).items() if inspect.isfunction(getattr(value, "__func__", value))]
-        classes[path] = {name: _method(owner, name) for name in names if name == "__init__" or name[0] != "_"}
+        classes[path] = {name: method_of(owner, name) for name in names if name == "__init__" or name[0] != "_"}
     replica = inspect.getsource(_found(CLASSES[1]))
     config = _found(VALUES["rollout_config"])
     registry = _found("verl.workers.rollout.base._ROLLOUT_REGISTRY")
@@ -91,7 +91,7 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def _class(name: str, methods: dict[str, Any]) -> type:
+def class_of(name: str, methods: dict[str, Any]) -> type:
     """A class with the abstract methods of the record, and an `__init__` that keeps its arguments."""
 
     def init(self: Any, *args: Any, **how: Any) -> None:
@@ -129,13 +129,13 @@ class StandInRay:
         return self.actors[name]
 
     @staticmethod
-    def get(call: Future[Any]) -> Any:
-        return call.result()
+    def get(calls: Any) -> Any:
+        return [call.result() for call in calls] if isinstance(calls, list) else calls.result()
 
     def remote(self, kind: type) -> Any:
         return types.SimpleNamespace(
-            options=lambda name, **_: types.SimpleNamespace(
-                remote=lambda *args: self.actors.setdefault(name, _Actor(kind, args))
+            options=lambda name=None, **_: types.SimpleNamespace(
+                remote=lambda *args: self.actors.setdefault(name or object(), _Actor(kind, args))
             )
         )
 
@@ -153,8 +153,19 @@ class _Actor:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.object, name)
         return types.SimpleNamespace(
-            remote=lambda *args, **how: asyncio.run_coroutine_threadsafe(method(*args, **how), self.loop)
+            remote=lambda *args, **how: _Reference(asyncio.run_coroutine_threadsafe(method(*args, **how), self.loop))
         )
+
+
+class _Reference:
+    """To a call's result, for threads and for coroutines."""
+
+    def __init__(self, call: Future[Any]) -> None:
+        self.result = call.result
+        self._call = call
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self._call).__await__()
 
 
 def stand_ins() -> dict[str, Any]:
@@ -172,7 +183,7 @@ def stand_ins() -> dict[str, Any]:
         setattr(modules[".".join(parts[:-1])], parts[-1], value)
 
     for path, methods in found["classes"].items():
-        put(path, _class(path.rsplit(".", 1)[1], methods))
+        put(path, class_of(path.rsplit(".", 1)[1], methods))
     for path, name in (("verl.workers.rollout.replica.TokenOutput", "token_output"),):
         put(path, make_dataclass("TokenOutput", [(one, Any, None) for one in found[name]]))
     put("verl.workers.rollout.base._ROLLOUT_REGISTRY", {})

@@ -21,8 +21,9 @@ from megatron_infer.errors import ConfigError, WeightUpdateError
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.hf_config import description_from_config
 from megatron_infer.models.trainer_state import wrapper_chain
-from megatron_infer.rl.frameworks.verl.engine_host import EngineHost
+from megatron_infer.rl.frameworks.engine_host import EngineHost
 from megatron_infer.rl.frameworks.verl.server import RolloutServer
+from megatron_infer.rl.frameworks.verl.server_calls import ServerCalls
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.updates import apply
@@ -126,8 +127,10 @@ class EngineRollout(BaseRollout):
         model = self._built(plan) if live is None else live
         mode = KVCacheManagementMode.RECOMPUTE if self.config.free_cache_engine else KVCacheManagementMode.PERSIST
         session = RolloutSession(model, self._options, suspend_mode=mode, eos_ids=sorted(ends), meter=None)
-        server = ray.get_actor(server_name(self.replica_rank)) if session.engine.relay.is_leader else None
-        return EngineHost(session, self.config, server)
+        host = EngineHost(session)
+        if host.is_leader:
+            ServerCalls(host, self.config, ray.get_actor(server_name(self.replica_rank)))
+        return host
 
     def _built(self, plan: Any) -> Any:
         """A model without weights, in the rollout's layout."""
