@@ -15,6 +15,8 @@ from server_case import running, tokenizer
 
 from megatron_infer import RolloutSession, attach_lora
 from megatron_infer.errors import ConfigError
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_server import HttpServer
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tinker import messages, service
@@ -392,6 +394,18 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
     path = api.result(api.call("save_weights", model_id=id, seq_id=7, path="one"))["path"]
     assert api.result(api.call("load_weights", model_id=id, seq_id=8, path=path))["path"] == path
     assert "no gradients" in api.result(api.step(id, 9))["error"], "those of before are gone"
+
+
+def test_a_call_that_is_to_be_sent_later_has_not_had_its_turn(api, monkeypatch):
+    def loading(_):
+        raise unavailable("the model is loading", "loading")
+
+    id = api.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineClient, "limits", property(loading))
+        assert api.send_batch(id, 1, "cross_entropy").status_code == 503
+    api.batch(id, 1, "cross_entropy")
+    assert api.result(api.step(id, 2))["metrics"]["version"] == 1
 
 
 def test_named_samplers_are_loaded_when_they_are_needed(tmp_path, monkeypatch):

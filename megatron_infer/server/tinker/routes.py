@@ -29,6 +29,8 @@ from megatron_infer.server.tinker.training import Datum, manifest_of, pieces
 
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
+LATER = (429, 503)
+"""Statuses of a refusal after which the call is sent again, with its number."""
 MAX_DATA = 4096
 """Sequences of one forward_backward."""
 
@@ -379,7 +381,7 @@ class TinkerRoutes:
                 return await handler(call)
             except InferenceError as error:
                 refused, place = error, _place_of(call)
-                if place is None:
+                if place is None or api_error_of(error).status in LATER:
                     raise
 
             async def refuse() -> Any:
