@@ -45,6 +45,7 @@ CASES = {
     "latent-prompts": "latent",
     "chosen-keys": "latent",
     "kinds": "kinds",
+    "tinker": "tinker",
 }
 """Case -> its module in tools/bench/cases."""
 
