@@ -119,6 +119,26 @@ def check_damaged(model: torch.nn.Module, rank: int) -> None:
     finish(other)
 
 
+def check_other_layouts(model: torch.nn.Module, rank: int) -> None:
+    """From two ranks to one and back by the tokens alone, on all ranks."""
+    source, other = begun(model, rank), ranks.make_engine(model, **SETTINGS)
+    parcel = source.hand_out("0", whole=True).to_bytes()
+    finish(source)
+    new_groups(**{TP: 1})
+    alone = ranks.make_engine(tiny_gpt(**HOW), **SETTINGS)
+    content = None
+    if rank == 0:
+        report = alone.take_in(parcel, whole=True)
+        assert report.recomputed == {"0": "saved by 2 ranks (tp=2), this engine has 1 rank"}, report
+        for _ in range(3):
+            alone.step()
+        content = alone.hand_out("0", whole=True).to_bytes()
+    report = other.take_in(content, whole=True)
+    assert report.recomputed == {"0": "saved by 1 rank, this engine has 2 ranks (tp=2)"}, report
+    ((_, reason, _),) = finish(other).values()
+    assert reason.endswith("length")
+
+
 def check_all_or_nothing(model: torch.nn.Module, rank: int, path: Path, want: dict[str, Any]) -> None:
     """A rank that cannot write leaves the save before as it was; a damaged part is refused, a lost one done without."""
     engine = begun(model, rank)
@@ -185,6 +205,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             check_damaged(model, rank)
             check_all_or_nothing(model, rank, folder / "other", want)
             check_following(model, rank, folder / "followed")
+            check_other_layouts(model, rank)
         if case == "pp":
             engine = ranks.make_engine(model, **SETTINGS)
             report = engine.load_requests(folder / "tp")
