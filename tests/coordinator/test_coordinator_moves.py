@@ -23,7 +23,7 @@ from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
 from megatron_infer.coordinator.protocol import ControlFailed, ParcelPlace, Refused
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.durable.parcel import Parcel
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, OtherRankFailed, RankFailure
 from megatron_infer.testing.echo import EchoEngine
 
 PARAMS = [
@@ -209,6 +209,24 @@ def test_either_side_may_be_lost_at_any_time(model, expected, lost):
         same_tokens([future.result(60) for future in futures], expected)
         wait_for(lambda: len(client.stats()["replicas"]) == 3)
         one.core.check()
+
+
+RANKS = {"take_in": RankFailure(1, "step 3", "it ended"), "hand_out": OtherRankFailed("rank 1: no memory", ranks=[1])}
+
+
+@pytest.mark.parametrize("call", RANKS)
+def test_a_move_that_fails_on_a_rank_costs_no_request(model, expected, call):
+    """A rank that has died ends its engine, whose requests go elsewhere; one that could not write its part does not."""
+    with of_roles(model, p="prefill_only", d="decode_only", e="decode_only") as (one, engines, client):
+
+        def fail(*args, **more):
+            raise RANKS[call]
+
+        setattr(engines["d" if call == "take_in" else "p"], call, fail)
+        same_tokens(client.generate(PROMPTS, PARAMS), expected)
+        left = {"p", "e"} if call == "take_in" else {"p", "d", "e"}
+        wait_for(lambda: {replica["name"] for replica in client.stats()["replicas"]} == left)
+        is_empty(one, engines.values())
 
 
 def test_engines_that_move_no_memory_move_tokens():
