@@ -250,14 +250,18 @@ class Broadcasts:
         if "pause" in self.in_force.commands and self._clients.get("pause") == client:
             self.start(client, Control(0, "unpause", {}, CATCH_UP_S))
 
-    def catch_up(self, replica: ReplicaState) -> None:
+    def catch_up(self, replica: ReplicaState) -> bool:
         """Send a replica that has just joined the commands in force, and the end of those that ended while it was away.
         What the replica carries out of an earlier coordinator's commands is in force until one is given here, and the
-        other replicas get the adapters that it has by them."""
+        other replicas get the adapters that it has by them.
+
+        -> whether that has changed what is in force.
+        """
         assert replica.register is not None
         carried, in_force, changes = replica.register.in_force, self.in_force, replica.register.adapter_changes
         weights = WeightsInForce.from_dict(replica.register.weights)
         replica.now = replace(replica.now, weights=weights.now.stamp)
+        before = in_force.weights.now, in_force.weight_version
         in_force.weights.adopt(weights)
         undone = in_force.adopt_undone(replica.register.undone)
         newer = in_force.adopt(carried, replica.register.set_version, changes)
@@ -270,13 +274,15 @@ class Broadcasts:
                 missed.append(("undo_adapter", {"name": name, "change": loaded["change"]}))
         self._send_missed(replica, missed + self._missed_adapters(replica, in_force.adapters))
         undos = [("undo_adapter", {"name": name, "change": change}) for name, change in undone]
+        is_new = bool(newer or undone) or before != (in_force.weights.now, in_force.weight_version)
         for other in self._replicas():
-            if other is not replica:
+            if other is not replica and (is_new or other.is_outdated):
                 self._send_missed(other, undos + self._missed_adapters(other, newer))
                 self._bring_weights(other, other.now.weights)
         self._end_update_of(replica, weights)
         for broadcast in self._running.values():
             broadcast.joined.append(replica)
+        return is_new
 
     # ------------------------------------------------------------------ weights of replicas that come or come back
 
@@ -342,14 +348,16 @@ class Broadcasts:
             control = Control(0, "unload_adapter", {"name": name, "abort": True}, CATCH_UP_S)
             self._catch_up_with(replica, control, 0.0)  # is no decision: any other one is newer
 
-    def answer(self, peer: bytes, number: int, answer: Answer) -> None:
+    def answer(self, peer: bytes, number: int, answer: Answer) -> bool:
+        """-> whether the broadcast has ended with this answer."""
         broadcast = self._running.get(number)
         if (caught_up := self._catching_up.pop(number, None)) is not None:
             self._caught_up(*caught_up, answer)
         if broadcast is None or peer not in broadcast.waiting:
-            return  # past the deadline: the client has its result
+            return False  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
         self._finish_if_answered(number)
+        return number not in self._running
 
     def _caught_up(self, replica: ReplicaState, control: Control, answer: Answer) -> None:
         """A replica has answered a command that it had missed."""
@@ -367,16 +375,20 @@ class Broadcasts:
             if not answer.ok:
                 self._drop_outdated(replica, str(control.args["name"]))
 
-    def lost(self, peer: bytes, why: str) -> None:
-        """Answer for a replica that is gone."""
+    def lost(self, peer: bytes, why: str) -> bool:
+        """Answer for a replica that is gone -> whether a broadcast has ended."""
         if self._updating is not None and peer in self._updating:
             self._lost_in_update[self._updating.pop(peer)] = why
         self._catching_up = {n: one for n, one in self._catching_up.items() if one[0].peer != peer}
+        has_ended = False
         for number, broadcast in list(self._running.items()):
             broadcast.joined = [replica for replica in broadcast.joined if replica.peer != peer]
-            self.answer(peer, number, Answer(ok=False, kind=LOST, message=why))
+            has_ended |= self.answer(peer, number, Answer(ok=False, kind=LOST, message=why))
+        return has_ended
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> bool:
+        """End broadcasts at their deadlines -> whether one has ended."""
+        num_running = len(self._running)
         for number, broadcast in list(self._running.items()):
             if now < broadcast.deadline:
                 continue
@@ -384,6 +396,7 @@ class Broadcasts:
             for peer in list(broadcast.waiting):
                 message = f"no answer to {control.command} within {control.timeout_s:g} s"
                 self.answer(peer, number, Answer(ok=False, kind="TransitionTimeout", message=message))
+        return len(self._running) != num_running
 
     def _send_command(self, replica: ReplicaState, number: int, control: Control, stamp: float) -> None:
         command = Command(number, replica.incarnation, control.command, control.args, control.timeout_s, stamp)

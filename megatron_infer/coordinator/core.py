@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -85,6 +85,7 @@ class CoordinatorCore:
             for request in list(client.requests.values()):
                 self.dispatch.cancel(request)
             self.broadcasts.client_lost(peer)
+            self._update_availability()
         if replica is not None:
             self._lose(replica, why)
 
@@ -117,8 +118,8 @@ class CoordinatorCore:
                 self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {limit:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
-        self.broadcasts.tick(self._clock())
-        self._update_availability()
+        if self.broadcasts.tick(self._clock()):
+            self._update_availability()
         self._move_on()
 
     def _move_on(self) -> None:
@@ -138,6 +139,7 @@ class CoordinatorCore:
             self.dispatch.abort(client, message.id)
         elif isinstance(message, protocol.Control):
             self.broadcasts.start(client.peer, message)
+            self._update_availability()  # where no replica takes part it has ended
         elif isinstance(message, protocol.Drain):
             self._drain(client, message)
         elif isinstance(message, protocol.Query):
@@ -162,8 +164,8 @@ class CoordinatorCore:
         elif isinstance(message, protocol.PrefixNews):
             self._prefix_news(replica, message)
         elif isinstance(message, protocol.Done):
-            self.broadcasts.answer(replica.peer, message.number, message.answer)
-            self._update_availability()
+            has_ended = self.broadcasts.answer(replica.peer, message.number, message.answer)
+            self._update_availability(None if has_ended else [replica])
             self.dispatch.reopen()  # requests may wait for an adapter that a replica now has
         elif isinstance(message, protocol.Register):
             self._register(replica, message)
@@ -195,8 +197,8 @@ class CoordinatorCore:
         replica.free_rows = info.capacity
         replica.view = router.join(replica.peer, capacity=info.capacity, block_size=info.block_size, root=info.now.root)
         log.info("replica %s joined: %s, %d requests at once", replica.name, info.model, info.capacity)
-        self.broadcasts.catch_up(replica)
-        self._update_availability()
+        is_new = self.broadcasts.catch_up(replica)
+        self._update_availability(None if is_new else [replica])
         self.dispatch.reopen(replica)
 
     def _beat(self, replica: ReplicaState, beat: protocol.Beat) -> None:
@@ -207,13 +209,14 @@ class CoordinatorCore:
         if limit is not None and beat.step_s > limit:
             self.unreachable(replica.peer, f"its engine is in one step for {beat.step_s:.0f} s (limit {limit:g} s)")
             return
-        replica.free_rows, replica.view.foreign = beat.free_rows, beat.foreign
+        replica.free_rows = beat.free_rows
         replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
+        self.dispatch.router.set_foreign(replica.peer, beat.foreign)
         self.dispatch.router.set_root(replica.peer, beat.now.root)
         if beat.now != replica.now:
             replica.now = beat.now
-            self._update_availability()
+            self._update_availability([replica])
 
     def _prefix_news(self, replica: ReplicaState, news: protocol.PrefixNews) -> None:
         router = self.dispatch.router
@@ -227,12 +230,16 @@ class CoordinatorCore:
             published=_digests(news.published),
         )
 
-    def _update_availability(self) -> None:
+    def _update_availability(self, replicas: Sequence[ReplicaState] | None = None) -> None:
         """A replica that drains or has other weights than those in force takes no requests; a paused one, only if none
-        is running; one with an older content of an adapter none of that adapter."""
+        is running; one with an older content of an adapter none of that adapter.
+
+        replicas: those that have changed; None: what is in force may have.
+        """
         opened, closed = False, []
-        for replica in self._replicas.values():
-            if replica.view is None:
+        router = self.dispatch.router
+        for replica in list(self._replicas.values()) if replicas is None else replicas:
+            if replica.view is None or router is None:
                 continue
             gained, lost = self._update_adapters(replica, replica.view)
             before, in_force = replica.view.availability, self.broadcasts.in_force
@@ -243,11 +250,9 @@ class CoordinatorCore:
             is_running, only_prompts = replica.now.state == "running", replica.role is ReplicaRole.PREFILL
             is_closed = replica.draining or replica.is_drained_by_client or replica.is_outdated
             replica.view.takes_prompts = only_prompts and is_running and not is_closed
-            if is_closed:
-                replica.view.availability = Availability.CLOSED
-            else:
-                is_first = is_running and not only_prompts
-                replica.view.availability = Availability.OPEN if is_first else Availability.RESERVE
+            self.dispatch.rank_prefill(replica)
+            availability = Availability.OPEN if is_running and not only_prompts else Availability.RESERVE
+            router.set_availability(replica.peer, Availability.CLOSED if is_closed else availability)
             opened |= gained or before is Availability.CLOSED is not replica.view.availability
             if lost or before is not Availability.CLOSED is replica.view.availability:
                 closed.append(replica)
@@ -281,7 +286,7 @@ class CoordinatorCore:
                 self._drained[name] = drain.move
             for replica in found:
                 replica.is_drained_by_client, replica.moves = not drain.end, drain.move and not drain.end
-            self._update_availability()
+            self._update_availability(found)
             self._move_on()
             answer = protocol.Answer(ok=True, value={"running": sum(len(replica.running) for replica in found)})
         answers = {name if found else "coordinator": answer}
@@ -294,12 +299,12 @@ class CoordinatorCore:
             self.unreachable(replica.peer, goodbye.reason or "goodbye")
             return
         replica.draining = True
-        self._update_availability()
+        self._update_availability([replica])
         log.info("replica %s leaves once its %d requests have ended", replica.name, len(replica.running))
 
     def _lose(self, replica: ReplicaState, why: str) -> None:
         """Its requests go to other replicas with the tokens they have; further messages of it are refused."""
-        self.broadcasts.lost(replica.peer, why)
+        has_ended = self.broadcasts.lost(replica.peer, why)
         if replica.register is None:
             return
         if not replica.draining or replica.running:
@@ -308,7 +313,8 @@ class CoordinatorCore:
             log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
         if self.dispatch.router is not None:
             self.dispatch.router.leave(replica.peer)
-        self._update_availability()  # a command that waited for its answer alone is in force now
+        if has_ended:
+            self._update_availability()  # a command that waited for its answer alone is in force now
         self.dispatch.lose(replica)
         self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
 

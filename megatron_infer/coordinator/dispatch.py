@@ -20,7 +20,7 @@ from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.fair_queue import Caller, FairQueue
 from megatron_infer.coordinator.peers import ClientState, Counts, PendingRequest, ReplicaState, caller_share
-from megatron_infer.coordinator.router import Availability, ReplicaView, Route, Router
+from megatron_infer.coordinator.router import Availability, Rank, Ranking, ReplicaView, Route, Router
 from megatron_infer.outputs.schema import Failure, Piece
 
 CHARS_OF_A_TOKEN = 4
@@ -49,6 +49,10 @@ class Dispatcher:
         self._waiting_of: Counter[Caller] = Counter()
         """Waiting requests by caller."""
         self._unassigned = FairQueue()
+        self._backlogged: dict[bytes, ReplicaState] = {}
+        """Replicas with a backlog, and some that have had one."""
+        self._prefills = Ranking(self._share_of_limit)
+        """Replicas that take prompts and have room, the least busy first."""
         self._num_sent = self._num_seeds = 0
 
     # ------------------------------------------------------------------ clients
@@ -128,15 +132,15 @@ class Dispatcher:
 
     def reopen(self, replica: ReplicaState | None = None) -> None:
         """Assign the unassigned requests, as a replica takes requests again; fill `replica`, which has just joined."""
-        unassigned, self._unassigned = self._unassigned, FairQueue()
-        self._reassign(_drained(unassigned))
+        if self.router is not None and self.router.takes_requests:
+            unassigned, self._unassigned = self._unassigned, FairQueue()
+            self._reassign(_drained(unassigned))
         if replica is not None:
             self._fill(replica)
 
     def move_away(self, replica: ReplicaState) -> None:
         """Have a replica hand out as many of its requests as other replicas have room for; the rest stay for now."""
-        others = [one for one in self._open() if one is not replica and one.role is not ReplicaRole.PREFILL]
-        room = sum(max(0, one.info.capacity - one.num_taken - len(one.backlog)) for one in others)
+        room = self._room_elsewhere(replica)
         moving = sum(request.is_moving for request in replica.running.values())
         for request in list(replica.running.values()):
             if moving >= room:
@@ -146,12 +150,24 @@ class Dispatcher:
                 moving += 1
                 self._send(replica.peer, protocol.HandOut(request.number))
 
+    def _room_elsewhere(self, replica: ReplicaState) -> int:
+        """How many of a replica's requests others have room for."""
+        room = 0
+        for view in () if self.router is None else self.router.with_room():
+            one = self._replicas[view.key]  # type: ignore[index]
+            if room >= len(replica.running):
+                break
+            if one is not replica and one.role is not ReplicaRole.PREFILL:
+                room += max(0, one.info.capacity - one.num_taken - len(one.backlog))
+        return room
+
     def handed_out(self, replica: ReplicaState, message: protocol.HandedOut) -> None:
         """A replica has let a request go: another one goes on with it."""
         request = replica.running.pop(message.number, None)
         if request is None:
             self.counts.fenced += 1
             return
+        self.rank_prefill(replica)
         self.counts.moved += 1
         request.num_moves += 1
         request.number, request.parcel, request.is_moving = 0, replica.place_of(message.parcel), False
@@ -166,7 +182,9 @@ class Dispatcher:
             self._leave(request)
             self._count_waiting(request, -1)
             self._assign(request)
-        self._fill_all()
+        self._fill(replica)
+        if place is not None:
+            self._fill(place)
 
     def clear_backlog(self, replica: ReplicaState) -> None:
         """Reassign what has not been sent to a replica that takes no more requests."""
@@ -180,8 +198,13 @@ class Dispatcher:
         """Reassign all requests of a replica that is gone from `replicas` and the router, with the tokens it sent."""
         for request in replica.placed:
             request.route = None  # its place is gone; where it is it goes on
-        self._reassign([*replica.running.values(), *_drained(replica.backlog)])
-        self._fill_all()  # places that its requests had at other replicas are free
+        if replica.view is not None:
+            self._prefills.discard(replica.view)
+        running = list(replica.running.values())
+        places = [place for request in running if (place := self._place_of(request)) is not None]
+        self._reassign([*running, *_drained(replica.backlog)])
+        for place in places:  # they are free
+            self._fill(place)
 
     # ------------------------------------------------------------------ outputs
 
@@ -228,14 +251,16 @@ class Dispatcher:
         request.ended = True
         del request.client.requests[request.submit.id]
         replica = self._replica_of(request) if request.number else None
+        place = self._place_of(request)
         self._leave(request)
         if replica is None:
             self._count_waiting(request, -1)
             return
         del replica.running[request.number]
+        self.rank_prefill(replica)
         self._fill(replica)
-        if replica.role is ReplicaRole.PREFILL:
-            self._fill_all()
+        if place is not None:
+            self._fill(place)
 
     def _leave(self, request: PendingRequest) -> None:
         """Give back its route, and its place at the replica that is to decode it."""
@@ -251,13 +276,16 @@ class Dispatcher:
             return None
         return self._replicas.get(request.route.key)  # type: ignore[call-overload, no-any-return]
 
-    def _fill_all(self) -> None:
-        for replica in list(self._replicas.values()):
-            self._fill(replica)
+    def _share_of_limit(self, view: ReplicaView) -> Rank:
+        return len(self._replicas[view.key].running) / view.capacity, 0, view.index  # type: ignore[index]
 
-    def _open(self) -> list[ReplicaState]:
-        views = ((replica, replica.view) for replica in self._replicas.values())
-        return [replica for replica, view in views if view is not None and view.availability is Availability.OPEN]
+    def rank_prefill(self, replica: ReplicaState) -> None:
+        """A replica has more or fewer requests, or begins or ends to take prompts."""
+        view = replica.view
+        if view is not None and view.takes_prompts and len(replica.running) < replica.limit:
+            self._prefills.put(view)
+        elif view is not None:
+            self._prefills.discard(view)
 
     # ------------------------------------------------------------------ assignment
 
@@ -274,6 +302,7 @@ class Dispatcher:
         self.router.assign(request.route)
         replica = self._replica_of(request)
         replica.backlog.push(request)
+        self._backlogged[replica.peer] = replica
         self._fill(replica)
 
     def _fill(self, replica: ReplicaState) -> None:
@@ -296,13 +325,8 @@ class Dispatcher:
         cached = 0 if route is None else route.matched * replica.info.block_size
         if length - cached < self._options.role_min_prompt_tokens or any(one.tokens for one in request.sequences):
             return None
-        views = ((one, one.view) for one in self._replicas.values() if one.role is ReplicaRole.PREFILL)
-        free = [
-            one
-            for one, view in views
-            if view is not None and view.takes_prompts and len(one.running) < one.limit and _has_adapter(view, request)
-        ]
-        return min(free, key=lambda one: len(one.running) / one.info.capacity, default=None)
+        found = (self._replicas[view.key] for view in self._prefills if _has_adapter(view, request))  # type: ignore[index]
+        return next(found, None)
 
     def _start(self, request: PendingRequest, replica: ReplicaState) -> None:
         """Send a waiting request to a replica; its prompt alone where it keeps a place at another one."""
@@ -314,6 +338,7 @@ class Dispatcher:
         request.number = self._num_sent
         request.attempts += 1
         replica.running[request.number] = request
+        self.rank_prefill(replica)
         submit = request.submit
         has_tokens = any(one.tokens for one in request.sequences)
         run = protocol.Run(
@@ -343,7 +368,8 @@ class Dispatcher:
         is_open = replica.view.availability is Availability.OPEN
         if not is_open or 2 * replica.num_taken > replica.info.capacity:
             return None
-        longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
+        self._backlogged = {peer: one for peer, one in self._backlogged.items() if one.backlog}
+        longest = max(self._backlogged.values(), key=lambda other: len(other.backlog), default=replica)
         while longest.backlog:
             request = longest.backlog.pop_last()  # the last: those before it start soon, where their prefix is cached
             if not request.ended and request.adapter is not None and request.adapter not in replica.view.adapters:

@@ -3,14 +3,21 @@
 A replica's table holds the digests of its cached blocks, with the hash chain of the cache
 (`scheduler.context.block_digest`). It follows the replica's reports: published, forgotten, reset, another root (weights
 changed). Blocks that a running request will publish count as held until it ends.
+
+What a choice costs does not grow with the replicas: `PrefixIndex` has the holders of a block, `Ranking` the replica
+with the most room. Only requests of an adapter look at every replica.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.errors import ConfigError, UnknownRequest
@@ -18,6 +25,8 @@ from megatron_infer.scheduler.context.block_digest import TOKEN_SIZE, adapted, d
 
 MAX_DIGESTS = 1 << 17
 """Most digests per replica, oldest forgotten first: 2 million tokens in blocks of 16."""
+MAX_LOOKED_AT = 32
+"""Replicas that a choice looks at, of those that hold equally much of a prompt: they take turns to be looked at."""
 
 
 def chain_of(root: bytes, salt: str, tokens: bytes, block_size: int) -> list[bytes]:
@@ -33,13 +42,56 @@ def chain_of(root: bytes, salt: str, tokens: bytes, block_size: int) -> list[byt
     return chain
 
 
+class PrefixIndex:
+    """Which tables hold each digest, by the numbers of their owners."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, int | dict[int, None]] = {}
+        """A number while there is one holder, which is the rule: a dict takes four times the memory of all else."""
+
+    def add(self, digest: bytes, owner: int) -> None:
+        held = self._holders.setdefault(digest, owner)
+        if isinstance(held, dict):
+            held[owner] = None
+        elif held != owner:
+            self._holders[digest] = {held: None, owner: None}
+
+    def discard(self, digest: bytes, owner: int) -> None:
+        held = self._holders.get(digest)
+        if held == owner:
+            del self._holders[digest]
+        elif isinstance(held, dict):
+            held.pop(owner, None)
+            if len(held) == 1:
+                self._holders[digest] = next(iter(held))
+
+    def holders(self, digest: bytes) -> Collection[int]:
+        held = self._holders.get(digest)
+        if held is None:
+            return ()
+        return held if isinstance(held, dict) else (held,)
+
+    def some_holders(self, digest: bytes) -> list[int]:
+        """The next MAX_LOOKED_AT of its holders; a further call has others."""
+        held = self._holders[digest]
+        assert isinstance(held, dict), "a single holder"
+        chosen = list(islice(held, MAX_LOOKED_AT))
+        for owner in chosen:
+            del held[owner]
+            held[owner] = None
+        return chosen
+
+
 class PrefixTable:
     """Digests of one replica's cached blocks; beyond the limit the least recently used are dropped."""
 
-    def __init__(self, limit: int = MAX_DIGESTS) -> None:
+    def __init__(self, limit: int = MAX_DIGESTS, index: PrefixIndex | None = None, owner: int = 0) -> None:
+        """index, owner: where it is to be found, and by which number."""
         assert limit >= 1, f"a table of {limit} digests"
-        self._limit = limit
-        self._stamps: OrderedDict[bytes, int] = OrderedDict()
+        self._limit, self._owner = limit, owner
+        self._index = PrefixIndex() if index is None else index
+        self._stamps: dict[bytes, int] = {}
+        """The least recently used first."""
         self._expected: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -51,24 +103,31 @@ class PrefixTable:
     def publish(self, digests: Sequence[bytes], stamp: int) -> None:
         """Add digests, given in the order of their chains; a parent is dropped after its children."""
         for digest in reversed(digests):
+            if self._stamps.pop(digest, None) is None:
+                self._index.add(digest, self._owner)
             self._stamps[digest] = stamp
-            self._stamps.move_to_end(digest)
-        while len(self._stamps) > self._limit:
-            self._stamps.popitem(last=False)
+        if len(self._stamps) > self._limit:  # a few more at once: the first item of a dict is slow to find
+            self.forget(list(islice(self._stamps, len(self._stamps) - self._limit + self._limit // 16)))
 
     def forget(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
-            self._stamps.pop(digest, None)
+            if self._stamps.pop(digest, None) is not None and digest not in self._expected:
+                self._index.discard(digest, self._owner)
 
     def clear(self) -> None:
         """The cache was reset, or belongs to other weights."""
+        for digest in (*self._stamps, *self._expected):
+            self._index.discard(digest, self._owner)
         self._stamps.clear()
         self._expected.clear()
 
     def expect(self, chain: Iterable[bytes]) -> None:
         """A request that will publish `chain` was assigned."""
         for digest in chain:
-            self._expected[digest] = self._expected.get(digest, 0) + 1
+            count = self._expected.get(digest, 0)
+            if not count:
+                self._index.add(digest, self._owner)
+            self._expected[digest] = count + 1
 
     def expect_no_more(self, chain: Iterable[bytes]) -> None:
         """That request has ended; the replica has reported what it published."""
@@ -76,16 +135,12 @@ class PrefixTable:
             count = self._expected.get(digest, 0) - 1
             if count > 0:
                 self._expected[digest] = count
-            else:
-                self._expected.pop(digest, None)
+            elif self._expected.pop(digest, None) is not None and digest not in self._stamps:
+                self._index.discard(digest, self._owner)
 
     def match(self, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of `chain` are held or expected."""
-        stamps, expected = self._stamps, self._expected
-        for count, digest in enumerate(chain):
-            if digest not in stamps and digest not in expected:
-                return count
-        return len(chain)
+        """How many leading blocks of `chain` are held or expected: a parent is there as long as its children are."""
+        return bisect_left(chain, True, key=lambda digest: digest not in self)
 
     def recency(self, digest: bytes) -> int:
         """Stamp of its last use; 0 if it is only expected."""
@@ -93,9 +148,8 @@ class PrefixTable:
 
     def touch(self, chain: Sequence[bytes], stamp: int) -> None:
         for digest in reversed(chain):
-            if digest in self._stamps:
+            if self._stamps.pop(digest, None) is not None:
                 self._stamps[digest] = stamp
-                self._stamps.move_to_end(digest)
 
 
 class Availability(Enum):
@@ -145,6 +199,58 @@ class ReplicaView:
         return self.root if adapter is None else adapted(self.root, adapter, self.adapters.get(adapter, ""))
 
 
+Rank = tuple[float, int, int]
+"""The smallest is the first; its last item is the view's index."""
+
+
+class Ranking:
+    """Replicas in the order in which requests go to them."""
+
+    def __init__(self, rank: Callable[[ReplicaView], Rank]) -> None:
+        self._rank = rank
+        self._order: list[Rank] = []
+        self._members: dict[int, tuple[Rank, ReplicaView]] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[ReplicaView]:
+        return (self._members[rank[2]][1] for rank in self._order)
+
+    def __contains__(self, view: ReplicaView) -> bool:
+        return view.index in self._members
+
+    def put(self, view: ReplicaView) -> None:
+        """Add a replica, or put it where it belongs now."""
+        rank, known = self._rank(view), self._members.get(view.index)
+        if known is not None and known[0] == rank:
+            return
+        self.discard(view)
+        insort(self._order, rank)
+        self._members[view.index] = rank, view
+
+    def discard(self, view: ReplicaView) -> None:
+        known = self._members.pop(view.index, None)
+        if known is not None:
+            del self._order[bisect_left(self._order, known[0])]
+
+    @property
+    def first(self) -> ReplicaView:
+        return self._members[self._order[0][2]][1]
+
+    def first_after(self, rank: Rank) -> ReplicaView:
+        """The first one with a larger rank, else the very first."""
+        position = bisect_right(self._order, rank)
+        return self._members[self._order[position % len(self._order)][2]][1]
+
+    def those(self, chosen: Callable[[ReplicaView], bool]) -> Ranking:
+        found = Ranking(self._rank)
+        for view in self:
+            if chosen(view):
+                found.put(view)
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """The replica chosen for a request, and the blocks it will publish there."""
@@ -166,11 +272,18 @@ class Router:
     _num_joined: int = 0
     _clock: int = 0
     _last_index: int = -1
+    _index: PrefixIndex = field(default_factory=PrefixIndex)
+    _kinds: Counter[tuple[bytes, int]] = field(default_factory=Counter)
+    """Roots and block sizes of the replicas."""
+    _rankings: dict[Availability, Ranking] = field(init=False)
+    _views: dict[int, ReplicaView] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.policy = Policy(self.policy)
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"alpha is {self.alpha}, it must be between 0 and 1")
+        rank = _rank_in_turn if self.policy is Policy.ROUND_ROBIN else _rank_by_room
+        self._rankings = {one: Ranking(rank) for one in (Availability.OPEN, Availability.RESERVE)}
 
     def join(self, key: Hashable, *, capacity: int, block_size: int, root: bytes) -> ReplicaView:
         """Add a replica; its table is empty until it reports."""
@@ -178,17 +291,25 @@ class Router:
             raise ConfigError(f"replica {key!r} is there already")
         if capacity < 1 or block_size < 1:
             raise ConfigError(f"replica {key!r}: capacity {capacity}, block size {block_size}; both are at least 1")
-        table = PrefixTable(self.max_digests)
-        view = ReplicaView(
-            key=key, index=self._num_joined, capacity=capacity, block_size=block_size, root=root, table=table
-        )
+        index = self._num_joined
+        table = PrefixTable(self.max_digests, self._index, index)
+        view = ReplicaView(key=key, index=index, capacity=capacity, block_size=block_size, root=root, table=table)
         self._num_joined += 1
-        self.replicas[key] = view
+        self._kinds[root, block_size] += 1
+        self.replicas[key] = self._views[index] = view
+        self._rankings[view.availability].put(view)
         return view
 
     def leave(self, key: Hashable) -> None:
         """Remove a replica and its table; routes to it need no release."""
-        self.replicas.pop(key, None)
+        view = self.replicas.pop(key, None)
+        if view is None:
+            return
+        del self._views[view.index]
+        self._count_kind(view, -1)
+        view.table.clear()
+        for ranking in self._rankings.values():
+            ranking.discard(view)
 
     def report(
         self,
@@ -209,8 +330,34 @@ class Router:
         """Another root means other weights: new requests cannot match blocks published before."""
         view = self._view(key)
         if view.root != root:
+            self._count_kind(view, -1)
             view.root = root
+            self._count_kind(view, +1)
             view.table.clear()
+
+    def set_foreign(self, key: Hashable, count: int) -> None:
+        """Requests that a replica has from elsewhere."""
+        view = self._view(key)
+        view.foreign = count
+        self._rank_again(view)
+
+    def set_availability(self, key: Hashable, availability: Availability) -> None:
+        view = self._view(key)
+        view.availability = availability
+        for one, ranking in self._rankings.items():
+            if one is availability:
+                ranking.put(view)
+            else:
+                ranking.discard(view)
+
+    @property
+    def takes_requests(self) -> bool:
+        return bool(self._candidates())
+
+    def with_room(self) -> Iterator[ReplicaView]:
+        """Replicas that are open and have a free row."""
+        select = filter if self.policy is Policy.ROUND_ROBIN else takewhile
+        return select(lambda view: view.free_share > 0, self._rankings[Availability.OPEN])
 
     def choose(self, tokens: bytes, *, salt: str = "", adapter: str | None = None) -> Route | None:
         """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests.
@@ -220,17 +367,16 @@ class Router:
         """
         candidates = self._candidates()
         if adapter is not None:
-            having = [view for view in candidates if adapter in view.adapters]
+            having = candidates.those(lambda view: adapter in view.adapters)
             if not having and any(adapter in view.loading for view in candidates):
                 return None
-            candidates = having or [view for view in candidates if adapter not in view.outdated]
+            candidates = having or candidates.those(lambda view: adapter not in view.outdated)
         if not candidates:
             return None
         if self.policy is Policy.ROUND_ROBIN:
-            following = [view for view in candidates if view.index > self._last_index]
-            return Route(key=(following or candidates)[0].key)
+            return Route(key=candidates.first_after((0.0, 0, self._last_index)).key)
         if self.policy is Policy.LOAD_BALANCED or not tokens:
-            return Route(key=_least_loaded(candidates).key)
+            return Route(key=candidates.first.key)
         return self._by_prefix(candidates, tokens, salt, adapter)
 
     def assign(self, route: Route) -> None:
@@ -238,6 +384,7 @@ class Router:
         view, stamp = self._view(route.key), self._tick()
         view.load += 1
         view.last_assigned, self._last_index = stamp, view.index
+        self._rank_again(view)
         if route.root == view.root:
             view.table.touch(route.chain, stamp)
             view.table.expect(route.chain)
@@ -249,40 +396,85 @@ class Router:
             return
         view.load -= 1
         assert view.load >= 0, f"replica {route.key!r} was released once too often"
+        self._rank_again(view)
         if route.root == view.root:
             view.table.expect_no_more(route.chain)
 
-    def _by_prefix(self, candidates: list[ReplicaView], tokens: bytes, salt: str, adapter: str | None) -> Route:
-        chains: dict[tuple[bytes, int], list[bytes]] = {}
-        if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed, once per kind of replica
-            tokens = tokens[: TOKEN_SIZE * (max(view.block_size for view in candidates) + 1)]
-        best: tuple[float, float, int, int] | None = None
-        chosen, route_matched = candidates[0], 0
-        for view in candidates:
-            kind = (view.root_of(adapter), view.block_size)
-            chain = chains.get(kind)
-            if chain is None:
-                chain = chain_of(kind[0], salt, tokens, view.block_size)
-                if self.policy is Policy.FIRST_PREFIX_BLOCK:
-                    del chain[1:]
-                chains[kind] = chain
-            matched = view.table.match(chain)
-            if not matched:
-                continue
-            score = self.alpha * matched / len(chain) + (1.0 - self.alpha) * view.free_share
-            order = (score, view.free_share, view.table.recency(chain[matched - 1]), -view.index)
-            if best is None or order > best:
-                best, chosen, route_matched = order, view, matched
-        fallback = _least_loaded(candidates)
-        if best is None or best[0] < (1.0 - self.alpha) * fallback.free_share:
-            chosen, route_matched = fallback, 0
+    def _by_prefix(self, candidates: Ranking, tokens: bytes, salt: str, adapter: str | None) -> Route:
+        kinds: Iterable[tuple[bytes, int]] = tuple(self._kinds)
+        if adapter is not None:
+            kinds = {(view.root_of(adapter), view.block_size) for view in candidates}
+        roomiest, chains = candidates.first, {}
+        best = _Choice((1.0 - self.alpha) * roomiest.free_share, -math.inf, 0, -roomiest.index, 0)
+        for root, block_size in kinds:
+            part = tokens
+            if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed
+                part = tokens[: TOKEN_SIZE * (block_size + 1)]
+            chain = chains[root, block_size] = chain_of(root, salt, part, block_size)
+            of_kind = candidates
+            if adapter is not None:
+                of_kind = candidates.those(lambda view, root=root: view.root_of(adapter) == root)  # type: ignore[misc]
+            best = self._best_holder(of_kind, chain, best)
+        chosen = self._views[-best.negative_index]
         kind = (chosen.root_of(adapter), chosen.block_size)
-        return Route(key=chosen.key, chain=chains[kind], root=chosen.root, matched=route_matched)
+        return Route(key=chosen.key, chain=chains[kind], root=chosen.root, matched=best.num_matched)
 
-    def _candidates(self) -> list[ReplicaView]:
-        views = list(self.replicas.values())  # in the order of joining
-        chosen = [view for view in views if view.availability is Availability.OPEN]
-        return chosen or [view for view in views if view.availability is Availability.RESERVE]
+    def _best_holder(self, candidates: Ranking, chain: Sequence[bytes], best: _Choice) -> _Choice:
+        """The better one of `best` and the best replica that has the first block of `chain`.
+
+        It is found from the last block to the first, as fewer replicas have the later ones. Of more than MAX_LOOKED_AT
+        that have a block those with the most room are looked at, and some of the others in turn.
+        """
+        seen: set[int] = set()
+        for count in range(len(chain), 0, -1):
+            held = self._index.holders(chain[count - 1])
+            if not held:
+                continue
+            if not candidates or self._score(count, chain, candidates.first) < best.score:
+                return best
+            if len(held) > MAX_LOOKED_AT:
+                return self._best_of_many(candidates, chain, count, best)
+            for index in held:
+                if index not in seen:
+                    best = self._better(best, candidates, chain, self._views[index], count)
+            seen.update(held)
+        return best
+
+    def _best_of_many(self, candidates: Ranking, chain: Sequence[bytes], count: int, best: _Choice) -> _Choice:
+        """The same, where many have `count` blocks, and those that have more have been looked at."""
+        for view in islice(candidates, MAX_LOOKED_AT):
+            if self._score(count, chain, view) <= best.score:
+                return best
+            best = self._better(best, candidates, chain, view, view.table.match(chain))
+        for index in self._index.some_holders(chain[count - 1]):
+            best = self._better(best, candidates, chain, self._views[index], count)
+        return best
+
+    def _better(
+        self, best: _Choice, candidates: Ranking, chain: Sequence[bytes], view: ReplicaView, count: int
+    ) -> _Choice:
+        """The better one of `best` and a replica that has `count` blocks."""
+        if not count or view not in candidates:
+            return best
+        recency = view.table.recency(chain[count - 1])
+        return max(best, _Choice(self._score(count, chain, view), view.free_share, recency, -view.index, count))
+
+    def _score(self, num_matched: int, chain: Sequence[bytes], view: ReplicaView) -> float:
+        return self.alpha * num_matched / len(chain) + (1.0 - self.alpha) * view.free_share
+
+    def _candidates(self) -> Ranking:
+        return self._rankings[Availability.OPEN] or self._rankings[Availability.RESERVE]
+
+    def _rank_again(self, view: ReplicaView) -> None:
+        for ranking in self._rankings.values():
+            if view in ranking:
+                ranking.put(view)
+
+    def _count_kind(self, view: ReplicaView, change: int) -> None:
+        kind = (view.root, view.block_size)
+        self._kinds[kind] += change
+        if not self._kinds[kind]:
+            del self._kinds[kind]
 
     def _view(self, key: Hashable) -> ReplicaView:
         try:
@@ -295,6 +487,20 @@ class Router:
         return self._clock
 
 
-def _least_loaded(candidates: list[ReplicaView]) -> ReplicaView:
-    """The largest free share; among equals the one assigned to longest ago, then the first that joined."""
-    return max(candidates, key=lambda view: (view.free_share, -view.last_assigned, -view.index))
+class _Choice(NamedTuple):
+    """A replica and why it is chosen: the largest is the best."""
+
+    score: float
+    free_share: float
+    recency: int
+    negative_index: int
+    num_matched: int
+
+
+def _rank_by_room(view: ReplicaView) -> Rank:
+    """The largest free share first; among equals the one assigned to longest ago, then the first that joined."""
+    return -view.free_share, view.last_assigned, view.index
+
+
+def _rank_in_turn(view: ReplicaView) -> Rank:
+    return 0.0, 0, view.index

@@ -26,6 +26,7 @@ RUNS = {
     "ranks.py --part prompts --ranks 2 --requests 2 --tokens 4 --rounds 1": "each its own",
     "ranks.py --part stages --requests 4 --tokens 4 --device-ms 1": "2 in flight",
     "coordinator.py --quick": "longest_prefix",
+    "simulate.py --replicas 8 --requests 20 --chaos --roles": "lost 1",
     "speech.py --rounds 1 --streams 2 --seconds 1 --threads 1": "second request of a voice",
     "variants.py preemption --demand 2 --max-prompt 32 --max-new 32": "swap",
     "variants.py moves --rounds 1 --lengths 40": "moved to a hit",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import statistics
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.config.machine_defaults import machine_config
-from megatron_infer.coordinator.router import Availability, PrefixTable, Router, chain_of
+from megatron_infer.coordinator.router import MAX_LOOKED_AT, Availability, PrefixTable, Route, Router, chain_of
 from megatron_infer.errors import ConfigError
 from megatron_infer.scheduler.context.block_digest import adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.scheduler.context.block_pool import BlockPool
@@ -32,6 +34,12 @@ def make_router(count=3, policy=Policy.LONGEST_PREFIX, alpha=0.5, capacity=8, **
     for name in "abcdefgh"[:count]:
         router.join(name, capacity=capacity, block_size=BLOCK, root=ROOT)
     return router
+
+
+def give(router, key, count):
+    """Assign requests to a replica."""
+    for _ in range(count):
+        router.assign(Route(key=key))
 
 
 def make_context(num_blocks=64, keep_cached=True, num_rows=8):
@@ -162,7 +170,7 @@ def test_choice_has_the_best_score_of_the_formula(policy, alpha, replicas):
     router = make_router(len(replicas), policy, alpha)
     chain = chain_of(ROOT, "", packed(tokens), BLOCK)
     for view, (matched, load) in zip(router.replicas.values(), replicas, strict=True):
-        view.load = load
+        give(router, view.key, load)
         router.report(view.key, published=chain[:matched])
     scores = {}
     for view, (matched, load) in zip(router.replicas.values(), replicas, strict=True):
@@ -170,6 +178,122 @@ def test_choice_has_the_best_score_of_the_formula(policy, alpha, replicas):
         scores[view.key] = alpha * share + (1 - alpha) * (1 - load / 8)
     route = router.choose(packed(tokens))
     assert scores[route.key] == pytest.approx(max(scores.values()))
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            "publish publish assign assign release forget reset root close open reserve foreign leave".split()
+        ),
+        st.integers(0, 11),
+        st.integers(0, 3),
+        st.integers(0, 6),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(list(Policy)), st.sampled_from([0.0, 0.25, 0.5, 1.0]), EVENTS)
+def test_choices_are_those_of_a_look_at_every_replica_whatever_has_happened_before(policy, alpha, events):
+    router = Router(policy, alpha)
+    for number in range(12):
+        router.join(number, capacity=4, block_size=BLOCK, root=ROOT)
+    prompts = [packed([family, *range(6 * BLOCK)]) for family in range(4)]
+    routes, last = [], -1
+    for kind, key, family, count in events:
+        view = router.replicas.get(key)
+        if view is None:
+            continue
+        chain = chain_of(view.root, "", prompts[family], BLOCK)[:count]
+        if kind == "publish":
+            router.report(key, published=chain)
+        elif kind == "assign":
+            routes.append(router.choose(prompts[family]))
+            if routes[-1] is None:
+                routes.pop()
+            else:
+                router.assign(routes[-1])
+                last = router.replicas[routes[-1].key].index
+        elif kind == "release" and routes:
+            router.release(routes.pop(count % len(routes)))
+        elif kind == "forget":
+            router.report(key, forgotten=chain_of(view.root, "", prompts[family], BLOCK)[count:])
+        elif kind == "reset":
+            router.report(key, reset=True)
+        elif kind == "root":
+            router.set_root(key, (ROOT, OTHER)[count % 2])
+        elif kind in ("close", "open", "reserve"):
+            names = {"close": Availability.CLOSED, "open": Availability.OPEN, "reserve": Availability.RESERVE}
+            router.set_availability(key, names[kind])
+        elif kind == "foreign":
+            router.set_foreign(key, count)
+        elif kind == "leave":
+            router.leave(key)
+            routes = [route for route in routes if route.key != key]
+        for prompt in prompts:
+            found = router.choose(prompt)
+            assert (found and (found.key, found.matched)) == choice_of_all(router, prompt, last), (kind, key)
+
+
+def choice_of_all(router, prompt, last):
+    """The rules, with a look at every replica."""
+    views = [view for view in router.replicas.values() if view.availability is Availability.OPEN]
+    views = views or [view for view in router.replicas.values() if view.availability is Availability.RESERVE]
+    if not views:
+        return None
+    roomiest = max(views, key=lambda view: (view.free_share, -view.last_assigned, -view.index))
+    if router.policy is Policy.ROUND_ROBIN:
+        return ([view for view in views if view.index > last] or views)[0].key, 0
+    if router.policy is Policy.LOAD_BALANCED:
+        return roomiest.key, 0
+    found = []
+    for view in views:
+        chain = chain_of(view.root, "", prompt, BLOCK)
+        if router.policy is Policy.FIRST_PREFIX_BLOCK:
+            chain = chain[:1]
+        matched = next((count for count, digest in enumerate(chain) if digest not in view.table), len(chain))
+        score = router.alpha * matched / len(chain) + (1 - router.alpha) * view.free_share
+        if matched:
+            order = (score, view.free_share, view.table.recency(chain[matched - 1]), -view.index)
+            found.append((order, view.key, matched))
+    if not found or max(found)[0][0] < (1 - router.alpha) * roomiest.free_share:
+        return roomiest.key, 0
+    return max(found)[1:]
+
+
+@pytest.mark.parametrize("num_holders", [MAX_LOOKED_AT + 1, 150, 300])
+def test_a_prefix_that_many_replicas_have_spreads_over_all_of_them_and_over_no_other(num_holders):
+    router, tokens = Router(Policy.LONGEST_PREFIX, 1.0), packed(range(21))
+    for key in range(300):
+        router.join(key, capacity=8, block_size=BLOCK, root=ROOT)
+        router.report(key, published=chain_of(ROOT, "", tokens, BLOCK) if key < num_holders else ())
+    for _ in range(4 * num_holders):
+        route = router.choose(tokens)
+        assert route.matched == 5
+        router.assign(route)
+    loads = [view.load for view in router.replicas.values()]
+    assert sum(loads[:num_holders]) == 4 * num_holders and set(loads[:num_holders]) <= {3, 4, 5}, loads
+
+
+def test_the_cost_of_a_choice_hardly_grows_with_the_replicas():
+    def cost_us(count):
+        router = Router(Policy.LONGEST_PREFIX, 0.5)
+        prompts = [packed([0, *range(8 * BLOCK), family, *range(9 * BLOCK)]) for family in range(count)]
+        for key, prompt in enumerate(prompts):
+            router.join(key, capacity=8, block_size=BLOCK, root=ROOT)
+            router.report(key, published=chain_of(ROOT, "", prompt, BLOCK)[: 4 + key % 12])
+        times = []
+        for prompt in prompts[:: max(1, count // 128)] * (8 if count < 128 else 1):
+            began = time.thread_time()
+            route = router.choose(prompt)
+            router.assign(route)
+            router.release(route)
+            times.append(time.thread_time() - began)
+        return 1e6 * statistics.median(times)
+
+    few, many = cost_us(16), cost_us(2048)  # 128 times as many
+    assert many < 8 * few, (few, many)
 
 
 def test_a_prefix_policy_without_an_alpha_follows_the_prefix_whatever_the_load():
@@ -181,7 +305,7 @@ def test_a_prefix_policy_without_an_alpha_follows_the_prefix_whatever_the_load()
         chain = chain_of(ROOT, "", tokens, BLOCK)
         router.report("b", published=chain[:matched])
         router.report("c", published=chain[: matched - 1])
-        router.replicas["b"].load = 20  # twelve requests wait there
+        give(router, "b", 20)  # twelve requests wait there
         assert router.choose(tokens).key == "b" and router.choose(other).key == "a"
         router.report("c", published=chain)
         assert router.choose(tokens).key == "c", "of equals the one with more room"
@@ -231,15 +355,17 @@ def test_round_robin_takes_turns_and_skips_replicas_that_left():
 def test_load_balanced_ignores_prefixes_and_counts_requests_from_elsewhere():
     router, tokens = make_router(policy="load_balanced"), packed(range(9))
     router.report("a", published=chain_of(ROOT, "", tokens, BLOCK))
-    router.replicas["a"].load, router.replicas["b"].foreign, router.replicas["c"].load = 3, 2, 4
+    give(router, "a", 3)
+    router.set_foreign("b", 2)
+    give(router, "c", 4)
     assert router.choose(tokens).key == "b"
 
 
 def test_closed_replicas_get_nothing_and_those_in_reserve_only_what_no_other_takes():
     router, tokens = make_router(), packed(range(9))
     router.report("a", published=chain_of(ROOT, "", tokens, BLOCK))
-    router.replicas["a"].availability = Availability.CLOSED
-    router.replicas["b"].availability = Availability.RESERVE
+    router.set_availability("a", Availability.CLOSED)
+    router.set_availability("b", Availability.RESERVE)
     assert router.choose(tokens).key == "c"
     router.leave("c")
     assert router.choose(tokens).key == "b"
