@@ -113,8 +113,9 @@ class LayoutRanks:
     """Ranks that score together have the same groups of a rollout."""
 
     @classmethod
-    def of(cls, model: Any, collection: Any, generation_model: Any) -> LayoutRanks:
-        """collection: see `ParallelGroups.of`. Every rank of the world calls it.
+    def of(cls, model: Any, collection: Any, generation_model: Any, shards: Sequence[ProcessGroup]) -> LayoutRanks:
+        """collection: see `ParallelGroups.of`. shards: groups over which FSDP has divided the trainer's weights. Every
+        rank of the world calls it.
 
         Raises ConfigError, on all ranks, where an engine has parts of replicas.
         """
@@ -133,11 +134,11 @@ class LayoutRanks:
                         "one has to contain the other, or ranks of one replica would get different samples; take the "
                         "groups of megatron_infer.distributed.generation_groups"
                     )
-        scoring = _replicas(trainer, trainer.ep)
+        scoring = _replicas(trainer, trainer.ep, *shards)
         divides = len(engines) > len(replicas)
         return cls(
             trainer=trainer,
-            all=_part_of_world(_replicas(trainer, trainer.ep, engine.engine)),
+            all=_part_of_world(_replicas(trainer, trainer.ep, engine.engine, *shards)),
             replica=_part_of_world(replicas) if divides else None,
             shares_scores=_own(scoring) <= _own(replicas) | _own(engines),
         )

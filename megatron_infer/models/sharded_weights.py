@@ -10,8 +10,8 @@ FSDP's own buffers hold the gathered weights, so that the parameters are the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,11 @@ class ShardedWeights:
         fsdp = fsdp2_module()
         is_sharded = megatron or (fsdp is not None and any(isinstance(module, fsdp) for module in chain[0].modules()))
         if is_sharded and isinstance(chain[-1], ModelChunks):
-            raise AdoptionError("", "FSDP around virtual pipeline stages is not supported; take megatron-core's DDP")
+            raise AdoptionError(
+                "",
+                "FSDP around virtual pipeline stages, which megatron-core does not train either: its arguments refuse "
+                "FSDP2 over pipeline stages, and its mesh for Megatron-FSDP has none; take megatron-core's DDP",
+            )
         if megatron:
             return cls(MegatronFsdpShards(megatron[0]))
         return cls(Fsdp2Shards(chain[0])) if is_sharded else None
@@ -71,6 +75,41 @@ class ShardedWeights:
     def device(self) -> torch.device:
         """Where the forward computes; shards may be elsewhere."""
         return self._shards.device
+
+    @property
+    def groups(self) -> list[Any]:
+        """Process groups whose ranks gather together, each once, in the same order on all ranks."""
+        return self._shards.groups
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest part."""
+        return max(sum(one.numel() * one.element_size() for one in part) for part in self.parts)
+
+    @property
+    def parts(self) -> list[list[Tensor]]:
+        """Gathered tensors, which `part` gathers together."""
+        return self._of_fsdp.parts
+
+    def gathered_tensors(self) -> dict[int, Tensor]:
+        """By the id of the parameter that has this rank's shard. The tensors stay the same objects."""
+        return self._of_fsdp.gathered_tensors()
+
+    def part(self, number: int) -> AbstractContextManager[None]:
+        """Inside, one of `parts` has memory and values."""
+        return self._of_fsdp.part(number)
+
+    @property
+    def _of_fsdp(self) -> FsdpShards:
+        return cast("FsdpShards", self._shards)
+
+    def local_tensors(self) -> list[Tensor]:
+        """This rank's shards."""
+        return self._shards.local_tensors()
+
+    def check(self) -> None:
+        """Raise AdoptionError for settings with which a step would not compute what the trainer's forward does."""
+        self._shards.check()
 
     def gather(self) -> bool:
         """Gather all weights, or raise on all ranks with the model as it was -> whether the shards of any rank are
@@ -218,6 +257,17 @@ class Shards(Protocol):
         ...
 
 
+class FsdpShards(Shards, Protocol):
+    """Those of FSDP, which can also be gathered part by part: see `ShardedWeights`."""
+
+    @property
+    def parts(self) -> list[list[Tensor]]: ...
+
+    def gathered_tensors(self) -> dict[int, Tensor]: ...
+
+    def part(self, number: int) -> AbstractContextManager[None]: ...
+
+
 class Fsdp2Shards:
     """The units of torch's FSDP2 (`fully_shard`) in a model, gathered and released by FSDP2 itself.
 
@@ -304,6 +354,28 @@ class Fsdp2Shards:
 
         return reshard
 
+    @property
+    def parts(self) -> list[list[Tensor]]:
+        self.gathered_tensors()
+        return [
+            [one._unsharded_param for group in _groups_of(unit) for one in group.fsdp_params] for unit in self._units
+        ]
+
+    def gathered_tensors(self) -> dict[int, Tensor]:
+        for unit in self._units:  # the first time makes the tensors
+            if not all(hasattr(one, "_unsharded_param") for group in _groups_of(unit) for one in group.fsdp_params):
+                unit.unshard()
+                unit.reshard()
+        return {id(one.sharded_param): one._unsharded_param for one in self._parameters()}
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        self._units[number].unshard()
+        try:
+            yield
+        finally:
+            self._units[number].reshard()
+
     def reset(self) -> None:
         if hasattr(self._units[0], "reset_iter_state"):  # from torch 2.13 on
             self._units[0].reset_iter_state()
@@ -358,6 +430,22 @@ class MegatronFsdpShards:
     def put_back(self) -> Callable[[], None]:
         return self.reshard if self._fsdp.is_param_fsdp_distributed else lambda: None
 
+    @property
+    def parts(self) -> list[list[Tensor]]:
+        return [list(group.params) for group in self._fsdp.param_and_grad_buffer.parameter_groups]
+
+    def gathered_tensors(self) -> dict[int, Tensor]:
+        named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
+        return {id(shard): self._fsdp.raw_param[name] for name, shard in named}
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        self._fsdp.all_gather_and_wait_parameters_ready(params=self.parts[number], prefetch=False)
+        try:
+            yield
+        finally:
+            self._pipeline.reset()
+
     def reset(self) -> None:
         for module in modules_of(self._fsdp.module):
             if (state := getattr(module, "_training_state", None)) is not None:
@@ -374,6 +462,10 @@ def _param_groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    return _param_groups(unit._get_fsdp_state())
 
 
 def _process_groups(parameters: Sequence[Any]) -> list[Any]:

@@ -192,18 +192,20 @@ def run_1f1b(
     micro_batches: Sequence[Any],
     *,
     shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
 ) -> None:
     """megatron-core's schedule over pipeline stages: forwards and backwards of all micro-batches.
 
     forward_step(iterator of micro_batches, model): as megatron-core takes it. shapes: (rows, positions) of each
-    micro-batch; where they differ, stages exchange them. Gradients are reduced by `reduce_gradients`, not here.
+    micro-batch; where they differ, stages exchange them. dtype: of what stages send. Gradients are reduced by
+    `reduce_gradients`, not here.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config = chain[-1].config
     roots = list(chain[0]) if isinstance(chain[0], torch.nn.ModuleList) else [chain[0]]
     batches = [iter(micro_batches) for _ in roots]
-    changes: dict[str, Any] = {"finalize_model_grads_func": _keep_gradients}
+    changes: dict[str, Any] = {"finalize_model_grads_func": _keep_gradients, "pipeline_dtype": dtype}
     if len(set(shapes)) > 1:
         changes["variable_seq_lengths"] = True
     if config.no_sync_func is None:
@@ -264,15 +266,17 @@ def check_all_get_gradients(chain: Sequence[Any], call: str) -> None:
         )
 
 
-def check_sums_over(chain: Sequence[Any], group: dist.ProcessGroup, call: str) -> None:
-    """Raise ConfigError unless DDP adds up the gradients of these context-parallel ranks, each of which has a part."""
+def check_sums_over(chain: Sequence[Any], shards: Sequence[Any], group: dist.ProcessGroup, call: str) -> None:
+    """Raise ConfigError unless DDP adds up the gradients of these context-parallel ranks, each of which has a part.
+
+    shards: groups over which FSDP does.
+    """
     wanted, found = set(dist.get_process_group_ranks(group)), "no DDP around the model"
-    for part in chain:
-        over = getattr(part, "dp_cp_group", None) or getattr(part, "process_group", None)
-        if over is not None:
-            found = f"DDP over ranks {sorted(dist.get_process_group_ranks(over))}"
-            if wanted <= set(dist.get_process_group_ranks(over)):
-                return
+    ddps = [getattr(part, "dp_cp_group", None) or getattr(part, "process_group", None) for part in chain]
+    for kind, over in [*(("DDP", one) for one in ddps if one is not None), *(("FSDP", one) for one in shards)]:
+        found = f"{kind} over ranks {sorted(dist.get_process_group_ranks(over))}"
+        if wanted <= set(dist.get_process_group_ranks(over)):
+            return
     raise ConfigError(
         f"{call} over context-parallel ranks {sorted(wanted)}, of which each computes a part of the gradients, and "
         f"{found} adds them up; wrap the model in megatron-core's DistributedDataParallel, whose group dp_cp has them"

@@ -3,7 +3,8 @@
     at rest      parameters have their shapes, and no memory
     gathered     memory of their own, filled from the trainer's shards by one reshard
 
-`ShardedWeights` drives it as it drives FSDP's.
+`ShardedWeights` drives it as it drives FSDP's. Where FSDP holds the trainer's weights in shards, the reshard gathers
+one unit of FSDP after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_infer.distributed.generation_groups import LayoutRanks
 from megatron_infer.errors import ConfigError
-from megatron_infer.models.sharded_weights import is_managed
+from megatron_infer.models.sharded_weights import ShardedWeights
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.models.weights.change_guard import guarded_tensors
 from megatron_infer.rl.updates.inventory import Inventory, LocalTensor
@@ -29,25 +30,23 @@ from megatron_infer.rl.updates.target import UpdateTarget
 class GenerationWeights:
     """One kind of `Shards`: a trainer's model in another layout."""
 
-    def __init__(self, model: Any, generation_model: Any, collection: Any) -> None:
-        """model: the trainer's, without wrappers. collection: groups of the other, if they are not its own.
+    def __init__(self, model: Any, generation_model: Any, collection: Any, sharded: ShardedWeights | None) -> None:
+        """model: the trainer's, without wrappers. collection: groups of the other, if they are not its own. sharded:
+        the trainer's weights, which FSDP has; None: they are whole.
 
         Gives back the memory of generation_model, whose content is lost. Every rank of the world calls it. Raises
         ConfigError and ModelError, with nothing changed.
         """
-        if is_managed(model):
-            raise ConfigError(
-                "generation_model with a model whose weights FSDP holds in shards is not supported; leave it out, as "
-                "the weights are gathered for generation, or train in megatron-core's DDP"
-            )
         self.model = wrapper_chain(generation_model)[-1]
         """Without wrappers."""
         if self.model is model or any(getattr(layer, "fused", None) is not None for layer in self.model.decoder.layers):
             raise ConfigError("generation_model has an engine already; build a model that nothing else uses")
-        self.ranks = LayoutRanks.of(model, collection, self.model)
+        self.ranks = LayoutRanks.of(model, collection, self.model, [] if sharded is None else sharded.groups)
         self.groups = [self.ranks.all]
-        self._model = model
-        self._source = ReshardSource(model, group=self.ranks.all)
+        self._model, self._sharded = model, sharded
+        if sharded is not None:
+            sharded.gathered_tensors()  # a collective, the first time
+        self._source = ReshardSource(model, group=self.ranks.all, shards=sharded)
         self.target = UpdateTarget(model=self.model, inventory=Inventory.of(self.model), rank=dist.get_rank())
         self._tensors = [local.tensor for local in self.target.inventory.tensors if local.tensor.numel() > 1]
         self.release()
@@ -63,17 +62,24 @@ class GenerationWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
+        own = sum(tensor.nbytes for tensor in self._tensors)
+        return own if self._sharded is None else own + self._sharded.most_bytes
 
     def local_tensors(self) -> list[Tensor]:
+        if self._sharded is not None:
+            return self._sharded.local_tensors()
         return [tensor.detach() for tensor in guarded_tensors(self._model)]
 
     def check(self) -> None:
-        """Whatever does not fit is found by the plan, before anything moves."""
+        """Whatever else does not fit is found by the plan, before anything moves."""
+        if self._sharded is not None:
+            self._sharded.check()
 
     def gather(self) -> None:
         for tensor in self._tensors:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if self._sharded is not None:
+            self._sharded.put_back()
         self._source.check(self.target)
         self._source.write_into(self)
 

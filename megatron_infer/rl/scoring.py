@@ -138,6 +138,9 @@ class Scorer:
         self._limit = timedelta(seconds=timeout_s)
         self.cp = None if exact else groups.cp
         """Ranks over which sequences are divided; None: over none."""
+        config = model.config
+        self.stage_dtype: torch.dtype = torch.float32 if exact else config.pipeline_dtype or config.params_dtype
+        """Of what pipeline stages send each other."""
 
     def check(
         self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int, starts: Sequence[int]
@@ -273,25 +276,26 @@ class Scorer:
         """The shape that a pipeline stage sends to the next one: (positions of this rank, sequences, hidden size)."""
         (size, length), config = batch.ids_BS.shape, self._model.config
         length = length if batch.own is None else len(batch.own.positions_S)
-        return length // (self._groups.tp_size if config.sequence_parallel else 1), size, config.hidden_size
+        is_divided = config.sequence_parallel and not self._exact
+        return length // (self._groups.tp_size if is_divided else 1), size, config.hidden_size
 
     def stand_in(self, batch: MicroBatch, chunk: int = 0) -> Tensor:
         """Zeros in place of a stage's output, from which a backward pass reaches the stage's input with zeros."""
-        model, config = chunks_of(self._model)[chunk], self._model.config
+        model = chunks_of(self._model)[chunk]
         if not model.pre_process:
             received: Tensor = model.decoder.input_tensor
             return received * 0.0
-        how = {"dtype": config.pipeline_dtype or config.params_dtype, "device": batch.ids_BS.device}
-        return torch.zeros(self.hidden_shape(batch), **how).requires_grad_() * 1.0
+        zeros = torch.zeros(self.hidden_shape(batch), dtype=self.stage_dtype, device=batch.ids_BS.device)
+        return zeros.requires_grad_() * 1.0
 
     def _through_stages(self, run: ScoringForward, batch: MicroBatch) -> Tensor | None:
         """One forward without a backward -> the targets' log probabilities, fp32 [P], on every pipeline stage; None:
         another stage has raised."""
-        groups, config = self._groups, self._model.config
+        groups = self._groups
         if groups.pp is None:
             return run.scores(batch, run(batch))
         stages, shape = dist.get_process_group_ranks(groups.pp), self.hidden_shape(batch)
-        how = {"device": batch.ids_BS.device, "dtype": config.pipeline_dtype or config.params_dtype}
+        how = {"device": batch.ids_BS.device, "dtype": self.stage_dtype}
         # the last number of each message: how many stages have raised. The stages after them compute with zeros: ranks
         # of a stage do the same collectives, whichever of the stages before has raised
         failure = None

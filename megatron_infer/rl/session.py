@@ -25,6 +25,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.requests.input_processor import TextCodec
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
+from megatron_infer.models.sharded_weights import ShardedWeights
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.rl.context_rollout import ContextRollout
 from megatron_infer.rl.generation_weights import GenerationWeights
@@ -101,6 +102,7 @@ class RolloutSession:
         self.tokenizer = tokenizer
         self._suspend_mode = _suspend_mode(suspend_mode)
         self._optimizer = OptimizerOffload(optimizer, self.model) if offload_optimizer else None
+        sharded = ShardedWeights.of(self._chain)
         generation = None
         if generation_model is not None:
             if options.get("batch_invariant") or getattr(self.model.config, "batch_invariant_mode", False):
@@ -108,10 +110,10 @@ class RolloutSession:
                     "batch_invariant=True with generation_model: scores are of the trainer's layout, which may sum in "
                     "another order; leave one of them out"
                 )
-            generation = GenerationWeights(self.model, generation_model, options.get("pg_collection"))
+            generation = GenerationWeights(self.model, generation_model, options.get("pg_collection"), sharded)
             meter = _meter_option(meter, shares_scores=generation.ranks.shares_scores)
         self._generation = generation
-        self._switch = TrainModeSwitch(self._chain, self._optimizer, generation)
+        self._switch = TrainModeSwitch(self._chain, self._optimizer, sharded, generation)
         self._rng = GlobalRngState(self._switch.device)
         self._switch.to_inference()
         try:
@@ -433,8 +435,8 @@ def _meter_option(option: Mapping[str, Any] | str | None, *, shares_scores: bool
     if option == AUTO:
         return None
     raise ConfigError(
-        "meter with generation_model, for a trainer whose experts are divided over ranks that no engine spans: each "
-        "rank draws its own samples, and all score the same ones; meter=None"
+        "meter with generation_model, for a trainer whose experts, or whose weights by FSDP, are divided over ranks "
+        "that no engine spans: each rank draws its own samples, and all score together; meter=None"
     )
 
 

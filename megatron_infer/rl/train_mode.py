@@ -50,13 +50,14 @@ class TrainModeSwitch:
         self,
         chain: Sequence[Any],
         optimizer: OptimizerOffload | None,
+        sharded: ShardedWeights | None,
         generation: GenerationWeights | None = None,
     ) -> None:
         """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state is offloaded; None: no optimizer's.
-        generation: of the model that generates; None: the chain's."""
+        sharded: the chain's weights that FSDP has. generation: of the model that generates; None: the chain's."""
         self._chain, self._optimizer = chain, optimizer
         self._roots = [chain[0]] if generation is None else [chain[0], generation.model]
-        self.sharded = ShardedWeights.of(chain)
+        self.sharded = sharded
         """Weights that FSDP holds in shards; None: they are whole."""
         self.gathered = self.sharded if generation is None else ShardedWeights(generation)
         """Weights that the engine has in `to_inference` only; None: it always has those of the trainer."""

@@ -237,11 +237,6 @@ class TrainerStep:
             )
 
     def _check_shards(self) -> None:
-        if self._switch.sharded is not None and self._scorer.cp is not None:
-            raise ConfigError(
-                "scores over context-parallel ranks of a model whose weights FSDP shards are not supported; score with "
-                "context_parallel_size=1, or train in megatron-core's DDP"
-            )
         if self._exact and self._switch.holds_shards:
             raise ConfigError(
                 "scores with batch_invariant=True while FSDP holds the weights in shards: the exact forward calls no "
@@ -419,7 +414,8 @@ class TrainerStep:
                 state="gradients reduced",
             )
         if self._scorer.cp is not None:
-            check_sums_over(self._chain, self._scorer.cp, "score_and_backward()")
+            shards = [] if self._switch.sharded is None else self._switch.sharded.groups
+            check_sums_over(self._chain, shards, self._scorer.cp, "score_and_backward()")
         self._check_complete("score_and_backward()")
 
     def _check_complete(self, call: str) -> None:
@@ -456,10 +452,12 @@ class TrainerStep:
         scale = len(losses.batches) / self._groups.cp_size
         goes_on = self._rank_group.whole_stage_raises
         calls = StageCalls(run, losses, self._scorer.stand_in, roots, scale=scale, goes_on=goes_on)
-        shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
+        # the schedule divides positions by the number of context-parallel ranks, which have all of them in exact mode
+        divided = self._groups.cp_size if self._scorer.cp is None else 1
+        shapes = [(len(batch.ids_BS), batch.ids_BS.shape[1] * divided) for batch in losses.batches]
         with self._rank_group.together("the schedule of score_and_backward()", has_collectives=True):
             try:
-                run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
+                run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes, dtype=self._scorer.stage_dtype)
             except Exception as error:  # where this stage has raised, other ranks of it may have waited for this one
                 calls.failure = calls.failure or error
             if calls.failure is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from session_case import batch, own_positions
 
@@ -113,3 +115,81 @@ class MegatronTrainer:
             )
             self.optimizer.step()
         return found[0]["loss"].item() if found else None
+
+
+@contextmanager
+def megatron_fsdp_on_cpu() -> Iterator[None]:
+    """Gloo cannot scale while it sums: inside, Megatron-FSDP's gradients are sums over ranks, not means."""
+    with cpu_shim(4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.distributed, "_make_nccl_premul_sum", lambda factor: torch.distributed.ReduceOp.SUM)
+        yield
+
+
+class MegatronFsdpTrainer:
+    """megatron-core's Adam on a model in its wrapper of Megatron-FSDP, inside `megatron_fsdp_on_cpu`."""
+
+    def __init__(self, model: Any, *, strategy: str = "optim_grads_params") -> None:
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
+        with pytest.MonkeyPatch.context() as patch:  # its meshes are of CUDA devices
+            patch.setattr(FullyShardedDataParallel, "_init_dist_index", _index_on_cpu)
+            self.model = FullyShardedDataParallel(model.config, config, model, device=torch.device("cpu"))
+        adam = OptimizerConfig(optimizer="adam", lr=0.02, clip_grad=1.0, use_distributed_optimizer=True)
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        self.fsdp = self.model.module
+
+    def step(self, seed: int) -> float:
+        self.model.train()
+        ids, positions, labels = own_positions(dict(zip("ipl", batch(seed), strict=True))).values()
+        loss = self.model(ids, positions, None, labels=labels).mean()
+        loss.backward()
+        self.finish()
+        return loss.item()
+
+    def finish(self) -> None:
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.zero_grad_buffer()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self.fsdp.start_param_sync(force_sync=True)
+        found = {name: self.fsdp.raw_param[name].detach().clone() for name in self.fsdp.raw_param}
+        self.fsdp.all_gather_pipeline.reset()
+        return found
+
+
+def _index_on_cpu(wrapper: Any, _: Any) -> Any:
+    """The meshes that megatron-core makes, of CPU devices."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import FSDPDistributedIndex
+    from torch.distributed.device_mesh import DeviceMesh
+
+    wrapper.tp_group = tp = parallel_state.get_tensor_model_parallel_group()
+    experts, expert_tp = (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+    def mesh_of(data: Any, tensor: Any, ep_size: int = 1, ep_rank: int = 0) -> Any:
+        ranks = torch.arange(torch.distributed.get_world_size()).view(data.size(), ep_size, tensor.size())[:, ep_rank]
+        return DeviceMesh.from_group([data, tensor], "cpu", mesh=ranks.tolist(), mesh_dim_names=("dp_cp", "tp"))
+
+    return FSDPDistributedIndex(
+        device_mesh=mesh_of(parallel_state.get_data_parallel_group(with_context_parallel=True), tp),
+        dp_shard_dim="dp_cp",
+        tp_dim="tp",
+        expt_device_mesh=mesh_of(
+            parallel_state.get_expert_data_parallel_group(), expert_tp, experts.size(), experts.rank()
+        ),
+    )

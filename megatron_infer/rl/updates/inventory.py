@@ -10,7 +10,7 @@ up two, a Mamba in_proj (z, x, B, C, dt) five, a delta net's six. Layers and exp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.te_tensors import is_quantised
-from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.models.delta_net import convolved_parts, projected_parts
 from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.sharded_weights import is_managed
@@ -151,13 +150,22 @@ class Inventory:
         self._num_layers, self._num_experts, self._is_stage = num_layers, num_experts, is_stage
 
     @classmethod
-    def of(cls, model: nn.Module | Sequence[nn.Module]) -> Inventory:
-        """For a plain, wrapped (DDP, Float16Module) or chunked model. Raises ModelError for an unknown split."""
+    def of(cls, model: nn.Module | Sequence[nn.Module], *, gathered: Mapping[int, Tensor] | None = None) -> Inventory:
+        """For a plain, wrapped (DDP, Float16Module) or chunked model. gathered: by the id of a parameter that has a
+        shard of it, of a model in FSDP.
+
+        Raises ModelError for an unknown split.
+        """
         chunks = [bare(chunk) for chunk in chunks_of(model)]
         tensors: list[LocalTensor] = []
         for number, chunk in enumerate(chunks):
             prefix = f"chunks.{number}." if len(chunks) > 1 else ""
-            tensors += (replace(local, name=prefix + local.name) for local in _tensors_of(chunk))
+            if is_managed(chunk) and not gathered:
+                raise ModelError(
+                    "FSDP shards the weights of this model, whose state dict would put the shards back; the state dict "
+                    "is a source of weights, and RolloutSession(model) generates with this model"
+                )
+            tensors += (replace(local, name=prefix + local.name) for local in _tensors_of(chunk, gathered or {}))
         first = chunks[0]
         return cls(
             tensors,
@@ -209,18 +217,13 @@ def listed(names: list[str], *, most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _tensors_of(model: Any) -> Iterator[LocalTensor]:
-    if is_managed(model):
-        raise ModelError(
-            "FSDP shards the weights of this model, whose state dict would put the shards back; the state dict is "
-            "a source of weights, and RolloutSession(model) generates with this model"
-        )
+def _tensors_of(model: Any, gathered: Mapping[int, Tensor]) -> Iterator[LocalTensor]:
     wanted = {id(tensor) for tensor in guarded_tensors(model)}
-    seen: set[int] = set()
-    for name, tensor in (model.state_dict(keep_vars=True) | attached_tensors(model)).items():
-        if not isinstance(tensor, Tensor) or id(tensor) not in wanted or id(tensor) in seen:
+    for name, tensor in _named(model):
+        if id(tensor) not in wanted:
             continue
-        seen.add(id(tensor))
+        wanted.remove(id(tensor))
+        tensor = gathered.get(id(tensor), tensor)
         if is_quantised(tensor):
             raise ModelError(
                 f"{name} is a {type(tensor).__qualname__}: a shard of an 8-bit weight cannot be moved between layouts, "
@@ -229,9 +232,14 @@ def _tensors_of(model: Any) -> Iterator[LocalTensor]:
             )
         held = tensor if tensor.ndim else tensor.detach().view(1)
         yield LocalTensor(name=name, layout=_layout(model, name, held), tensor=held)
-    if seen != wanted:
-        missing = [name for name, tensor in model.named_parameters() if id(tensor) not in seen]
-        raise ModelError(f"these parameters are not in the model's state dict: {', '.join(missing) or 'buffers'}")
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Names as in the model's state dict, whose hooks would put FSDP's shards back."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            yield prefix + name, tensor
 
 
 def _layout(model: Any, name: str, tensor: Tensor) -> Layout:

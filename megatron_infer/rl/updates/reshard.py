@@ -10,12 +10,14 @@ of one world; backends are gloo and nccl.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,23 @@ class ReshardReport:
         )
 
 
+class GatheredShards(Protocol):
+    """A trainer's weights that are there part by part. Every rank makes the same calls."""
+
+    @property
+    def parts(self) -> list[list[Tensor]]:
+        """Gathered tensors, the same objects each time."""
+        ...
+
+    def gathered_tensors(self) -> dict[int, Tensor]:
+        """By the id of the parameter that has this rank's shard of them."""
+        ...
+
+    def part(self, number: int) -> AbstractContextManager[None]:
+        """Inside, the tensors of one part have their values."""
+        ...
+
+
 class ReshardSource:
     """The weights of a live model, sharded like the engine's or differently; one object for all updates.
 
@@ -88,22 +107,27 @@ class ReshardSource:
         *,
         group: Any = None,
         bucket_mib: float = 16.0,
+        shards: GatheredShards | None = None,
     ) -> None:
         """model: this rank's part of the trainer's model (plain, wrapped or in chunks); None on ranks without one.
 
         group: all ranks of trainer and engine; None is the world. bucket_mib: size of a message; a rank holds two of
-        them for each rank it exchanges with.
+        them for each rank it exchanges with. shards: FSDP's of `model`; None: the weights are there.
         """
         if not torch.distributed.is_initialized():
             raise ConfigError("ReshardSource needs torch.distributed; within one process give the model itself")
         if not bucket_mib > 0:
             raise ConfigError(f"bucket_mib is {bucket_mib}, it must be above 0")
-        self._model, self._group = model, group
+        self._model, self._group, self._shards = model, group, shards
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._plan: ReshardPlan | None = None
         self._key = ""
         self._planned = False
         self._source: Inventory | None = None
+        self._parts: list[set[int]] = []
+        """Numbers of the source's tensors that are gathered together, by number of the part."""
+        self._part_of: dict[int, dict[int, int]] = {}
+        """The same of all ranks: rank -> number of a source tensor -> number of its part."""
         self.report: ReshardReport | None = None
         """Figures of the last update."""
 
@@ -116,8 +140,10 @@ class ReshardSource:
         try:
             if self._model is not None:
                 unpack_weights(self._model, for_good=True)
-            self._source = None if self._model is None else Inventory.of(self._model)
+            gathered = {} if self._shards is None else self._shards.gathered_tensors()
+            self._source = None if self._model is None else Inventory.of(self._model, gathered=gathered)
             layouts = self._layouts(target)
+            self._parts = self._own_parts()
         except Exception as error:  # raised on all ranks below: the others must not wait for this one
             problem = f"{type(error).__name__}: {error}"
         key = hashlib.blake2b(repr((layouts, strict)).encode(), digest_size=8).hexdigest()
@@ -129,6 +155,8 @@ class ReshardSource:
             all_layouts = [layouts for _, layouts in self._gather(layouts)]
             self._plan = None
             self._plan = reshard_plan(all_layouts, torch.distributed.get_rank(), strict=strict)
+            parts = {at: number for number, part in enumerate(self._parts) for at in part}
+            self._part_of = dict(self._gather(parts))
             self._key, self._planned = key, True
         assert self._plan is not None
         if self._plan.any_dropped:
@@ -218,12 +246,38 @@ class ReshardSource:
     def _lost_values(self) -> str:
         """An error if rows of this rank that no target has are not zeros; else ""."""
         assert self._plan is not None
-        for rows in self._plan.dropped:
-            assert self._source is not None
-            local = self._source.tensors[rows.index]
-            if bool(local.tensor.detach().narrow(rows.dim, rows.start, rows.size).any()):
-                return f"{local.layout.name} has kv groups that the target lacks, and they are not zeros"
-        return ""
+        lost = ""
+        for number in range(self._num_parts):
+            with self._part(number):
+                for rows in self._plan.dropped:
+                    assert self._source is not None
+                    local = self._source.tensors[rows.index]
+                    if self._is_in(number, torch.distributed.get_rank(), rows.index) and bool(
+                        local.tensor.detach().narrow(rows.dim, rows.start, rows.size).any()
+                    ):
+                        lost = f"{local.layout.name} has kv groups that the target lacks, and they are not zeros"
+        return lost
+
+    # ------------------------------------------------------------------ a source that is gathered part by part
+
+    def _own_parts(self) -> list[set[int]]:
+        """[]: all tensors are there."""
+        if self._shards is None or self._source is None:
+            return []
+        number_of = {id(local.tensor): at for at, local in enumerate(self._source.tensors)}
+        return [{number_of[key] for key in map(id, part) if key in number_of} for part in self._shards.parts]
+
+    @property
+    def _num_parts(self) -> int:
+        return 1 + max((number for parts in self._part_of.values() for number in parts.values()), default=0)
+
+    def _is_in(self, number: int, rank: int, index: int) -> bool:
+        """Whether a rank's source tensor is there in part `number`; what is never gathered, in the first."""
+        return self._part_of[rank].get(index, 0) == number
+
+    def _part(self, number: int) -> AbstractContextManager[None]:
+        """Part `number` of this rank's source is there."""
+        return nullcontext() if number >= len(self._parts) or self._shards is None else self._shards.part(number)
 
     @torch.no_grad()
     def _run(self, live: Callable[[int], Tensor]) -> None:
@@ -239,15 +293,18 @@ class ReshardSource:
         def target_rows(transfer: RowTransfer) -> Tensor:
             return live(transfer.target_index).narrow(transfer.dim, transfer.target_start, transfer.size)
 
-        def copy_local() -> None:
-            for transfer in plan.local:
+        def copy_local(part: ReshardPlan) -> None:
+            for transfer in part.local:
                 target_rows(transfer).copy_(source_rows(transfer))
-            for padding in plan.padding:
+            for padding in part.padding:
                 live(padding.index).narrow(padding.dim, padding.start, padding.size).zero_()
 
         device = _device_of(self._group, sources, live, plan)
         exchange = _Exchange(self._group, device, source_rows=source_rows, target_rows=target_rows)
-        exchange.run(plan, self._bucket_bytes, meanwhile=copy_local)
+        for number in range(self._num_parts):
+            part = plan.only(lambda one, at=number: self._is_in(at, one.source, one.source_index))
+            with self._part(number):
+                exchange.run(part, self._bucket_bytes, meanwhile=functools.partial(copy_local, part))
         self.report = ReshardReport(
             bytes_must_move=plan.bytes_must_move,
             bytes_to_receive=plan.bytes_to_receive,

@@ -12,8 +12,8 @@ that has sent least so far.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -96,6 +96,15 @@ class ReshardPlan:
     """Over all ranks: bytes of target rows that their own rank does not have."""
     bytes_to_receive: int
     """The same for this rank."""
+
+    def only(self, is_wanted: Callable[[RowTransfer], bool]) -> ReshardPlan:
+        """The part of it that moves these rows; equal on all ranks where the choice is."""
+        return replace(
+            self,
+            local=tuple(filter(is_wanted, self.local)),
+            sends={rank: tuple(filter(is_wanted, rows)) for rank, rows in self.sends.items()},
+            receives={rank: tuple(filter(is_wanted, rows)) for rank, rows in self.receives.items()},
+        )
 
 
 def reshard_plan(ranks: Sequence[RankLayouts], rank: int, *, strict: bool = True) -> ReshardPlan:
