@@ -258,9 +258,11 @@ def set_up_model(
     agreed = agree_on_sizes(config, adopted.shape, rank_group, available_bytes=available, draft=own_layers)
     if has_own_requests(config, adopted, draft, rank_group, max_requests=agreed.sizes.max_requests):
         rank_group.divide_requests(ParallelGroups.of(config.pg_collection, adopted.live, own_requests=True))
-    if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
-        whose = "the model's config.batch_invariant_mode" if exact else "batch_invariant"
-        raise NotImplementedError(f"{whose}=True: {reason}; leave it False")
+    if config.batch_invariant:
+        reason = rank_group.first_text("whether the model can be exact", inexact_part(adopted))
+        if reason is not None:
+            whose = "the model's config.batch_invariant_mode" if exact else "batch_invariant"
+            raise NotImplementedError(f"{whose}=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     if lora is not None:
         kernels = select.add_lora(kernels, *lora)

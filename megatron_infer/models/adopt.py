@@ -325,11 +325,16 @@ class AdoptedModel:
 
     def _operations_of(self, chunk: int) -> LayerOps:
         reading = self._reading
-        first, end = (0, *reading.ends)[chunk : chunk + 2]
+        first, end = self._span_of(chunk)
         is_last = chunk == self.num_chunks - 1
         norm = [] if reading.norm is None or not is_last else [reading.norm]
         each = [operation for layer in reading.fused[first:end] if layer is not None for operation in layer.flat()]
         return LayerOps(*with_programs([*each, *norm], end_model=bool(norm)))
+
+    def _span_of(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk's layers begin and end among all of this rank."""
+        first, end = (0, *self._reading.ends)[chunk : chunk + 2]
+        return first, end
 
     def set_lora(self, weights: Mapping[str, AdapterPairs | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
@@ -455,7 +460,7 @@ class AdoptedModel:
     ) -> Tensor:
         """`hidden` in any mode: the step's kernels and the caller decide about autograd and dropout.
 
-        around(run, *arguments) is called for each layer in the place of run(*arguments), of a model in one chunk.
+        around(run, *arguments) is called for each layer in the place of run(*arguments).
         """
         if self.fp8 is not None:
             self.fp8.padding_T1 = step.padding_T1 if self.fp8.scale_is_shared and step.is_padded else None
@@ -472,12 +477,14 @@ class AdoptedModel:
             if norm is not None:
                 return x_TD
         else:
-            for layer in self.layers:
+            for layer in self._reading.fused[slice(*self._span_of(chunk))]:
                 assert layer is not None
                 x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
             if norm is not None:
                 return norm.run(step, x_TD, residual_TD)[0]
-        return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
+        if residual_TD is None:
+            return x_TD.float()
+        return residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
 
     def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
         """`hidden` through megatron-core's own decoder, for models with a layer class of the user's."""

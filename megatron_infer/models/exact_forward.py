@@ -31,6 +31,7 @@ from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.attached_lora import attached
 from megatron_infer.models.exact_step import DifferentiableOps, TrainingStep
 from megatron_infer.models.mcore_compat import MoELayer, packed_lengths
+from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.moe import expert_ranks
 
 LOGPROB_ROWS = 256
@@ -41,25 +42,29 @@ LOGPROB_ROWS = 256
 def exact_math(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[ExactForward]:
     """Inside, the model's forward runs on exact kernels, in training and in eval mode, with gradients.
 
-    `model` is a GPTModel, MambaModel or HybridModel on a CPU, bare or in DDP or Float16Module, whole or one of several
-    tensor-parallel ranks (an engine has the same bits if it has as many ranks). Its forward takes [b, s] tokens, causal
-    and padded on the right if at all, or packed sequences, and returns logits, or losses where there are labels (over
-    the true vocabulary, without padding). It differs from the stock forward by rounding: the residual stream of bf16
-    models is fp32, as in the engine. Layers run as functions: forward hooks of inner modules are refused. What is not
-    known to be exact is refused by name: AdoptionError, ModelError, ConfigError.
+    `model` is a GPTModel, MambaModel or HybridModel on a CPU, bare or in DDP or Float16Module, whole or one of
+    several tensor-parallel ranks (an engine has the same bits if it has as many ranks). Its forward takes [b, s]
+    tokens, causal and padded on the right if at all, or packed sequences, and returns logits, or losses where there
+    are labels (over the true vocabulary, without padding). A pipeline stage, or a list of its chunks, takes and
+    returns its residual stream [s, b, D] in fp32, whatever config.pipeline_dtype is, and has the bits of a whole
+    model. It differs from the stock forward by rounding: the residual stream of bf16 models is fp32, as in the
+    engine. Layers run as functions: forward hooks of inner modules are refused. What is not known to be exact is
+    refused by name: AdoptionError, ModelError, ConfigError.
     The model stays adopted (`models.adopt`), which has no effect outside of an engine.
     """
     forward = ExactForward(adopt(model))
-    live = forward.live
-    before = live.__dict__.get("forward")
-    live.__dict__["forward"] = forward
+    before = []
     try:
+        for number, chunk in enumerate(chunks_of(forward.live)):
+            before.append((chunk, chunk.__dict__.get("forward")))
+            chunk.__dict__["forward"] = ChunkForward(forward, number)
         yield forward
     finally:
-        if before is None:
-            del live.__dict__["forward"]
-        else:
-            live.__dict__["forward"] = before
+        for chunk, found in before:
+            if found is None:
+                del chunk.__dict__["forward"]
+            else:
+                chunk.__dict__["forward"] = found
 
 
 def exact_logprobs(
@@ -135,12 +140,13 @@ class ExactForward:
         self.rows = chosen.rows
         """Operations and backends, as in the engine's start-up table."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The arguments and result of the model's own forward."""
-        stock = type(self.live).forward
-        given = inspect.signature(stock).bind(self.live, *args, **kwargs).arguments
+    def run(self, chunk: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The arguments and result of the forward of a chunk: of the model itself, where that has one."""
+        live = chunks_of(self.live)[chunk]
+        stock = type(live).forward
+        given = inspect.signature(stock).bind(live, *args, **kwargs).arguments
         if given.get("inference_context") is not None or given.get("inference_params") is not None:
-            return stock(self.live, *args, **kwargs)
+            return stock(live, *args, **kwargs)
         for name in ("decoder_input", "extra_block_kwargs"):
             if given.get(name) is not None:
                 raise ModelError(f"exact_math: {name} is given; the exact forward starts from token ids")
@@ -151,7 +157,11 @@ class ExactForward:
             _check_causal(given.get("attention_mask"), given.get("position_ids"), tokens_bs)
         else:
             lengths = packed_lengths(packed, length=length, batch=batch)
-        hidden_TD = self._hidden(tokens_bs.flatten(), lengths)
+        received_TD = None if live.pre_process else live.decoder.input_tensor.transpose(0, 1).flatten(0, 1)
+        hidden_TD = self._hidden(tokens_bs.flatten(), lengths, received_TD, chunk)
+        if not live.post_process:
+            # a tensor of its own: megatron-core's schedule frees it once it is sent
+            return hidden_TD.view(batch, length, -1).transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self._chosen is not None:
             rows_P, positions_P = self._chosen
             hidden_PD = hidden_TD.index_select(0, rows_P * tokens_bs.shape[1] + positions_P)
@@ -182,6 +192,8 @@ class ExactForward:
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, grad: bool = False
     ) -> list[Tensor]:
         """See `exact_logprobs`."""
+        if not (self.live.pre_process and self.live.post_process):
+            raise ModelError("exact_logprobs: the model is one stage of a pipeline; RolloutSession.score passes stages")
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) == 0:
             raise ModelError(f"exact_logprobs: sequences of {lengths} tokens; each needs at least one")
@@ -198,7 +210,10 @@ class ExactForward:
                 scored.append(self.token_logprobs(logits_PV, targets_P, temperature=temperature))
             return list(torch.cat(scored).split([n - 1 for n in lengths]))
 
-    def _hidden(self, tokens_T: Tensor, lengths: list[int]) -> Tensor:
+    def _hidden(
+        self, tokens_T: Tensor, lengths: list[int], received_TD: Tensor | None = None, chunk: int = 0
+    ) -> Tensor:
+        """See `AdoptedModel.decode`."""
         config = self.live.config
         if self.live.training:
             _refuse_training(config)
@@ -216,8 +231,21 @@ class ExactForward:
         )
         recompute = self.live.training and config.recompute_granularity is not None and torch.is_grad_enabled()
         return self._adopted.decode(
-            step, around=functools.partial(checkpoint, use_reentrant=False) if recompute else None
+            step,
+            received_TD,
+            around=functools.partial(checkpoint, use_reentrant=False) if recompute else None,
+            chunk=chunk,
         )
+
+
+class ChunkForward:
+    """In the place of one chunk's forward."""
+
+    def __init__(self, forward: ExactForward, number: int) -> None:
+        self._forward, self._number = forward, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._forward.run(self._number, *args, **kwargs)
 
 
 def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: Tensor) -> None:
@@ -240,8 +268,6 @@ def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: T
 def inexact_part(adopted: AdoptedModel) -> str | None:
     """Why a model's answers cannot be exact: sums over ranks, modules that our kernels do not run; None: they can."""
     live = adopted.live
-    if not (live.pre_process and live.post_process):
-        return "the model is one stage of a pipeline: exact arithmetic needs all of it on one rank yet"
     for name, module in live.named_modules():
         if not isinstance(module, MoELayer) or (ranks := expert_ranks(module)) is None:
             continue

@@ -82,7 +82,7 @@ def chunks_of_rank(settings: dict[str, Any], tp: int, weights: dict[str, torch.T
                 tensor_model_parallel_size=tp,
                 pre_process=rank == 0 and stage == 0,
                 post_process=rank == stages - 1 and stage == (number or 1) - 1,
-                vp_stage=vp_stage,
+                **({} if vp_stage is None else {"vp_stage": vp_stage}),
             )
         take_part(chunk, weights)
         chunks.append(chunk)
