@@ -12,7 +12,7 @@ from typing import Any
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
 from megatron_infer.coordinator.profiles import profile
-from megatron_infer.coordinator.served_engine import ServedEngine
+from megatron_infer.coordinator.served_engine import ServedEngine, meet_ranks
 from megatron_infer.engine.lifecycle_commands import COMMANDS, Group, names_of
 from megatron_infer.errors import RequestError, TransitionTimeout
 
@@ -130,7 +130,6 @@ def _execute(
     came: float,
     more: Mapping[str, Any] | None = None,
 ) -> protocol.Answer:
-    left = command.timeout_s - (time.monotonic() - came)
     try:
         if commands is None:
             option = "--lora-root" if command.command in ADAPTER_COMMANDS else "--control (control=True)"
@@ -138,6 +137,8 @@ def _execute(
             raise protocol.AccessRefused(text)
         if command.command not in COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")
+        waited_s = time.monotonic() - came
+        left = command.timeout_s - (0.0 if meet_ranks(engine) else waited_s)  # the same on ranks of one engine
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
         if command.command == "profile":

@@ -78,7 +78,22 @@ class ServedEngine(Protocol):
 
 def moves_memory(engine: Any) -> bool:
     """Whether an engine hands requests out with what is computed of them, and takes them in so."""
-    return hasattr(engine, "hand_out")
+    return hasattr(engine, "hand_out") and not _is_one_of_several(engine)
+
+
+def meet_ranks(engine: Any) -> bool:
+    """Before what all ranks of an engine do at once -> whether each of them is a replica of its own (`dp_attention`),
+    which has the command at a time of its own: this one serves the steps of the others until all have it."""
+    if not _is_one_of_several(engine):
+        return False
+    if can_step(engine):
+        engine.serve_others()
+    return True
+
+
+def _is_one_of_several(engine: Any) -> bool:
+    relay = getattr(engine, "relay", None)
+    return relay is not None and bool(relay.own_requests)
 
 
 def max_parcel_bytes(engine: Any) -> int:
@@ -106,7 +121,10 @@ def info_of(engine: Any) -> EngineInfo:
         return info
     config = engine.config
     refuse_synthetic(config.speculative, "a server")
-    engine.relay.require_shared("a replica or server")
+    if engine.relay.size > 1:
+        engine.relay.require_shared("a replica or server whose requests several ranks compute")
+    if config.lora is not None:
+        engine.relay.require_shared("a replica or server with adapters, which ranks would load in another order,")
     return EngineInfo(
         block_size=config.block_size_tokens,
         capacity=engine.sizes.max_requests,

@@ -9,6 +9,7 @@ In an engine of one process the outbox collects nothing and every call is this p
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -35,6 +36,8 @@ PROMPTS = "prompts()"
 """The first round of a call with prompts: every rank reports its own, see `given_prompts`."""
 OF_SHARING = ("step()", "generate()", PROMPTS, ROLLOUT)
 """Calls of the ranks that share requests, whatever other ranks of the engine do; steps exchange sizes besides."""
+IDLE_S = 0.002
+"""Until ranks with requests of their own look again whether one of them has work."""
 LEADERS = ("price", "release", "step price")
 """Commands that the leader executes with the other ranks."""
 
@@ -241,6 +244,8 @@ class CommandRelay:
             changed = self._engine.agree(loop.weights_differ(), LOOK)
         elif not have_work:
             loop.was_idle = True
+            if not has_ended:
+                time.sleep(IDLE_S)
         return StepStart(changed, arguments, have_work, has_ended)
 
     @contextmanager

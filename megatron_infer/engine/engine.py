@@ -190,9 +190,13 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         return met.flag or bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
-        """Whether step() has something to do: an output to hand out, or work while RUNNING. On the leader."""
+        """Whether step() has something to do: an output to hand out, or work while RUNNING. On the leader.
+
+        With `dp_attention` always while RUNNING: other ranks may have work, and their steps wait for this rank.
+        """
         self.relay.require_leader("can_step()")
-        return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
+        has_work = self.relay.own_requests or not self.loop.is_idle
+        return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and has_work)
 
     # ------------------------------------------------------------------ the loop
     def step(self, among: Collection[str] | None = None) -> list[RequestOutput]:

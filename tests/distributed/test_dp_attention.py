@@ -30,6 +30,7 @@ from session_case import prompts
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.layout import DP_ATTENTION_REQUESTS
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.served_engine import info_of
 from megatron_infer.engine.async_llm import EngineThread
@@ -353,12 +354,13 @@ def refusals_on_rank(rank: int, size: int, folder: Path) -> None:
     assert make_engine(model, dp_attention=None, max_requests=DP_ATTENTION_REQUESTS).relay.own_requests
     assert not make_engine(model, dp_attention=None, max_requests=DP_ATTENTION_REQUESTS - 1).relay.own_requests
     engine = make_engine(model, dp_attention=True)
+    adapting = make_engine(model, dp_attention=True, lora=LoRAConfig(max_loras=1, max_rank=4))
     groups = engine.rank_group.groups
     assert (groups.dp_rank, groups.dp_size) == (rank, size), "seeds, and shares of prompts"
     calls: dict[str, Callable[[], object]] = {
         "follow": engine.follow,
         "AsyncLLM": lambda: EngineThread(engine),
-        "replica": lambda: info_of(engine),
+        "replica or server with adapters": lambda: info_of(adapting),
     }
     for name, call in calls.items():
         with pytest.raises(ConfigError, match=f"{name}.* with dp_attention=True is not supported"):

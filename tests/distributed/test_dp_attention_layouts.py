@@ -15,6 +15,8 @@ import torch
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from model_kinds import LATENT
 from plain_forward import full_logits, worst_error
+from test_virtual_stages import GPT, MOE, VPP2, chunks_of_rank, groups_of, weights_for_stages
+from test_virtual_stages import whole as undivided
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -163,6 +165,34 @@ def on_layouts(rank: int, size: int, folder: Path, kinds: tuple[str, ...]) -> No
 def test_parts_of_an_engine_with_own_requests_answer_as_one_process(kinds: tuple[str, ...], tmp_path: Path) -> None:
     whole(tmp_path, kinds)
     run_on_ranks(on_layouts, 4, tmp_path, kinds)
+
+
+def on_chunks(rank: int, size: int, folder: Path) -> None:
+    """Virtual stages: ranks meet in the layers of each chunk, in the order of the ring."""
+    settings = GPT | MOE | VPP2 | {"num_layers": 4, "moe_layer_freq": [1, 0, 1, 1]}
+    new_groups()
+    model = undivided(settings)
+    want = ranks.account(engines.run(ranks.make_engine(model), ranks.workload(9)))
+    groups_of(settings | {EP: 2}, 1)
+    chunks = chunks_of_rank(settings | {EP: 2}, 1, weights_for_stages(model))
+    for name, features in RUNS.items():
+        engine = ranks.make_engine(chunks, dp_attention=True, **features)
+        groups = engine.rank_group.groups
+        assert groups.own_requests and (groups.engine_size, groups.dp_size, engine.relay.size) == (4, 2, 2)
+        for share, counts in SHARES.items():
+            got = answers_to(engine, counts, suspends=share == "uneven")
+            first = counts[0] * groups.dp_rank
+            places = range(first, first + counts[groups.dp_rank])
+            ranks.assert_same_account(got, {f"{at}#0": want[f"{at}#0"] for at in places}, (name, share))
+        ranks.assert_no_block_leaked(engine)
+        engine.rank_group.sharing.close()
+        engine.rank_group.lockstep.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_parts_of_virtual_stages_answer_as_one_process(tmp_path: Path) -> None:
+    run_on_ranks(on_chunks, 4, tmp_path)
 
 
 def rollouts_on_layouts(rank: int, size: int, folder: Path, layouts: tuple[str, ...]) -> None:
