@@ -295,6 +295,11 @@ def serve_application(
     return made.bind(model, options)
 
 
+def application(args: dict[str, Any]) -> Any:
+    """`serve_application` of arguments by name: the `import_path` of a Ray Serve config, as in a RayService."""
+    return serve_application(**args)
+
+
 class _ServeDeployment:
     """The deployment class: one replica of Ray Serve."""
 

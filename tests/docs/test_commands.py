@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import shlex
 
+import yaml
 from command_lines import wrong
-from pages import LANGUAGES, all_blocks
+from pages import LANGUAGES, ROOT, all_blocks
+
+from megatron_infer.server import ray_replicas
 
 
 def test_every_block_has_a_language_and_text_is_no_code():
@@ -21,3 +27,38 @@ def test_command_lines_would_be_taken():
     found = [(block.page, block.line, command) for block in all_blocks() for command in block.commands]
     refused = [(*one, why) for one in found if (why := wrong(one[2])) is not None]
     assert len(found) > 40 and not refused
+
+
+def manifests(name):
+    return list(yaml.safe_load_all((ROOT / "examples" / "kubernetes" / name).read_text(encoding="utf-8")))
+
+
+def test_pods_of_the_manifests_run_commands_of_this_package_and_find_each_other():
+    made = manifests("replicas.yaml")
+    services = {one["metadata"]["name"]: one["spec"] for one in made if one["kind"] == "Service"}
+    pods = [one["spec"]["template"] for one in made if one["kind"] == "Deployment"]
+    assert len(pods) == 4 and len(services) == 2
+    for pod in pods:
+        (container,) = pod["spec"]["containers"]
+        command = container["command"]
+        refused = wrong(shlex.join(command))
+        assert refused is None, f"{command}: {refused}"
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {one["name"] for one in pod["spec"]["volumes"]}
+        listens = {"serve": "--port", "coordinator": "--bind"}.get(command[1])
+        if listens is not None:
+            (port,) = container["ports"]
+            assert command[command.index(listens) + 1].rpartition(":")[2] == str(port["containerPort"])
+            (service,) = [one for one in services.values() if one["selector"] == pod["metadata"]["labels"]]
+            assert service["ports"][0]["targetPort"] == port["name"]
+        if "--coordinator" in command:
+            host, _, number = command[command.index("--coordinator") + 1].removeprefix("tcp://").partition(":")
+            assert services[host]["ports"][0]["port"] == int(number)
+
+
+def test_service_of_ray_has_what_its_import_path_takes():
+    (service,) = manifests("rayservice.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    builder = getattr(importlib.import_module(module), name)
+    assert builder is ray_replicas.application
+    inspect.signature(ray_replicas.serve_application).bind(**application["args"])
