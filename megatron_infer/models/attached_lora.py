@@ -148,6 +148,12 @@ def lora_of(linear: nn.Module) -> LinearLoRA | None:
     return found if isinstance(found, LinearLoRA) and not found.trains_only else None
 
 
+def pair_beside_steps(linear: nn.Module) -> LinearLoRA | None:
+    """The pair on a linear that trains only, or None."""
+    found = linear._modules.get(CHILD)
+    return found if isinstance(found, LinearLoRA) and found.trains_only else None
+
+
 def attached(model: nn.Module) -> Iterator[LinearLoRA]:
     """The pairs on this rank's linears of a model."""
     return (module for module in modules_of(model) if isinstance(module, LinearLoRA))

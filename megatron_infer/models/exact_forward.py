@@ -25,11 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels import select
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.models.adopt import AdoptedModel, adopt
-from megatron_infer.models.attached_lora import attached
-from megatron_infer.models.exact_step import DifferentiableOps, TrainingStep
+from megatron_infer.models.attached_lora import attached, pair_beside_steps
+from megatron_infer.models.exact_step import DifferentiableOps, TrainedPair, TrainedPairs, TrainingStep
 from megatron_infer.models.mcore_compat import MoELayer, packed_lengths
 from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.moe import expert_ranks
@@ -137,6 +138,13 @@ class ExactForward:
         self._ops = DifferentiableOps(ExactOps(library, self._dtype))
         self._attention = ExactAttention(library, self._dtype)
         self._scan = NativeScan(library, self._dtype) if adopted.ssm_specs else None
+        pairs: dict[str, Any] = {
+            path: TrainedPair(pair, linear)
+            for path, linear in adopted.linears.items()
+            if (pair := pair_beside_steps(self.live.get_submodule(linear.name))) is not None
+        }
+        adopted.set_lora(pairs)
+        self._lora = TrainedPairs(NativeLoRA(library, self._dtype)) if pairs else None
         self.rows = chosen.rows
         """Operations and backends, as in the engine's start-up table."""
 
@@ -228,6 +236,7 @@ class ExactForward:
             rotary=self._adopted.rotary_table(max(lengths)),
             dtype=self._dtype,
             live_scan_weights=self._adopted.live_scan_weights,
+            lora=self._lora,
         )
         recompute = self.live.training and config.recompute_granularity is not None and torch.is_grad_enabled()
         return self._adopted.decode(

@@ -18,16 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_infer.errors import ModelError
 from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.experts import RoutingRules
-from megatron_infer.kernels.lora import LoRABackend
 from megatron_infer.kernels.native.native_layers import LayerProgram
+from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
+from megatron_infer.models.attached_lora import LinearLoRA
+from megatron_infer.models.fused_layers import FusedLinear
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix
 
 BLOCK = 256
@@ -175,6 +178,63 @@ class DifferentiableOps:
         return self.exact.rowwise(function, x_TX)
 
 
+class _AddPair(torch.autograd.Function):
+    """Forward: y + scale * b (a x) by the engine's kernel. Backward: products in x's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Formula, scale: float, y_TY: Tensor, x_TX: Tensor, a_rX: Tensor, b_Yr: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_TX, a_rX, b_Yr)
+        ctx.scale = scale
+        return kernel(y_TY.clone(), x_TX, a_rX, b_Yr)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TY: Tensor) -> tuple[Tensor | None, ...]:
+        x_TX, a_rX, b_Yr = ctx.saved_tensors
+        scaled_TY = grad_TY * ctx.scale
+        h_Tr = scaled_TY @ b_Yr
+        return None, None, grad_TY, h_Tr @ a_rX, h_Tr.t() @ x_TX, scaled_TY.t() @ (x_TX @ a_rX.t())
+
+
+class TrainedPair:
+    """The pair that trains on a linear, of which an engine has copies (`LinearLoRA.trains_only`)."""
+
+    num_pairs = 1
+
+    def __init__(self, pair: LinearLoRA, linear: FusedLinear) -> None:
+        self.pair, self.linear = pair, linear
+
+
+class TrainedPairs:
+    """Adds live pairs with the bits of an engine's copies of them, and with gradients, complete on every rank."""
+
+    name, graph_safe = "native, exact, differentiable", False
+
+    def __init__(self, native: NativeLoRA) -> None:
+        self._native = native
+
+    def run(self, y_TY: Tensor, x_TX: Tensor, trained: TrainedPair) -> Tensor:
+        """x_TX: as the linear's product takes it: spread over the ranks already."""
+        pair, linear = trained.pair, trained.linear
+        if pair.is_off:
+            return y_TY
+        a_rX = pair.a if linear.spread is None else linear.spread.spread(pair.a)
+        b_Yr = pair.b if linear.reduce is None else linear.reduce.spread(pair.b)
+
+        def kernel(y_TY: Tensor, x_TX: Tensor, a_rX: Tensor, b_Yr: Tensor) -> Tensor:
+            slots = self._native.pairs(1, len(a_rX), a_rX.shape[1], len(b_Yr), dtype=y_TY.dtype, device=y_TY.device)
+            (packed,) = self._native.pack([(slots, [(a_rX, b_Yr, None)])])
+            if packed is None:
+                raise ModelError("exact_math: the adapter has numbers that are not finite")
+            slots.put(0, packed, pair.scaling)
+            self._native.plan(torch.zeros(len(y_TY), dtype=torch.int32))
+            return self._native.run(y_TY, x_TX, slots)
+
+        added_TY: Tensor = _AddPair.apply(kernel, pair.scaling, y_TY, x_TX, a_rX, b_Yr)
+        return added_TY
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     wide, factor = x.float(), weight.float() + 1 if zero_centered else weight
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).to(dtype)
@@ -194,15 +254,17 @@ class TrainingStep:
         rotary: RotaryTable | None,
         dtype: torch.dtype,
         live_scan_weights: Callable[[int], SsmWeights],
+        lora: TrainedPairs | None,
     ) -> None:
-        """rotary: cos and sin up to the longest length. live_scan_weights(layer) gives tensors with gradients."""
+        """rotary: cos and sin up to the longest length. live_scan_weights(layer) gives tensors with gradients. lora:
+        adds the model's `TrainedPair`s; None: it has none."""
         assert sum(lengths) == len(token_ids_T), f"{len(token_ids_T)} tokens, lengths add up to {sum(lengths)}"
         self.num_tokens, self.lengths = len(token_ids_T), list(lengths)
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
         self.tokens_of_ranks = None
-        self.lora: LoRABackend | None = None
+        self.lora: Any = lora
         self.absorbed_S: Tensor | None = None
         self.is_padded, self.padding_T1 = False, None
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
