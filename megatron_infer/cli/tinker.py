@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, given, given_flags
 from megatron_infer.cli.loading import add_model_options, note, positive_int, run_options
+from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.utils.stderr_log import log_to_stderr
+
+LORA_RANK = 32
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,11 +23,15 @@ def add_parser(subparsers: Any) -> None:
         "tinker",
         help="train and sample adapters of one live model by the Tinker API",
         description="Serve the Tinker API to the official SDK and cookbook: TINKER_BASE_URL=http://127.0.0.1:8000 "
-        "TINKER_API_KEY=tml-... Base weights are there once; each training client is a LoRA adapter.",
+        "TINKER_API_KEY=tml-... Base weights are there once; each training client is a LoRA adapter. For several "
+        "processes: torchrun --nproc-per-node N -m megatron_infer tinker MODEL --tp T --dp D.",
     )
     add_model_options(parser)
+    parser.add_argument("--lora-rank", type=positive_int, help="largest rank of a client's adapter (default 32)")
     parser.add_argument(
-        "--lora-rank", type=positive_int, default=32, help="largest rank of a client's adapter (default 32)"
+        "--full",
+        action="store_true",
+        help="one client trains all weights, whatever rank it asks for, in place of adapters",
     )
     parser.add_argument("--state-dir", default="tinker-state", metavar="DIR", help="checkpoints (default tinker-state)")
     parser.add_argument(
@@ -38,6 +46,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="SHARE",
         help="of the time, for training while samples are drawn too (default 0.5)",
     )
+    layout = parser.add_argument_group("layout", "number of processes, which torchrun starts")
+    add_flags(parser, layout, Layout, "")
     group = parser.add_argument_group("server")
     add_flags(parser, group, ServerConfig, SERVER_PREFIX)
     parser.set_defaults(run=run)
@@ -52,8 +62,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"tinker at {settings.host} needs an API key: others could train and fill --state-dir; set api_key"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("the Tinker API is served by one process; several ranks (torchrun) are not supported")
+    layout, is_job = Layout(**given_flags(args, Layout, "")), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    layout.check()
+    if layout.pp > 1 or layout.ep > 1:
+        raise ConfigError(
+            "the Tinker API over pipeline stages or expert-parallel ranks is not supported; give tp and dp"
+        )
+    if layout.world_size > 1 and not is_job:
+        ranks = layout.world_size
+        raise ConfigError(
+            f"tp x dp = {ranks} needs as many processes: torchrun --nproc-per-node {ranks} -m megatron_infer tinker ..."
+        )
+    if args.full and args.lora_rank:
+        raise ConfigError("--full with --lora-rank: there are no adapters; leave one of them out")
+    if args.durable and is_job:
+        raise ConfigError("--durable over several ranks is not supported; take save_state")
     if settings.http_workers > 1:
         raise ConfigError("http_workers: one process serves the Tinker API; leave it out")
     log_to_stderr("megatron_infer.server", times=True)
@@ -62,24 +85,41 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.kernels.threads import apply_cpu_settings
     from megatron_infer.memory.device import Device, choose_dtype
     from megatron_infer.models.loading.sources import open_source
-    from megatron_infer.server.tinker.serve import live_trainer, serve
+    from megatron_infer.server.tinker.serve import live_model, serve
+    from megatron_infer.server.tinker.training import LiveTrainer
 
-    where = Device(options.get("device", "auto"))
+    device, groups = options.get("device", "auto"), None
+    if is_job:
+        from megatron_infer.server.tinker.ranks import build_job, serve_ranks
+        from megatron_infer.server.torchrun import device_of_rank
+
+        groups, device = build_job(dp=layout.dp, tp=layout.tp), device_of_rank(device)
+    where = Device(device)
     if not where.is_cuda:
         apply_cpu_settings(options.get("threads"))
     source = open_source(args.model)
     tokenizer = source.tokenizer()
-    trainer = live_trainer(
+    model = live_model(
         source,
         tokenizer,
-        lora_rank=args.lora_rank,
-        training_share=args.training_share,
+        lora_rank=None if args.full else args.lora_rank or LORA_RANK,
         dtype=choose_dtype(options.get("dtype", "auto"), where, linear_backend=config.get("linear_backend", "auto")),
         device=str(where.torch),
         config=config,
+        groups=groups,
     )
     name = (settings.served_model_name or (source.name,))[0]
-    serve(
-        trainer, tokenizer, settings, model_name=name, state_dir=Path(args.state_dir), durable=args.durable, note=note
+    run_server = partial(
+        serve,
+        tokenizer=tokenizer,
+        settings=settings,
+        model_name=name,
+        state_dir=Path(args.state_dir),
+        durable=args.durable,
+        note=note,
     )
+    if is_job:
+        serve_ranks(model, training_share=args.training_share, serve=run_server)
+    else:
+        run_server(LiveTrainer(model, training_share=args.training_share))
     return 0

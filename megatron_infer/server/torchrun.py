@@ -82,7 +82,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
         check_vocabulary(options.model, engine.shape.vocab_size)
         rank_group = engine.rank_group.groups
         if not rank_group.is_leader:
-            _ignore_signals()
+            ignore_signals()
             engine.follow(WeightReceiver(engine, weights_root=settings.weights_root).followed())
             return
         if options.config.get("logging_step_interval"):
@@ -96,7 +96,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
             **allowed_by(settings),
         )
         stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
-        _ignore_signals() if frontend is None else frontend.forward_signals()
+        ignore_signals() if frontend is None else frontend.forward_signals()
         stopping.start()
         with replica:
             replica.run()
@@ -111,7 +111,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
 
 def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
     """This rank's part of its engine."""
-    device = Device(_device_of(options.device))
+    device = Device(device_of_rank(options.device))
     if not device.is_cuda:
         apply_cpu_settings(options.threads)
     source = open_source(options.model)
@@ -170,8 +170,8 @@ def _tokenizer_of(source: Any) -> Any:
         return None
 
 
-def _device_of(name: str) -> str:
-    """This rank's device, where `name` leaves it open."""
+def device_of_rank(name: str) -> str:
+    """The device of this rank of a torchrun job, where `name` leaves it open."""
     if name not in ("auto", "cuda") or not torch.accelerator.is_available():
         return name
     index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -193,7 +193,7 @@ def _stop_with_http(store: Any, frontend: FrontendProcesses | None, replica: Rep
     replica.stop()
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
     """Launchers signal every rank; a rank leaves when rank 0 sets ENDED_KEY, after running requests have finished."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

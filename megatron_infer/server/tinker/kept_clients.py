@@ -57,7 +57,7 @@ class KeptClients:
         for path in sorted(self._dir.glob(f"*/{STATE}")):
             try:
                 about = manifest_of(path)
-                client = TrainingClient(trainer, rank=about["rank"], seed=0)
+                client = trainer.create(path.parent.name, rank=about["rank"], seed=None)
                 client.load(path, optimizer=True)
             except InferenceError as error:
                 remedy = "serve the model and rank that it was written with, or remove the file"

@@ -21,8 +21,8 @@ class LossFunction(NamedTuple):
     compute: Callable[[Tensor, Inputs, Settings], Tensor]
     inputs: tuple[str, ...]
     """Tensors that a datum has besides target_tokens, one number a token."""
-    settings: Mapping[str, float]
-    """loss_fn_config and its defaults."""
+    settings: Mapping[str, float | None]
+    """loss_fn_config and its defaults; None: it has to be given."""
 
 
 def _cross_entropy(x: Tensor, given: Inputs, _: Settings) -> Tensor:
@@ -54,6 +54,13 @@ def _dro(x: Tensor, given: Inputs, how: Settings) -> Tensor:
     return -(x * given["advantages"] - 0.5 * how["beta"] * (x - given["logprobs"]).square()).sum()
 
 
+def _gspo(x: Tensor, given: Inputs, how: Settings) -> Tensor:
+    """The ratio of a sequence, with each token's own gradient (GSPO-token, arXiv:2507.18071)."""
+    mean = (x.detach() - given["logprobs"])[given["sequence_ratio_mask"] != 0].mean()
+    ratio, advantages = torch.exp(mean + x - x.detach()), given["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, how) * advantages).sum()
+
+
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _POLICY = ("logprobs", "advantages")
 
@@ -62,6 +69,7 @@ LOSSES = {
     "importance_sampling": LossFunction(_importance_sampling, _POLICY, {}),
     "ppo": LossFunction(_ppo, _POLICY, _CLIPS),
     "cispo": LossFunction(_cispo, _POLICY, _CLIPS),
+    "gspo": LossFunction(_gspo, (*_POLICY, "sequence_ratio_mask"), dict.fromkeys(_CLIPS)),
     "dro": LossFunction(_dro, _POLICY, {"beta": 0.05}),
 }
 
@@ -74,8 +82,12 @@ def loss_named(name: str) -> LossFunction:
 
 
 def settings_of(function: LossFunction, given: Mapping[str, float]) -> dict[str, float]:
-    """loss_fn_config with defaults. Raises RequestError for a name that the function does not have."""
+    """loss_fn_config with defaults. Raises RequestError for a name that the function does not have, and for a missing
+    one."""
     for name in given:
         if name not in function.settings:
             raise RequestError(f"loss_fn_config: {unknown_name('setting', name, function.settings)}")
-    return {**function.settings, **given}
+    found = {name: given.get(name, default) for name, default in function.settings.items()}
+    if missing := [name for name, value in found.items() if value is None]:
+        raise RequestError(f"loss_fn_config: {missing[0]} is missing, for which this loss has no default")
+    return {name: value for name, value in found.items() if value is not None}

@@ -120,6 +120,7 @@ class Sample(Struct):
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: Any = None
+    record_stability_info: bool | None = None
 
 
 class Retrieve(Struct):

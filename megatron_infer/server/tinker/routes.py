@@ -112,11 +112,13 @@ class TinkerRoutes:
         body, service = read(call.body, requests.CreateModel), self._service
         service.check_session(body.session_id)
         service.check_base(body.base_model)
-        if body.lora_config is None:
-            raise RequestError("lora_config: this server trains adapters; training of all weights is not supported")
-        if not body.lora_config.train_mlp or not body.lora_config.train_attn:
-            raise RequestError("lora_config: train_mlp and train_attn are on: an adapter has pairs on all linears")
-        rank, seed = body.lora_config.rank, body.lora_config.seed or 0
+        asked, is_full = body.lora_config, service.trainer.local.adapter is None
+        if asked is None and not is_full:
+            raise RequestError("lora_config: this server trains adapters; --full is for all weights")
+        if asked is not None and not (asked.train_mlp and asked.train_attn and (asked.train_unembed or not is_full)):
+            what = "all weights train (--full)" if is_full else "an adapter has pairs on all linears"
+            raise RequestError(f"lora_config: train_mlp, train_attn (and train_unembed with --full) are on: {what}")
+        rank, seed = (asked.rank, asked.seed or 0) if asked is not None and not is_full else (0, 0)
 
         async def create() -> Any:
             model = await service.create_model(body.session_id, body.model_seq_id, rank=rank, seed=seed)
@@ -138,7 +140,7 @@ class TinkerRoutes:
         model, name = self._service.model(read(call.body, requests.OfModel).model_id), self._service.model_name
         data = {"arch": "megatron", "model_name": name, "tokenizer_id": name}
         shown = {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": name}
-        return shown | {"is_lora": True, "lora_rank": model.client.rank}
+        return shown | {"is_lora": model.client.rank > 0, "lora_rank": model.client.rank or None}
 
     async def _forward_backward(self, call: Call) -> Any:
         sent = messages.message("ForwardBackwardRequest")
@@ -162,7 +164,7 @@ class TinkerRoutes:
             total, scores = 0.0, list[torch.Tensor]()
             try:
                 for piece in pieces(data):
-                    work = partial(client.forward_backward, piece, function, settings, backward=backward)
+                    work = partial(client.forward_backward, piece, sent.loss_fn, settings, backward=backward)
                     loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
             except BaseException:
@@ -264,7 +266,7 @@ class TinkerRoutes:
 
         async def create() -> Any:
             rank = (await asyncio.to_thread(manifest_of, service.path_of(body.path, "weights")))["rank"]
-            model = await service.create_model(session, number, rank=rank, seed=0)
+            model = await service.create_model(session, number, rank=rank, seed=None)
             try:
                 return await load(model)
             except BaseException:
@@ -276,8 +278,8 @@ class TinkerRoutes:
     async def _weights_info(self, call: Call) -> Any:
         path = self._service.path_of(read(call.body, requests.WeightsInfo).tinker_path, "weights")
         rank = (await asyncio.to_thread(manifest_of, path))["rank"]
-        trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        return {"base_model": self._service.model_name, "is_lora": True, "lora_rank": rank, **trained}
+        trained = {"train_unembed": not rank, "train_mlp": True, "train_attn": True}
+        return {"base_model": self._service.model_name, "is_lora": rank > 0, "lora_rank": rank or None, **trained}
 
     # ------------------------------------------------------------------ sampling
 
@@ -289,10 +291,10 @@ class TinkerRoutes:
             uri = f"tinker://{model.id}/sampler_weights/{body.path}" if body.path else None
             if body.path:
                 folder = service.state_dir / model.id / "sampler_weights" / body.path
-                await service.run_for(model, lambda: service.trainer.save_peft(model.client, folder))
-            name = await service.publish(model, uri)
-            sampler = service.new_sampler(None if uri else name, uri, model.id)
-            return {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
+                await service.run_for(model, lambda: model.client.save_for_sampler(folder))
+            sampler = await service.publish(model, uri)
+            shown = {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
+            return shown | {"version": model.client.version}
 
         return self._in_order(body, save)
 
@@ -325,7 +327,7 @@ class TinkerRoutes:
         else:
             self._check_sampled(body.base_model, body.model_path)
             sampler = Sampler("", None, body.model_path, model_of(body.model_path))
-        for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
+        for name in ("prompt_alt_tokens_k", "target_prompt_logprobs", "record_stability_info"):
             if getattr(body, name):
                 raise RequestError(f"{name} is not supported; leave it out")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
@@ -336,12 +338,16 @@ class TinkerRoutes:
         client = self._client
         checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
 
+        content = service.trainer.local.content
+
         async def draw() -> Any:
             began = time.monotonic()
             async with client.submit(checked) as inflight:
                 (output,) = await inflight.results()
             num_tokens = sum(len(one.token_ids) for one in output.outputs)
             service.sampled(sampler, num_tokens=num_tokens, seconds=time.monotonic() - began)
+            if service.trainer.local.content != content:
+                raise RequestError("the weights have changed while the sample was drawn (--full); draw it again")
             return _sample_response(output, body)
 
         known = sampler.futures.get(body.seq_id) if body.seq_id is not None else None

@@ -21,7 +21,7 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.socket_base import ServerFolder
 from megatron_infer.server.tinker.routes import TinkerRoutes
 from megatron_infer.server.tinker.service import TinkerService
-from megatron_infer.server.tinker.training import ALPHA, LiveEngine, LiveTrainer
+from megatron_infer.server.tinker.training import ALPHA, LiveEngine, LiveModel, LiveTrainer
 from megatron_infer.text.tokenizer import Tokenizer
 
 log = logging.getLogger("megatron_infer.server")
@@ -30,42 +30,56 @@ MAX_LORAS = 8
 """Adapters that one step may sample from, unless the options say another number."""
 
 
-def live_trainer(
+def live_model(
     source: ModelSource,
     tokenizer: Tokenizer | None,
     *,
-    lora_rank: int,
-    training_share: float,
+    lora_rank: int | None,
     dtype: Any = "float32",
     device: str = "cpu",
     config: Mapping[str, Any] | None = None,
-) -> LiveTrainer:
-    """The model of a source with an adapter that trains, and an engine that samples from copies of it."""
-    model = build_model(source, dtype=dtype, device=device)
-    adapter = attach_lora(model, rank=lora_rank, alpha=ALPHA, trains_only=True)
-    options = dict(config or {})
-    options["lora"] = LoRAConfig.from_dict({"max_loras": MAX_LORAS, **options.get("lora", {}), "max_rank": lora_rank})
+    groups: Any = None,
+) -> LiveModel:
+    """The model of a source, whose engine samples from copies of the adapter that trains on it. lora_rank None: all
+    weights train. groups: process groups of a job; None: of this process alone."""
+    model = build_model(source, dtype=dtype, device=device, pg_collection=groups)
+    options, adapter = dict(config or {}), None
+    if lora_rank is not None:
+        adapter = attach_lora(model, rank=lora_rank, alpha=ALPHA, trains_only=True)
+        given = {"max_loras": MAX_LORAS, **options.get("lora", {}), "max_rank": lora_rank}
+        options["lora"] = LoRAConfig.from_dict(given)
+    if groups is not None:
+        options["pg_collection"] = groups
     session = RolloutSession(
         model, options, tokenizer, eos_ids=source.config().eos_ids, model_name=source.name, meter=None
     )
-    return LiveTrainer(session, adapter, training_share=training_share)
+    return LiveModel(session, adapter)
+
+
+def run_engine(trainer: LiveTrainer, replica: Replica) -> None:
+    """Step the trainer's engine for a coordinator, and run its operations, until the replica is stopped."""
+    trainer.wake = replica.wake
+    with trainer.session.generating(restore_rng=False):
+        with replica:
+            replica.run()
+        trainer.end()
 
 
 @contextlib.contextmanager
 def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable[[], None]) -> Iterator[None]:
-    """A thread steps the trainer's engine for a coordinator, and runs its operations. on_failed: it has ended early."""
+    """A thread for `run_engine`. on_failed: it has ended early. Its error is raised at the end."""
     replica = Replica(LiveEngine(trainer.session.engine, trainer), coordinator, name="live")
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            with trainer.session.generating(restore_rng=False), replica:
-                replica.run()
-        except BaseException:
+            run_engine(trainer, replica)
+        except BaseException as error:
             log.exception("the engine's thread has failed")
+            failures.append(error)
         finally:
             on_failed()
 
-    trainer.wake = replica.wake
     thread = threading.Thread(target=run, name="megatron-infer-live")
     thread.start()
     try:
@@ -73,6 +87,8 @@ def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable
     finally:
         replica.stop()
         thread.join()
+    for failure in failures:
+        raise failure
 
 
 def serve(
@@ -84,14 +100,17 @@ def serve(
     state_dir: Path,
     durable: bool,
     note: Callable[[str], None],
+    on_coordinator: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. durable: see `TinkerService`."""
+    """Serve until SIGTERM or Ctrl-C. durable: see `TinkerService`. on_coordinator: called with the address at which
+    engines may join."""
     service = TinkerService(trainer, model_name=model_name, state_dir=state_dir, durable=durable)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listening,
         ServerFolder() as folder,
         running(Coordinator(folder.coordinator, CoordinatorOptions(max_queue=settings.max_queue))),
     ):
+        on_coordinator(folder.coordinator)
         server = HttpServer(
             settings,
             coordinator=folder.coordinator,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_infer.engine.metrics.registry import Family
-from megatron_infer.errors import AdapterInUse, InferenceError, RequestError
+from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.tinker.figures import ClientFigures, Row, families_of
 from megatron_infer.server.tinker.kept_clients import KeptClient, KeptClients
-from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient
+from megatron_infer.server.tinker.training import BASE, LiveTrainer, TrainingClient, manifest_of
 
 MAX_FUTURES, FUTURE_S = 4096, 600.0
 """Results that are held for clients, and for how long; the oldest that are done go first."""
@@ -76,6 +76,8 @@ class Sampler:
     """Of what was saved, from which the adapter is loaded when it is needed."""
     model: str = ""
     """Id of the training client that it was saved of."""
+    content: str = BASE
+    """Of all weights, where those train and it has no path."""
     futures: dict[int, str] = field(default_factory=dict)
 
 
@@ -115,7 +117,7 @@ class TinkerService:
         self._named: OrderedDict[str, str] = OrderedDict()
         """Adapters in the engine by the path of what was saved; the last is the one used last."""
         self._outdated: list[str] = []
-        """Adapters in the engine that are to be unloaded when no request uses them."""
+        """Adapters in the engine that are to be unloaded."""
         self._num_adapters = 0
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
         self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
@@ -160,7 +162,7 @@ class TinkerService:
             raise not_found("sampling session", id)
         return self._samplers[id]
 
-    async def create_model(self, session: str, number: int, *, rank: int, seed: int) -> Model:
+    async def create_model(self, session: str, number: int, *, rank: int, seed: int | None) -> Model:
         """Its id is what the SDK names the session's model of this number, before the server has told."""
         id = f"{session}:train:{number}"
         if id in self._models:  # of an earlier server
@@ -173,11 +175,13 @@ class TinkerService:
             raise ApiError(429, f"{self._max_models} training clients are the most of this server", code="too_many")
         self._num_coming += 1
         try:
-            client = await self.run(lambda: TrainingClient(self.trainer, rank=rank, seed=seed))
+            client = await self.run(lambda: self.trainer.create(id, rank=rank, seed=seed))
         finally:
             self._num_coming -= 1
-        self.check_session(session)
         model = self._models[id] = Model(id, client)
+        if session not in self._sessions:
+            self.unload_model(id)
+        self.check_session(session)
         await self.change(model, 0, lambda: None)
         return model
 
@@ -186,9 +190,10 @@ class TinkerService:
         del self._models[id]
         if self._kept is not None:
             self._kept.forget(id)
+        self.trainer.submit(lambda: self.trainer.model.forget(id))
 
-    def new_sampler(self, adapter: str | None, path: str | None, model: str = "") -> Sampler:
-        sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path))
+    def new_sampler(self, adapter: str | None, path: str | None, model: str = "", content: str = BASE) -> Sampler:
+        sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path), content)
         self._samplers[sampler.id] = sampler
         unnamed = [one for one in self._samplers.values() if one.adapter is not None]
         old = [one.id for one in unnamed[: max(0, len(unnamed) - MAX_ADAPTERS)]]
@@ -196,36 +201,45 @@ class TinkerService:
             self._outdated += filter(None, [self._samplers.pop(id).adapter])
         return sampler
 
-    async def publish(self, model: Model, path: str | None) -> str:
-        """Load the client's adapter, as it is now, into the engine -> its name there. path: of its files, if it has."""
-        trainer, name = self.trainer, self._new_name()
-
-        def load() -> None:
-            with trainer.on_model(model.client):
-                adapter = trainer.adapter.to_adapter(name)
-            trainer.session.engine.load_adapter(name, adapter)
-
-        await self.run_for(model, load)
+    async def publish(self, model: Model, path: str | None) -> Sampler:
+        """A sampler of the client as it is now: its adapter is loaded into the engine, all weights are there. path: of
+        its files, if it has."""
+        if self.trainer.local.adapter is None:
+            return self.new_sampler(None, path, model.id, self.trainer.local.content)
+        name = self._new_name()
+        await self.run_for(model, lambda: model.client.publish(name))
         if path is not None:
             self._name(path, name)
         await self._unload_outdated()
-        return name
+        return self.new_sampler(None if path else name, path, model.id)
 
     async def adapter_of(self, sampler: Sampler) -> str | None:
-        """The name of its adapter in the engine, loaded from its files if need be; None: the base model."""
+        """The name of its adapter in the engine, loaded from its files if need be; None: the model's own weights.
+
+        Raises RequestError where all weights train and are others now than those of the sampler.
+        """
+        if self.trainer.local.adapter is None:
+            self._check_content(sampler)
+            return None
         if sampler.path is None:
             return sampler.adapter
         if sampler.path not in self._named:
-            folder, name, engine = (
-                self.path_of(sampler.path, "sampler_weights"),
-                self._new_name(),
-                self.trainer.session.engine,
-            )
-            await self.run(lambda: engine.load_adapter(name, folder))
+            folder, name = self.path_of(sampler.path, "sampler_weights"), self._new_name()
+            await self.run(lambda: self.trainer.model.load_adapter(name, folder))
             self._name(sampler.path, name)
             await self._unload_outdated()
         self._named.move_to_end(sampler.path)
         return self._named[sampler.path]
+
+    def _check_content(self, sampler: Sampler) -> None:
+        wanted = sampler.content
+        if sampler.path is not None:
+            wanted = manifest_of(self.path_of(sampler.path, "sampler_weights")).get("content", "")
+        if wanted != self.trainer.local.content:
+            raise RequestError(
+                "the sampler is of another version of the weights than the model has now, and there is one at a time "
+                "(--full): save_weights_for_sampler again, or load the state of that version"
+            )
 
     def _new_name(self) -> str:
         self._num_adapters += 1
@@ -239,21 +253,9 @@ class TinkerService:
             self._outdated.append(self._named.popitem(last=False)[1])
 
     async def _unload_outdated(self) -> None:
-        """Of those that requests use, later."""
-        engine = self.trainer.session.engine
-
-        def unload(names: list[str]) -> list[str]:
-            kept = []
-            for name in names:
-                try:
-                    engine.unload_adapter(name)
-                except AdapterInUse:
-                    kept.append(name)
-            return kept
-
         names, self._outdated = self._outdated, []
         if names:
-            self._outdated += await self.run(lambda: unload(names))
+            await self.run(lambda: self.trainer.model.unload(names))
 
     # ------------------------------------------------------------------ figures
 

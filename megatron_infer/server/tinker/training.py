@@ -1,30 +1,35 @@
-"""Adapters of many clients that train on one live model, in turns with the steps of its engine.
+"""Clients that train on one live model, in turns with the steps of its engine.
 
 LiveTrainer.submit(work)  ─▶  LiveEngine.step(): an operation of a client, or a step of the engine, by share
-TrainingClient            adapter's values, gradients and AdamW of one client; on the model while it trains
+LiveModel                 this rank's part of the model, and its clients
+TrainingClient            values, gradients and AdamW of one client, of an adapter or of all weights; on the model while
+                          it trains
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_infer.engine.durable import file_format
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import AdapterInUse, ConfigError, LockstepError, RankFailure, RequestError
 from megatron_infer.models.lora.attach import AttachedLoRA
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.server.tinker.losses import LossFunction
+from megatron_infer.server.tinker.losses import LossFunction, loss_named
 
 ALPHA = 32.0
 """Of each adapter: its scale is ALPHA / rank, as the API has it."""
@@ -33,7 +38,9 @@ MOST_DEBT_S = 5.0
 """Seconds that steps of the engine make up for at most, after an operation that took long."""
 PIECE_TOKENS = 65_536
 """Tokens of one operation in the engine's thread, about: a longer batch is several, and requests are served between."""
-STATE = "tinker training state"
+STATE, SAMPLER = "tinker training state", "tinker sampler of all weights"
+BASE = "base"
+"""The content of weights that no client has trained."""
 
 _R = TypeVar("_R")
 
@@ -48,6 +55,7 @@ class Datum:
         for name, values in inputs.items():
             if values.shape != (len(targets),):
                 raise RequestError(f"data: {name} is {list(values.shape)}, the targets are [{len(targets)}]")
+        self._given = tokens, targets, inputs
         self.sequence = [*tokens, targets[-1]]
         self.inputs = inputs
         followed = torch.tensor(self.sequence[1:]) == torch.tensor(targets)
@@ -61,6 +69,16 @@ class Datum:
                     "stand where its weight or advantage is 0"
                 )
             self.inputs = {name: values[self._counted] for name, values in inputs.items()}
+
+    def packed(self) -> list[Any]:
+        """As JSON, for other ranks."""
+        tokens, targets, inputs = self._given
+        return [list(tokens), list(targets), {name: values.tolist() for name, values in inputs.items()}]
+
+    @classmethod
+    def unpacked(cls, packed: Sequence[Any]) -> Datum:
+        tokens, targets, inputs = packed
+        return cls(tokens, targets, {name: torch.tensor(values) for name, values in inputs.items()})
 
     def loss(self, x: Tensor, function: LossFunction, settings: Mapping[str, float]) -> Tensor:
         """x: log probabilities of all targets."""
@@ -81,42 +99,76 @@ def pieces(data: Sequence[Datum]) -> list[list[Datum]]:
     return found
 
 
-class TrainingClient:
-    """One client's adapter and optimizer. Calls are made in the engine's thread."""
+class Ranks(Protocol):
+    """The ranks of the job."""
 
-    def __init__(self, trainer: LiveTrainer, *, rank: int, seed: int) -> None:
-        if not 1 <= rank <= trainer.max_rank:
-            raise RequestError(f"lora_config: rank is {rank}, it must be from 1 to {trainer.max_rank} (--lora-rank)")
-        self._trainer, self.rank = trainer, rank
+    def everywhere(self, client: str, local: Any) -> Any:
+        """`local`, whose OPERATIONS run on every rank. client: its id; "": it is the model."""
+        ...
+
+    def end(self) -> None:
+        """The other ranks may leave."""
+        ...
+
+
+class TrainingClient:
+    """One client's values and optimizer, this rank's part of them. Calls are every rank's, in the engine's thread."""
+
+    OPERATIONS = ("forward_backward", "optim_step", "drop_gradients", "save", "load", "save_for_sampler", "publish")
+
+    def __init__(self, model: LiveModel, values: list[Tensor], *, rank: int) -> None:
+        """values: of what trains, in the model's dtype. rank: of the adapter; 0: all weights train."""
+        self._model, self.values, self.rank = model, values, rank
+        self._groups = model.session.engine.rank_group.groups
         self.version = 0
         """Steps of its optimizer."""
-        self.values = trainer.adapter.first_values(rank=rank, seed=seed)
-        """Of the adapter, in the model's dtype."""
         self.parameters = [nn.Parameter(tensor.float()) for tensor in self.values]
         """What AdamW steps, in fp32: the same memory as the values of a model in fp32."""
         self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
     def forward_backward(
-        self, data: Sequence[Datum], function: LossFunction, settings: Mapping[str, float], *, backward: bool
+        self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
-        """(the loss summed over all tokens, log probabilities of each datum's targets). Gradients are added up."""
-        sequences = [datum.sequence for datum in data]
+        """(the loss summed over all tokens, log probabilities of each datum's targets). Gradients are added up.
+
+        Data-parallel ranks divide the data; a rank that gets none computes the first, and counts nothing.
+        """
+        groups, session, function = self._groups, self._model.session, loss_named(loss_fn)
+        places = range(groups.dp_rank, len(data), groups.dp_size)
+        own = [data[place] for place in places] or data[:1]
+        sequences = [datum.sequence for datum in own]
 
         def loss(scores: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-            parts = [data[i].loss(x, function, settings) for x, i in zip(scores, indices, strict=True)]
-            return torch.stack(parts).sum()
+            parts = [own[i].loss(x, function, settings) for x, i in zip(scores, indices, strict=True)]
+            return torch.stack(parts).sum() * bool(places)
 
-        session = self._trainer.session
-        with self._trainer.on_model(self):
+        with self._model.lent(self):
             if not backward:
                 scores = session.score(sequences)
-                return float(loss(scores, range(len(data)))), [score.cpu() for score in scores]
+                return self._united(float(loss(scores, range(len(own)))), scores, places, data)
             with session.training():
                 report = session.score_and_backward(sequences, loss)
-        if not math.isfinite(report.loss) or not all(_is_finite(one.grad) for one in self.parameters):
+        total, scores = self._united(report.loss, report.scores, places, data)
+        is_finite = math.isfinite(total) and all(_is_finite(one.grad) for one in self.parameters)
+        if session.engine.rank_group.any_rank(not is_finite):
             self.drop_gradients()
-            raise RequestError(f"the loss is {report.loss} or its gradients are not finite; the gradients are dropped")
-        return report.loss, [score.detach().cpu() for score in report.scores]
+            raise RequestError(f"the loss is {total} or its gradients are not finite; the gradients are dropped")
+        return total, scores
+
+    def _united(
+        self, loss: float, scores: Sequence[Tensor], places: range, data: Sequence[Datum]
+    ) -> tuple[float, list[Tensor]]:
+        """Loss and scores of all data-parallel ranks. places: in the data, of this one's."""
+        if self._groups.dp is None:
+            return loss, [score.detach().cpu() for score in scores]
+        lengths = [1, *(len(datum.sequence) - 1 for datum in data)]
+        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.values[0].device)
+        total, *parts = flat.split(lengths)
+        total.fill_(loss)
+        for place, score in zip(places, scores, strict=False):
+            parts[place].copy_(score.detach())
+        dist.all_reduce(flat, group=self._groups.dp)
+        return float(total), [part.float().cpu() for part in parts]
 
     def optim_step(
         self,
@@ -131,14 +183,28 @@ class TrainingClient:
         """AdamW with these numbers -> metrics. Raises RequestError without gradients."""
         if all(one.grad is None for one in self.parameters):
             raise RequestError("optim_step before any forward_backward: there are no gradients")
-        norm = nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm or math.inf)
+        norm = self._clipped(grad_clip_norm or math.inf)
         for group in self._optimizer.param_groups:
             group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._take_values()
         self.version += 1
-        return {"grad_norm": float(norm), "version": float(self.version)}
+        self._model.changed(secrets.token_hex(8))
+        return {"grad_norm": norm, "version": float(self.version)}
+
+    def _clipped(self, limit: float) -> float:
+        """Clip the gradients -> their norm, over all tensor-parallel ranks."""
+        parts, whole = list[Tensor](), list[Tensor]()
+        for live, own in zip(self._model.parameters(), self.parameters, strict=True):
+            if own.grad is not None:
+                (parts if getattr(live, "tensor_model_parallel", False) else whole).append(own.grad)
+        square = nn.utils.get_total_norm(parts).square().to(self.values[0].device)
+        if self._groups.tp is not None:
+            dist.all_reduce(square, group=self._groups.tp)
+        norm = (square + nn.utils.get_total_norm(whole).square()).sqrt()
+        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+        return float(norm)
 
     def drop_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -149,31 +215,46 @@ class TrainingClient:
                 value.copy_(parameter.detach())
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Of the values, to those of the parameters."""
+        """Of the values, summed over data-parallel ranks, to those of the parameters."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 found = gradient.float()
+                if self._groups.dp is not None:
+                    dist.all_reduce(found, group=self._groups.dp)
                 parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
 
-    def save(self, path: Path, **about: Any) -> None:
-        """Write adapter, optimizer and version; a file that is there has the old content or all of the new. about: of
-        the manifest, see `manifest_of`."""
+    def save(self, path: str | Path, **about: Any) -> None:
+        """Write parameters, optimizer and version; a file that is there has the old content or all of the new. about:
+        of the manifest, see `manifest_of`."""
+        groups, path = self._groups, Path(path)
+        if groups.dp_rank:
+            return
         tensors = {f"parameter.{i}": one.detach() for i, one in enumerate(self.parameters)}
         for i, one in enumerate(self.parameters):
             for name, value in self._optimizer.state.get(one, {}).items():
                 tensors[f"optimizer.{i}.{name}"] = torch.as_tensor(value)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file_format.write(path, {"kind": STATE, "rank": self.rank, "version": self.version, **about}, tensors)
+        if groups.tp is not None:
+            each = {name: _parts(value, groups.tp) for name, value in tensors.items()}
+            tensors = {f"tp{place}.{name}": part for name, parts in each.items() for place, part in enumerate(parts)}
+        if not groups.tp_rank:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            known = {"kind": STATE, "rank": self.rank, "version": self.version, "content": self._model.content}
+            file_format.write(path, {**known, "tp": groups.tp_size, **about}, tensors)
 
-    def load(self, path: Path, *, optimizer: bool) -> None:
-        """Take what `save` wrote. Raises RequestError for a state of another rank or model, with nothing changed, and
-        SnapshotError for a damaged file."""
-        about, tensors = file_format.read(path)
+    def load(self, path: str | Path, *, optimizer: bool) -> None:
+        """Take what `save` wrote. Raises RequestError for a state of another rank, layout or model, with nothing
+        changed, and SnapshotError for a damaged file."""
+        about, tensors = file_format.read(Path(path))
         if about.get("kind") != STATE:
             raise RequestError("the file is no state of a training client")
+        if (saved := about.get("tp", 1)) != self._groups.tp_size:
+            raise RequestError(f"the state was saved with --tp {saved}, this server has {self._groups.tp_size}")
+        if self._groups.tp is not None:
+            prefix = f"tp{self._groups.tp_rank}."
+            tensors = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
         values = [tensors.get(f"parameter.{i}") for i in range(len(self.parameters))]
         if any(value is None or value.shape != own.shape for own, value in zip(self.parameters, values, strict=True)):
-            raise RequestError("the saved adapter has another rank, or is of another model")
+            raise RequestError("the saved client has another rank, or is of another model")
         with torch.no_grad():
             for own, value in zip(self.parameters, values, strict=True):
                 own.copy_(value)
@@ -188,6 +269,26 @@ class TrainingClient:
             if found:
                 moved = {name: value if name == "step" else value.to(one.device) for name, value in found.items()}
                 self._optimizer.state[one] = moved
+        self._model.changed(about.get("content", BASE))
+
+    def save_for_sampler(self, path: str | Path) -> None:
+        """Write the adapter as PEFT has it; of all weights, which they are."""
+        path = Path(path)
+        if self._model.adapter is not None:
+            with self._model.lent(self):
+                self._model.adapter.save(path)
+        elif not self._groups.dp_rank and not self._groups.tp_rank:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            about = {"kind": SAMPLER, "content": self._model.content, "version": self.version}
+            file_format.write(path, about, {"none": torch.zeros(0)})
+
+    def publish(self, name: str) -> None:
+        """Load the adapter, as it is now, into the engine."""
+        model = self._model
+        assert model.adapter is not None
+        with model.lent(self):
+            adapter = model.adapter.to_adapter(name)
+        model.session.engine.load_adapter(name, adapter)
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -200,24 +301,120 @@ def _is_finite(gradient: Tensor | None) -> bool:
     return gradient is None or bool(torch.isfinite(gradient).all())
 
 
+def _parts(tensor: Tensor, tp: Any) -> list[Tensor]:
+    """Of all tensor-parallel ranks, on the host. A number is the same on each."""
+    parts = [tensor.clone() for _ in range(tp.size())]
+    if tensor.dim():
+        dist.all_gather(parts, tensor.contiguous(), group=tp)
+    return [part.cpu() for part in parts]
+
+
+class LiveModel:
+    """This rank's part of the model, and its clients. Operations are called on every rank in the same order."""
+
+    OPERATIONS = ("create", "forget", "load_adapter", "unload")
+
+    def __init__(self, session: RolloutSession, adapter: AttachedLoRA | None) -> None:
+        """adapter: attached with trains_only, before the session was made; None: one client trains all weights."""
+        self.session, self.adapter = session, adapter
+        self._max_rank = 0 if adapter is None else adapter.rank
+        self.clients: dict[str, TrainingClient] = {}
+        self.content = BASE
+        """A name of all weights as they are, which a saved state has too."""
+        self._outdated: list[str] = []
+        """Adapters that requests of this engine used when they were to be unloaded."""
+
+    def create(self, id: str, *, rank: int, seed: int | None) -> TrainingClient:
+        """rank 0: of all weights. seed None: `load` follows."""
+        if self.adapter is not None:
+            if not 1 <= rank <= self._max_rank:
+                limit = f"it must be from 1 to {self._max_rank} (--lora-rank)"
+                raise RequestError(f"lora_config: rank is {rank}, {limit}")
+            values = self.adapter.first_values(rank=rank, seed=seed or 0)
+        elif self.clients:
+            raise RequestError(
+                "--full: one client trains all weights, and there is no second; unload the first or end its session"
+            )
+        elif seed is not None and self.content != BASE:
+            raise RequestError(
+                "--full: the weights are as a client that is gone has left them; create_training_client_from_state, or "
+                "start the server again"
+            )
+        else:
+            values, rank = [one.data for one in self.parameters()], 0
+        client = self.clients[id] = TrainingClient(self, values, rank=rank)
+        return client
+
+    def forget(self, id: str) -> None:
+        self.clients.pop(id, None)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        self.session.engine.load_adapter(name, path)
+
+    def unload(self, names: Sequence[str]) -> None:
+        """Those that requests use, with a later call."""
+        waiting, self._outdated = [*self._outdated, *names], []
+        for name in waiting:
+            try:
+                self.session.engine.unload_adapter(name)
+            except AdapterInUse:
+                self._outdated.append(name)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What trains."""
+        return list(self.session.model.parameters()) if self.adapter is None else self.adapter.parameters()
+
+    @contextmanager
+    def lent(self, client: TrainingClient) -> Iterator[None]:
+        """Inside, the model has the values of a client: the same memory, nothing is copied. Gradients are added to the
+        client's at the end, but not if the body raises."""
+        if self.adapter is not None:
+            self.adapter.lend(client.values, rank=client.rank, alpha=ALPHA)
+        lent = self.parameters()
+        try:
+            yield
+            client.add_gradients([one.grad for one in lent])
+        finally:
+            for one in lent:
+                one.grad = None
+
+    def changed(self, content: str) -> None:
+        """The values of a client are others."""
+        if self.adapter is None:
+            self.content = content
+            self.session.update_weights()
+
+
 class LiveTrainer:
     """What trains next to an engine: operations are queued from any thread and run in the engine's.
 
     training_share: of the time, for training, while requests wait for steps too.
     """
 
-    def __init__(self, session: RolloutSession, adapter: AttachedLoRA, *, training_share: float = 0.5) -> None:
-        """adapter: attached with trains_only, before the session was made."""
-        if not 0 < training_share < 1:
-            raise ConfigError(f"training_share is {training_share}, it must be between 0 and 1")
-        self.session, self.adapter, self.max_rank = session, adapter, adapter.rank
-        self._share = training_share
+    def __init__(self, model: LiveModel, *, training_share: float = 0.5, ranks: Ranks | None = None) -> None:
+        """ranks: on which operations run; None: this process is the only one."""
+        if not 0 < training_share <= 1:
+            raise ConfigError(f"training_share is {training_share}, it must be above 0 and at most 1")
+        self.local, self.session, self._ranks, self._share = model, model.session, ranks, training_share
+        self.model: LiveModel = model if ranks is None else ranks.everywhere("", model)
+        """Its operations run on every rank."""
         self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._debt = 0.0
         """Seconds that training has had beyond its share."""
         self.wake: Callable[[], None] = lambda: None
         """Called after an operation was queued."""
+
+    def create(self, id: str, *, rank: int, seed: int | None) -> TrainingClient:
+        """`LiveModel.create` of a client whose operations run on every rank; in the engine's thread."""
+        self.model.create(id, rank=rank, seed=seed)
+        client = self.local.clients[id]
+        return client if self._ranks is None else self._ranks.everywhere(id, client)
+
+    def end(self) -> None:
+        """No operation follows; in the engine's thread."""
+        if self._ranks is not None:
+            self._ranks.end()
 
     def submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Queue an operation; from any thread."""
@@ -247,37 +444,14 @@ class LiveTrainer:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # which hold tensors, for as long as the error is held
             future.set_exception(error.with_traceback(None))
+            if isinstance(error, RankFailure | LockstepError):  # no operation can follow
+                raise
         else:
             future.set_result(result)
         self._debt = min(MOST_DEBT_S, self._debt + (time.monotonic() - began) * (1 - self._share))
 
     def engine_ran(self, seconds: float) -> None:
         self._debt = max(0.0, self._debt - seconds * self._share)
-
-    def save_peft(self, client: TrainingClient, directory: Path) -> None:
-        """Write a client's adapter as PEFT has it."""
-        with self.on_model(client):
-            self.adapter.save(directory)
-
-    def on_model(self, client: TrainingClient) -> _OnModel:
-        """Inside, the model's adapter has the values of a client: the same memory, nothing is copied. Gradients are
-        added to the client's at the end, but not if the body raises."""
-        return _OnModel(self.adapter, client)
-
-
-class _OnModel:
-    def __init__(self, adapter: AttachedLoRA, client: TrainingClient) -> None:
-        self._adapter, self._client = adapter, client
-
-    def __enter__(self) -> None:
-        self._adapter.lend(self._client.values, rank=self._client.rank, alpha=ALPHA)
-
-    def __exit__(self, failed: object, *exc: object) -> None:
-        lent = self._adapter.parameters()
-        if failed is None:
-            self._client.add_gradients([one.grad for one in lent])
-        for one in lent:
-            one.grad = None
 
 
 class LiveEngine:

@@ -1,0 +1,188 @@
+"""The Tinker API over the ranks of a torchrun job: every rank runs the same operations, in rank 0's order.
+
+    rank 0                       HTTP and coordinator; JobRanks.run(operation)
+      │ engines.meet
+    first rank of another engine _listen(): the operation is queued for the engine's thread, which does as rank 0's
+      │ relay.meet
+    an engine's other ranks      engine.follow()
+
+An operation succeeds on all ranks or fails on all; a rank that is gone ends the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_infer.coordinator.replica import Replica
+from megatron_infer.distributed.groups import build_groups, lockstep_over
+from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
+from megatron_infer.engine.command_relay import plain
+from megatron_infer.errors import ConfigError, LockstepError, RankFailure, RequestError
+from megatron_infer.server.tinker.serve import run_engine
+from megatron_infer.server.tinker.training import Datum, LiveEngine, LiveModel, LiveTrainer
+from megatron_infer.server.torchrun import ignore_signals
+from megatron_infer.utils.child_process import end_with_parent
+
+log = logging.getLogger("megatron_infer.server")
+
+CALL, END = "tinker()", "end of the Tinker API"
+WITH_DATA = "forward_backward"
+"""The operation whose first argument is data."""
+
+
+class OnEveryRank:
+    """An object of rank 0, whose operations every rank runs on its own."""
+
+    def __init__(self, ranks: JobRanks, client: str, local: Any) -> None:
+        self._ranks, self._client, self._local = ranks, client, local
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._local.OPERATIONS:
+            return partial(self._ranks.run, self._client, name)
+        return getattr(self._local, name)
+
+
+class JobRanks:
+    """This rank's part of operations."""
+
+    def __init__(self, model: LiveModel) -> None:
+        """Links the ranks; every rank calls it."""
+        self._model, self._engine = model, model.session.engine
+        groups, timeout_s = self._engine.rank_group.groups, self._engine.config.collective_timeout_s
+        self._world = lockstep_over(dist.group.WORLD, timeout_s=timeout_s)
+        self._engines: Lockstep | LocalLockstep = LocalLockstep()
+        """Of the first ranks of the engines."""
+        self._numbers = [dist.get_rank()]
+        """Theirs in the job."""
+        if groups.is_leader and groups.dp is not None:
+            self._engines = lockstep_over(groups.dp, timeout_s=timeout_s)
+            self._numbers = dist.get_process_group_ranks(groups.dp)
+        self._failure: BaseException | None = None
+        """Why `_listen` has ended early."""
+
+    def everywhere(self, client: str, local: Any) -> Any:
+        return OnEveryRank(self, client, local)
+
+    def run(self, client: str, name: str, *args: Any, **given: Any) -> Any:
+        """On rank 0: an operation of a client, or of the model, on every rank -> what it gave here."""
+        sent = [[one.packed() for one in args[0]], *args[1:]] if name == WITH_DATA else list(args)
+        call = plain({"client": client, "name": name, "args": sent, "given": given})
+        self._meet(CALL, arguments=call, compare=False)
+        return self._run_on_engine(call)
+
+    def _listen(self, trainer: LiveTrainer, stop: Callable[[], None]) -> None:
+        """On the first rank of another engine, in a thread: queue what rank 0 runs, until it ends."""
+        try:
+            while (met := self._meet(FOLLOW)).call != END:
+                trainer.submit(partial(self._run_on_engine, met.arguments))
+        except (RankFailure, LockstepError) as error:
+            self._failure = error
+        finally:
+            stop()
+
+    def _follow(self) -> None:
+        """On an engine's other ranks: take part until it ends."""
+
+        def run(call: dict[str, Any]) -> None:
+            self._engine.relay.meet(CALL)
+            try:
+                self._run_here(call)
+            except (RankFailure, LockstepError):
+                raise
+            except Exception as error:  # rank 0 has one too
+                log.debug("%s: %s", call["name"], error)
+
+        with self._model.session.generating(restore_rng=False):
+            self._engine.follow({CALL: run})
+            self._part()
+
+    def join(self, coordinator: str) -> None:
+        """On the other ranks: take part until rank 0 ends."""
+        if not self._engine.rank_group.groups.is_leader:
+            self._follow()
+            return
+        trainer = LiveTrainer(self._model, training_share=1.0, ranks=self)
+        name = f"live{self._engine.rank_group.groups.dp_rank}"
+        replica = Replica(LiveEngine(self._engine, trainer), coordinator, name=name)
+        threading.Thread(target=self._listen, args=(trainer, replica.stop), daemon=True).start()
+        run_engine(trainer, replica)
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """On the first rank of an engine."""
+        if self._engines.is_leader:
+            self._meet(END)
+        self._engine.dismiss()
+        self._part()
+
+    def _part(self) -> None:
+        """Raises RankFailure where a rank has gone before."""
+        with _of_job(range(self._world.size)):
+            self._world.agree(False, END)
+
+    def _meet(self, call: str, **how: Any) -> Meeting:
+        with _of_job(self._numbers):
+            return self._engines.meet(call, **how)
+
+    def _run_on_engine(self, call: dict[str, Any]) -> Any:
+        self._engine.relay.meet(CALL, call, compare=False)
+        return self._run_here(call)
+
+    def _run_here(self, call: dict[str, Any]) -> Any:
+        name, args = call["name"], call["args"]
+        target = self._model.clients.get(call["client"]) if call["client"] else self._model
+        engine_ranks = self._engine.rank_group.ranks
+        with (
+            _of_job(range(self._world.size)),
+            self._world.together(name, has_collectives=True),
+            _of_job(engine_ranks),
+        ):
+            if target is None:
+                raise RequestError("the training client was unloaded, or its session has ended")
+            if name == WITH_DATA:
+                args = [[Datum.unpacked(one) for one in args[0]], *args[1:]]
+            return getattr(target, name)(*args, **call["given"])
+
+
+@contextmanager
+def _of_job(ranks: Sequence[int]) -> Iterator[None]:
+    """A RankFailure of the block names the rank's number in the job. ranks: by their numbers in the block's group."""
+    try:
+        yield
+    except RankFailure as failure:
+        if failure.is_of_job:
+            raise
+        raise RankFailure(ranks[failure.rank], failure.phase, failure.reason, is_of_job=True) from failure
+
+
+def build_job(*, dp: int, tp: int) -> Any:
+    """The process groups of all ranks. Raises ConfigError for a launcher's numbers that do not fit."""
+    world = int(os.environ["WORLD_SIZE"])
+    if dp * tp != world:
+        raise ConfigError(f"{world} processes, but dp x tp = {dp} x {tp} = {dp * tp}; start as many")
+    if os.environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world):
+        raise ConfigError("the Tinker API over ranks of several machines is not supported; start all on one")
+    if dist.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
+        end_with_parent()
+    return build_groups(tensor_parallel=tp)
+
+
+def serve_ranks(model: LiveModel, *, training_share: float, serve: Callable[..., None]) -> None:
+    """Serve on this rank until rank 0 ends. serve(trainer, on_coordinator=): on rank 0. Raises RankFailure."""
+    ranks, address = JobRanks(model), [""]
+    if dist.get_rank() == 0:
+        trainer = LiveTrainer(model, training_share=training_share, ranks=ranks)
+        serve(trainer, on_coordinator=lambda found: dist.broadcast_object_list([found], src=0))
+        return
+    ignore_signals()  # rank 0 ends the job
+    dist.broadcast_object_list(address, src=0)
+    ranks.join(address[0])

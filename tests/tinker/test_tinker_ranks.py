@@ -1,0 +1,148 @@
+"""The Tinker API over tensor- and data-parallel ranks: losses, gradients and samples are those of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import small_model
+import torch
+from engine_ranks import weights_of
+from gloo_ranks import new_groups, run_on_ranks
+from test_command import ROOT, Command
+from test_tinker import TOKENS, Api, live_session, model, served, serving
+
+from megatron_infer.cli.main import main
+from megatron_infer.rl.updates import apply
+from megatron_infer.server.tinker.ranks import JobRanks
+from megatron_infer.server.tinker.training import LiveModel, LiveTrainer
+from megatron_infer.testing.tiny import tiny_gpt
+
+BATCH = [*TOKENS, [4, 4, 17, 20, 21, 22, 1]]
+
+
+def calls(api, *, full):
+    """What a client sees, by name."""
+    seen, samplers = {}, []
+    for place in range(1 if full else 2):
+        id = api.train(place, rank=4 + 4 * place)
+        for step, (name, tokens) in enumerate({"cross_entropy": BATCH, "ppo": TOKENS[:1]}.items()):
+            loss, scores = api.batch(id, 2 * step + 1, name, tokens)
+            seen[f"{place} {name}"] = np.concatenate([[loss], *scores])
+            metrics = api.result(api.step(id, 2 * step + 2))["metrics"]
+            seen[f"{place} {name} norm"] = np.asarray([metrics["grad_norm"], metrics["version"]])
+        seen[f"{place} forward"] = np.concatenate(api.batch(id, 5, "dro", BATCH, forward_only=True)[1])
+        nan = api.send_batch(id, 6, "cross_entropy", TOKENS[:1], given={"weights": np.full(4, np.nan, "<f4")}).json()
+        assert "not finite" in api.result(nan)["error"]
+        samplers.append(api.sampler(id, 7, path="named")["path"])
+    state = api.result(api.call("save_weights", model_id=id, seq_id=8, path="state"))["path"]
+    prompts = [[5, 9, 2], [1, 2, 3, 4], [30, 31]]
+    sent = [(path, api.send_sample(prompt, model_path=path)) for prompt in prompts for path in samplers]
+    seen["samples"] = np.concatenate([np.concatenate(api.drawn(reply)[0][0]) for _, reply in sent])
+    api.batch(id, 9, "importance_sampling", BATCH)
+    want = api.result(api.step(id, 10))["metrics"]
+    api.result(api.call("load_weights", model_id=id, seq_id=11, path=state, optimizer=True))
+    api.batch(id, 12, "importance_sampling", BATCH)
+    assert api.result(api.step(id, 13))["metrics"] == want, "the state that was saved goes on"
+    return seen
+
+
+def on_ranks(rank, size, folder, tp, full):
+    new_groups(tensor_model_parallel_size=tp)
+    live = tiny_gpt(tensor_model_parallel_size=tp)
+    apply(live, torch.load(folder / "weights.pt"))
+    local = LiveModel(*live_session(live, full=full, collective_timeout_s=60))
+    ranks = JobRanks(local)
+    address = [""]
+    if rank:
+        torch.distributed.broadcast_object_list(address, src=0)
+        ranks.join(address[0])
+        return
+
+    def tell(found):
+        torch.distributed.broadcast_object_list([found], src=0)
+
+    with served(LiveTrainer(local, ranks=ranks), folder / f"state{size}{tp}{full}", on_coordinator=tell) as case:
+        torch.save(calls(Api(case.http), full=full), folder / "seen.pt")
+
+
+ONE_AXIS = pytest.mark.slow
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("dp", "tp"), [pytest.param(2, 1, marks=ONE_AXIS), pytest.param(1, 2, marks=ONE_AXIS), (2, 2)])
+def test_ranks_train_and_sample_as_one_process(tmp_path, dp, tp, full):
+    torch.save(weights_of(model()), tmp_path / "weights.pt")
+    with serving(tmp_path / "state", full=full) as case:
+        want = calls(Api(case.http), full=full)
+    run_on_ranks(on_ranks, dp * tp, tmp_path, tp, full)
+    got = torch.load(tmp_path / "seen.pt", weights_only=False)
+    assert got.keys() == want.keys()
+    for name, values in want.items():
+        np.testing.assert_allclose(got[name], values, atol=1e-4, rtol=1e-4, err_msg=name)
+
+
+def process_of(rank):
+    """The process id of this rank of the torchrun job that is a descendant of this process."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in words and f"TINKER_TEST={os.getpid()}".encode() in words:
+            return int(path.parent.name)
+    raise AssertionError(f"rank {rank} is not there")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(not small_model.installed(), reason="make installs the model that the small one is made of")
+def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TEST", str(os.getpid()))
+    small_model.write_package(tmp_path)
+    engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--lora-rank", "8")
+    options = ("smollm2", *engine, "--served-model-name", "tiny", "--state-dir", str(tmp_path / "state"))
+    how = {"path": os.pathsep.join((str(tmp_path), str(ROOT))), "command": "tinker"}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    job = Command(*options, "--dp", "2", launcher=launcher, **how)
+    try:
+        with httpx.Client(base_url=job.wait_ready(), timeout=60) as http:
+            api = Api(http)
+            id = api.train()
+            api.batch(id, 1, "cross_entropy", BATCH)
+            api.step(id, 2)
+            path = api.result(api.call("save_weights", model_id=id, seq_id=3, path="one"))["path"]
+            want = api.batch(id, 4, "cross_entropy", BATCH, forward_only=True)[1]
+            os.kill(process_of(1), signal.SIGKILL)
+            assert job.process.wait(60) != 0
+    finally:
+        job.end()
+    assert job.matches(r"rank\s*: 1 ") and job.matches("rank 1 of the job failed"), "".join(job.lines)
+    alone = Command(*options, **how)
+    try:
+        with httpx.Client(base_url=alone.wait_ready(), timeout=60) as http:
+            api = Api(http)
+            id = api.train(seed=1)
+            api.result(api.call("load_weights", model_id=id, seq_id=1, path=path, optimizer=True))
+            got = api.batch(id, 2, "cross_entropy", BATCH, forward_only=True)[1]
+            np.testing.assert_allclose(np.concatenate(got), np.concatenate(want), atol=1e-5)
+    finally:
+        assert alone.end() == 0
+
+
+def test_layouts_that_cannot_be_are_refused(capsys, monkeypatch):
+    for arguments, why in {
+        ("--tp", "2"): "torchrun --nproc-per-node 2",
+        ("--pp", "2"): "pipeline stages",
+        ("--full", "--lora-rank", "4"): "leave one of them out",
+    }.items():
+        assert main(["tinker", "smollm2", *arguments]) == 2
+        assert why in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["tinker", "smollm2", "--tp", "2"]) == 2
+    assert "3 processes" in capsys.readouterr().err
