@@ -123,9 +123,14 @@ class SnapshotManager:
         """
         sharing = self._rank_group.sharing
         if whole and sharing.size > 1:
+            parts: list[Parcel] = []
             with self._rank_group.together("dividing a parcel"):
-                parts = [] if parcel is None else _parts(_read(parcel), sharing.size)
-            parcel = sharing.deal("parts of a parcel", parts)
+                if parcel is not None:
+                    whole_parcel = _read(parcel)
+                    parts = [whole_parcel.part(rank) for rank in range(sharing.size)]
+                contents = [part.to_bytes() for part in parts[1:]]
+            dealt = sharing.deal("parts of a parcel", [b"", *contents])
+            parcel = parts[0] if parts else dealt
         with self._rank_group.together("reading a parcel"):
             assert parcel is not None
             content = self._archive.open(_read(parcel), request_id, drawn, owed=self.owed)
@@ -295,8 +300,3 @@ class SnapshotManager:
 
 def _read(parcel: Parcel | bytes) -> Parcel:
     return Parcel.of_bytes(parcel) if isinstance(parcel, bytes) else parcel
-
-
-def _parts(parcel: Parcel, count: int) -> list[bytes]:
-    """The parts of so many ranks."""
-    return [parcel.part(rank).to_bytes() for rank in range(count)]
