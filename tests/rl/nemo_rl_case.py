@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,7 +16,8 @@ import torch
 import transformers
 from ports import free_port
 
-transformers.__version__ = "5.11.0"  # NeMo-RL refuses 5.12, and reads nothing that has changed
+OLD = "5.11.0"
+transformers.__version__ = OLD  # NeMo-RL refuses 5.12, and reads nothing that has changed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
 from nemo_rl.models.generation.interfaces import GenerationInterface  # noqa: E402
 from nemo_rl.weight_sync.megatron_weight_synchronizer import MegatronWeightSynchronizer  # noqa: E402
@@ -147,5 +149,9 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False)
+    of_workers = Path(sys.argv[1], "workers")
+    of_workers.mkdir()
+    (of_workers / "sitecustomize.py").write_text(f"import transformers\ntransformers.__version__ = {OLD!r}\n")
+    path = os.pathsep.join([str(of_workers), os.environ["PYTHONPATH"]])
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     main(sys.argv[1])

@@ -21,6 +21,7 @@ BATCHES = "nemo_rl.distributed.batched_data_dict"
 
 
 def record() -> dict[str, Any]:
+    importlib.import_module("transformers").__version__ = "5.11.0"  # NeMo-RL refuses 5.12
     module = importlib.import_module(INTERFACES)
     owner = module.GenerationInterface
     return {

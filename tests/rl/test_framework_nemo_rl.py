@@ -307,7 +307,7 @@ def test_nemo_rls_own_code_draws_from_the_live_models_of_ray_actors(case, tmp_pa
     script = {"record": RECORD.with_suffix(".py"), "rollouts": Path(__file__).with_name("nemo_rl_case.py")}[case]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script, folder],
-        env={**os.environ, "PYTHONPATH": python_path(NEMO)},
+        env={**os.environ, "PYTHONPATH": python_path(NEMO), "RAY_raylet_start_wait_time_s": "300"},
         capture_output=True,
         text=True,
         timeout=800,
