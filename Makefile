@@ -62,15 +62,13 @@ $(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
 	@touch $@
 
 # Each framework in an environment of its own, on top of this one: requirements/frameworks-NAME.txt, installed without
-# dependencies, and the tests that run the framework's own code: tests/rl/test_framework_NAME.py, and clients of a server
-# that are installed there (slime's with SLIME=CHECKOUT).
-FRAMEWORKS ?= $(patsubst requirements/frameworks-%.txt,%,$(wildcard requirements/frameworks-*.txt))
+# dependencies. tools/frameworks.py runs what is the framework's own code, and prints a table. What no index has is a
+# checkout: MEGATRON_LM=, NEMO_RL=, SLIME=.
+FRAMEWORKS ?=
+export MEGATRON_LM NEMO_RL SLIME
 
-frameworks: $(FRAMEWORKS:%=$(VENV)/frameworks/%/.installed)
-	for name in $(FRAMEWORKS); do \
-		$(TEST_ENV) PYTHONPATH=$(SLIME) $(VENV)/frameworks/$$name/bin/python -m pytest -q -n0 -m "" \
-			$(wildcard tests/rl/test_framework_*.py) tests/server/test_weight_clients.py -k "$$name or skyrl or slime" || exit 1; \
-	done
+frameworks: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python tools/frameworks.py --folder $(VENV)/frameworks $(FRAMEWORKS)
 
 $(VENV)/frameworks/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
 	$(BIN)/python -m venv $(@D)
