@@ -25,8 +25,13 @@ from megatron_infer.testing.tiny import tiny_gpt
 BATCH = [*TOKENS, [4, 4, 17, 20, 21, 22, 1]]
 
 
-def calls(api, *, full):
+KINDS = {"adapters": {}, "all weights": {"full": True}, "exact": {"batch_invariant": True}}
+"""What trains, and how -> options of the session."""
+
+
+def calls(api, kind):
     """What a client sees, by name."""
+    full = kind == "all weights"
     seen, samplers = {}, []
     for place in range(1 if full else 2):
         id = api.train(place, rank=4 + 4 * place)
@@ -42,7 +47,14 @@ def calls(api, *, full):
     state = api.result(api.call("save_weights", model_id=id, seq_id=8, path="state"))["path"]
     prompts = [[5, 9, 2], [1, 2, 3, 4], [30, 31]]
     sent = [(path, api.send_sample(prompt, model_path=path)) for prompt in prompts for path in samplers]
-    seen["samples"] = np.concatenate([np.concatenate(api.drawn(reply)[0][0]) for _, reply in sent])
+    drawn = [api.drawn(reply)[0][0] for _, reply in sent]
+    seen["samples"] = np.concatenate([np.concatenate(one) for one in drawn])
+    if kind == "exact":
+        (tokens, logprobs), prompt = drawn[-1], prompts[-1]
+        weights = {"weights": np.ones(len(prompt) + 5, np.float32)}
+        how = {"given": weights, "forward_only": True}
+        (scores,) = api.batch(id, 0, "cross_entropy", [[*prompt, *tokens]], **how)[1]
+        np.testing.assert_array_equal(scores[len(prompt) - 1 :], logprobs)
     api.batch(id, 9, "importance_sampling", BATCH)
     want = api.result(api.step(id, 10))["metrics"]
     api.result(api.call("load_weights", model_id=id, seq_id=11, path=state, optimizer=True))
@@ -51,11 +63,11 @@ def calls(api, *, full):
     return seen
 
 
-def on_ranks(rank, size, folder, tp, full):
+def on_ranks(rank, size, folder, tp, kind):
     new_groups(tensor_model_parallel_size=tp)
     live = tiny_gpt(tensor_model_parallel_size=tp)
     apply(live, torch.load(folder / "weights.pt"))
-    local = LiveModel(*live_session(live, full=full, collective_timeout_s=60))
+    local = LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
     ranks = JobRanks(local)
     address = [""]
     if rank:
@@ -66,21 +78,24 @@ def on_ranks(rank, size, folder, tp, full):
     def tell(found):
         torch.distributed.broadcast_object_list([found], src=0)
 
-    with served(LiveTrainer(local, ranks=ranks), folder / f"state{size}{tp}{full}", on_coordinator=tell) as case:
-        torch.save(calls(Api(case.http), full=full), folder / "seen.pt")
+    with served(LiveTrainer(local, ranks=ranks), folder / f"state{size}{tp}{kind}", on_coordinator=tell) as case:
+        torch.save(calls(Api(case.http), kind), folder / "seen.pt")
 
 
-ONE_AXIS = pytest.mark.slow
+CASES = [(kind, dp, tp) for kind in KINDS for dp, tp in ((2, 2), (2, 1), (1, 2))]
+LONG = [("adapters", 2, 2), ("all weights", 2, 2)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize(("dp", "tp"), [pytest.param(2, 1, marks=ONE_AXIS), pytest.param(1, 2, marks=ONE_AXIS), (2, 2)])
-def test_ranks_train_and_sample_as_one_process(tmp_path, dp, tp, full):
+@pytest.mark.parametrize(
+    ("kind", "dp", "tp"),
+    [pytest.param(*one, marks=getattr(pytest.mark, "long" if one in LONG else "slow")) for one in CASES],
+)
+def test_ranks_train_and_sample_as_one_process(tmp_path, kind, dp, tp):
     torch.save(weights_of(model()), tmp_path / "weights.pt")
-    with serving(tmp_path / "state", full=full) as case:
-        want = calls(Api(case.http), full=full)
-    run_on_ranks(on_ranks, dp * tp, tmp_path, tp, full)
+    options = {name: value for name, value in KINDS[kind].items() if name != "full"}
+    with serving(tmp_path / "state", full=kind == "all weights", options=options) as case:
+        want = calls(Api(case.http), kind)
+    run_on_ranks(on_ranks, dp * tp, tmp_path, tp, kind)
     got = torch.load(tmp_path / "seen.pt", weights_only=False)
     assert got.keys() == want.keys()
     for name, values in want.items():
