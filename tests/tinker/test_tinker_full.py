@@ -37,8 +37,12 @@ def test_one_client_at_a_time_and_one_version_of_the_weights(tmp_path):
         first = api.sampler(id, 1)
         of_first = {"sampling_session_id": first["sampling_session_id"]}
         assert first["version"] == 0 and api.sample([5, 9, 2], **of_first)[0][0][0] == before[0][0][0]
+        sent = api.send_sample([5, 9, 2], **of_first, seq_id=1)
+        drawn = api.drawn(sent)[0][0]
         api.batch(id, 2, "cross_entropy", TOKENS)
         api.result(api.step(id, 3, learning_rate=0.1))
+        again = api.drawn(api.send_sample([5, 9, 2], **of_first, seq_id=1))[0][0]
+        assert again[0] == drawn[0], "a call that is sent again has the result that was drawn before"
         for old in (of_base, of_first):
             reply = case.http.post("/api/v1/asample", json={**asked([5, 9, 2]), **old})
             assert reply.status_code == 400 and "another version" in reply.text

@@ -332,13 +332,14 @@ class TinkerRoutes:
                 raise RequestError(f"{name} is not supported; leave it out")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise RequestError("prompt: a chunk is no text, which this model does not read")
+        if (known := sampler.futures.get(-1 if body.seq_id is None else body.seq_id)) is not None:
+            return _future_of_samples(known, body)
         prompt = [id for chunk in body.prompt.chunks for id in chunk.tokens]
+        content = service.trainer.local.content
         params = _params(body, await service.adapter_of(sampler))
         assert self._client is not None
         client = self._client
         checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
-
-        content = service.trainer.local.content
 
         async def draw() -> Any:
             began = time.monotonic()
@@ -350,12 +351,10 @@ class TinkerRoutes:
                 raise RequestError("the weights have changed while the sample was drawn (--full); draw it again")
             return _sample_response(output, body)
 
-        known = sampler.futures.get(body.seq_id) if body.seq_id is not None else None
-        id = known or service.future(draw())
-        if body.seq_id is not None and known is None:
+        id = service.future(draw())
+        if body.seq_id is not None:
             sampler.futures[body.seq_id] = id
-        ids = [f"{id}.{place}" for place in range(body.num_samples)]
-        return {"request_id": id, "sample_sequence_ids": ids}
+        return _future_of_samples(id, body)
 
     # ------------------------------------------------------------------ futures
 
@@ -441,6 +440,10 @@ def _ids(content: bytes) -> list[int]:
         raise RequestError(f"data: {len(content)} bytes of tokens are no whole number of int32")
     ids: list[int] = np.frombuffer(content, "<i4").tolist()
     return ids
+
+
+def _future_of_samples(id: str, body: requests.Sample) -> Any:
+    return {"request_id": id, "sample_sequence_ids": [f"{id}.{place}" for place in range(body.num_samples)]}
 
 
 def _params(body: requests.Sample, adapter: str | None) -> SamplingParams:
