@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ pytestmark = [
 ]
 
 
-def test_the_sdk_and_the_cookbooks_loops_train_and_sample(tmp_path: Path) -> None:
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
     server = subprocess.Popen(
         [sys.executable, "-m", "megatron_infer", "tinker", "smollm2", "--port", "0", "--dtype", "float32",
          "--served-model-name", "Qwen/Qwen3-8B", "--state-dir", str(tmp_path / "state"), "--buffer-size-gb", "1"],
@@ -29,13 +32,16 @@ def test_the_sdk_and_the_cookbooks_loops_train_and_sample(tmp_path: Path) -> Non
     )  # fmt: skip
     try:
         assert server.stderr is not None
-        url = next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.:]+", line)))
-        case = Path(__file__).with_name("tinker_cookbook_case.py")
-        subprocess.run([sys.executable, str(case), url, str(tmp_path)], check=True, timeout=600, env=dict(os.environ))
+        yield next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.:]+", line)))
     finally:
         server.terminate()
         server.communicate(timeout=60)
     assert server.returncode == 0
+
+
+def test_the_sdk_and_the_cookbooks_loops_train_and_sample(url: str, tmp_path: Path) -> None:
+    case = Path(__file__).with_name("tinker_cookbook_case.py")
+    subprocess.run([sys.executable, str(case), url, str(tmp_path)], check=True, timeout=600, env=dict(os.environ))
     found = json.loads((tmp_path / "found.json").read_text())
     losses = found["sdk"]["losses"]
     assert losses[-1] < losses[0] / 4 and "mine" in str(found["sdk"]["custom"])
@@ -44,3 +50,14 @@ def test_the_sdk_and_the_cookbooks_loops_train_and_sample(tmp_path: Path) -> Non
     assert resumed == own
     assert found["supervised"][-1] < found["supervised"][0] / 2
     assert [line["progress/batch"] for line in found["reinforced"] if "progress/batch" in line] == [0, 1]
+
+
+def test_the_preference_recipe_learns_what_is_chosen(url: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "tinker_recipes.py"
+    options = ["--out-dir", str(tmp_path / "dpo"), "--max-steps", "3", "--learning-rate", "1e-4"]
+    env = {**os.environ, "TINKER_BASE_URL": url}
+    subprocess.run([sys.executable, str(script), "dpo", *options], check=True, timeout=600, env=env)
+    rows = [json.loads(line) for line in (tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["dpo_loss"] for row in rows]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3), "nothing is learned yet"
+    assert losses[0] > losses[1] > losses[2] and rows[-1]["accuracy"] > 0.8

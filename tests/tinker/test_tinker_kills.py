@@ -30,9 +30,9 @@ from test_tinker import ADAM, Api, output_of
 from megatron_infer import RolloutSession, attach_lora, open_source
 from megatron_infer.models.loading.build_model import build_model
 
-pytestmark = pytest.mark.slow
-
 MINUTES = float(os.environ.get("FAULT_MINUTES", "1"))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 90 * MINUTES)]
+
 KILLS_SHARE = 0.7
 """Of the time; nobody is killed in the rest, in which memory is watched."""
 CLIENTS, RANK = 4, 4
