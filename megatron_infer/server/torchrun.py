@@ -91,7 +91,9 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
             engine,
             coordinator["address"],
             name=f"replica{rank_group.dp_rank}",
-            role=options.roles[rank_group.dp_rank],
+            role=options.roles[
+                rank_group.dp_rank * options.dp // rank_group.dp_size
+            ],  # parts of an engine have its role
             key=None if coordinator["key"] is None else coordinator["key"].encode(),
             **allowed_by(settings),
         )
