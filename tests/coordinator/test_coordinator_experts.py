@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 
+import pytest
 import torch
 from coordinator_case import coordinator, wait_for
 from engine_ranks import GPT, make_engine, take_part, weights_of, workload
@@ -90,6 +91,7 @@ def assert_answers(futures, tokens):
         assert output.outputs[0].token_ids == wanted
 
 
+@pytest.mark.long
 def test_expert_parallel_ranks_serve_their_own_requests_as_a_replica_each(tmp_path):
     model = experts()
     engine = make_engine(model)

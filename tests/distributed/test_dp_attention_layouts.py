@@ -167,7 +167,7 @@ def test_parts_of_an_engine_with_own_requests_answer_as_one_process(kinds: tuple
     run_on_ranks(on_layouts, 4, tmp_path, kinds)
 
 
-def on_chunks(rank: int, size: int, folder: Path) -> None:
+def on_chunks(rank: int, size: int, folder: Path, runs: list[str]) -> None:
     """Virtual stages: ranks meet in the layers of each chunk, in the order of the ring."""
     settings = GPT | MOE | VPP2 | {"num_layers": 4, "moe_layer_freq": [1, 0, 1, 1]}
     new_groups()
@@ -175,8 +175,8 @@ def on_chunks(rank: int, size: int, folder: Path) -> None:
     want = ranks.account(engines.run(ranks.make_engine(model), ranks.workload(9)))
     groups_of(settings | {EP: 2}, 1)
     chunks = chunks_of_rank(settings | {EP: 2}, 1, weights_for_stages(model))
-    for name, features in RUNS.items():
-        engine = ranks.make_engine(chunks, dp_attention=True, **features)
+    for name in runs:
+        engine = ranks.make_engine(chunks, dp_attention=True, **RUNS[name])
         groups = engine.rank_group.groups
         assert groups.own_requests and (groups.engine_size, groups.dp_size, engine.relay.size) == (4, 2, 2)
         for share, counts in SHARES.items():
@@ -189,10 +189,12 @@ def on_chunks(rank: int, size: int, folder: Path) -> None:
         engine.rank_group.lockstep.close()
 
 
-@pytest.mark.long
 @pytest.mark.timeout(280)
-def test_parts_of_virtual_stages_answer_as_one_process(tmp_path: Path) -> None:
-    run_on_ranks(on_chunks, 4, tmp_path)
+@pytest.mark.parametrize(
+    "runs", [pytest.param(["evictions"], marks=pytest.mark.long), pytest.param(list(RUNS), marks=pytest.mark.slow)]
+)
+def test_parts_of_virtual_stages_answer_as_one_process(tmp_path: Path, runs: list[str]) -> None:
+    run_on_ranks(on_chunks, 4, tmp_path, runs)
 
 
 def rollouts_on_layouts(rank: int, size: int, folder: Path, layouts: tuple[str, ...]) -> None:

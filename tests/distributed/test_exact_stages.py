@@ -84,14 +84,17 @@ def check_gradient(
     assert (grad - want).norm() <= tolerance * want.norm() + 1e-9, (name, path)
 
 
+LONG = ("two chunks, tied, bf16", "hybrid")
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "names",
     [
-        ["tied", "two chunks"],
-        pytest.param([name for name in MODELS if name not in ("tied", "two chunks")], marks=pytest.mark.long),
+        pytest.param(list(LONG), marks=pytest.mark.long),
+        pytest.param([name for name in MODELS if name not in LONG], marks=pytest.mark.slow),
     ],
-    ids=["quick", "rest"],
+    ids=["long", "rest"],
 )
 def test_stages_have_the_bits_of_one_process(tmp_path: Path, names: list[str]) -> None:
     run_on_ranks(on_models, 2, tmp_path, names)

@@ -273,7 +273,11 @@ def on_rounds(rank: int, size: int, folder: Path, names: list[str]) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "names",
-    [list(QUICK), *(pytest.param(list(cases), marks=pytest.mark.long) for cases in (REST, OTHER_LAYOUTS))],
+    [
+        list(QUICK),
+        pytest.param([*REST, next(iter(OTHER_LAYOUTS))], marks=pytest.mark.long),
+        pytest.param(list(OTHER_LAYOUTS)[1:], marks=pytest.mark.slow),
+    ],
     ids=["quick", "rest", "other layouts"],
 )
 def test_a_model_in_fsdp2_generates_with_its_own_weights_and_trains_like_a_twin(

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import small_model
+from hf_models import random_model
 from test_command import ROOT, Command, wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -73,3 +74,34 @@ def test_ranks_of_one_engine_compute_prompts_and_those_of_another_go_on(tmp_path
         second, again = answers(url)
         assert first == second and not cached and again >= 64
         assert moved in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_expert_parallel_ranks_with_own_requests_serve_behind_one_port(tmp_path):
+    """The tokens of a server of one rank, before and after a pause of both."""
+    random_model("qwen3_moe").save_pretrained(tmp_path / "moe")
+    engine = ("--dtype", "float32", "--max-sequence-length", "128", "--buffer-size-gb", "0.05", "--control")
+    launcher, own = (*LAUNCHER[:-1], "2"), ("--ep", "2", "--dp-attention", "true")
+    found = []
+    for arguments, how in (((), {}), (own, {"launcher": launcher})):
+        command = Command(str(tmp_path / "moe"), *engine, *arguments, **how)
+        try:
+            url = command.wait_ready()
+            wait_for(
+                lambda url=url, count=1 + bool(arguments): len(httpx.get(f"{url}/health").json()["replicas"]) == count
+            )
+            tokens = [tokens_of(url, number) for number in range(4)]
+            for control in ("pause", "resume"):
+                assert httpx.post(f"{url}/{control}", timeout=60).status_code == 200
+            found.append([*tokens, tokens_of(url, 4)])
+        finally:
+            command.end()
+        assert "RankFailure" not in "".join(command.lines)
+    assert found[0] == found[1]
+
+
+def tokens_of(url, number):
+    ask = {"prompt": [5 + number, 6, 7, 8], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    reply = httpx.post(f"{url}/v1/completions", json=ask | {"ignore_eos": True}, timeout=60).json()
+    return reply["choices"][0]["token_ids"]
