@@ -230,6 +230,8 @@ class Server:
         self.close()
         self._command, self._started = command, Started(command, folder, environment)
         self._started.wait(READY["serve"])
+        engines = map(int, re.findall(r"--(?:dp|prefill|decode) (\d+)", command))
+        self._started.wait(r"(?s)" + r"replica\d+ joined.*" * sum(engines))  # one of them is enough to serve
 
     def close(self) -> None:
         if self._started is not None:
