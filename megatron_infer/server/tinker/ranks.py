@@ -140,16 +140,12 @@ class JobRanks:
     def _run_here(self, call: dict[str, Any]) -> Any:
         name, args = call["name"], call["args"]
         target = self._model.clients.get(call["client"]) if call["client"] else self._model
-        engine_ranks = self._engine.rank_group.ranks
-        with (
-            _of_job(range(self._world.size)),
-            self._world.together(name, has_collectives=True),
-            _of_job(engine_ranks),
-        ):
+        together, engine_ranks = self._world.together(name, has_collectives=True), self._engine.rank_group.ranks
+        with _of_job(range(self._world.size)), together, _of_job(engine_ranks):
             if target is None:
                 raise RequestError("the training client was unloaded, or its session has ended")
             if name == WITH_DATA:
-                args = [[Datum.unpacked(one) for one in args[0]], *args[1:]]
+                args = [[Datum(*one) for one in args[0]], *args[1:]]
             return getattr(target, name)(*args, **call["given"])
 
 

@@ -48,8 +48,10 @@ _R = TypeVar("_R")
 class Datum:
     """One sequence of a batch: its tokens with the last target, and the loss function's numbers of each target."""
 
-    def __init__(self, tokens: Sequence[int], targets: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
-        """Raises RequestError: targets that count have to be the tokens that follow, as one forward computes."""
+    def __init__(self, tokens: Sequence[int], targets: Sequence[int], inputs: Mapping[str, Any]) -> None:
+        """inputs: numbers. Raises RequestError: targets that count have to be the tokens that follow, as one forward
+        computes."""
+        inputs = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in inputs.items()}
         if not tokens or len(tokens) != len(targets):
             raise RequestError(f"data: {len(targets)} target_tokens for {len(tokens)} tokens of model_input")
         for name, values in inputs.items():
@@ -71,14 +73,9 @@ class Datum:
             self.inputs = {name: values[self._counted] for name, values in inputs.items()}
 
     def packed(self) -> list[Any]:
-        """As JSON, for other ranks."""
+        """The arguments of the same datum, as JSON."""
         tokens, targets, inputs = self._given
         return [list(tokens), list(targets), {name: values.tolist() for name, values in inputs.items()}]
-
-    @classmethod
-    def unpacked(cls, packed: Sequence[Any]) -> Datum:
-        tokens, targets, inputs = packed
-        return cls(tokens, targets, {name: torch.tensor(values) for name, values in inputs.items()})
 
     def loss(self, x: Tensor, function: LossFunction, settings: Mapping[str, float]) -> Tensor:
         """x: log probabilities of all targets."""
