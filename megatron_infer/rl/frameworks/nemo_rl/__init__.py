@@ -9,6 +9,4 @@ One line of NeMo-RL changes: where `nemo_rl/algorithms/grpo.py` imports Megatron
 that name. `policy.generation.backend` is megatron, colocated. The workers' processes need this package.
 """
 
-from megatron_infer.rl.frameworks.nemo_rl.generation import EngineGeneration
-
-__all__ = ["EngineGeneration"]
+from megatron_infer.rl.frameworks.nemo_rl.generation import EngineGeneration as EngineGeneration

@@ -123,11 +123,12 @@ class EngineGeneration(GenerationInterface):
     def finish_generation(self, *args: Any, release_gpu: bool = True, **_: Any) -> bool:
         """Unfinished requests continue after the next `prepare_for_generation`."""
         if release_gpu:
-            self._on_workers(workers.finish)
+            self._on_workers(workers.call, "training")
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        ray.get([self._workers[number].__ray_call__.remote(workers.reset_cache) for number in self._leaders])
+        leaders = [self._workers[number] for number in self._leaders]
+        ray.get([one.__ray_call__.remote(workers.call, "reset_prefix_cache") for one in leaders])
         return True
 
     def blocks_training(self) -> bool:
@@ -150,8 +151,7 @@ class EngineGeneration(GenerationInterface):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Raises InferenceError with a request's error."""
-        keys = [key for key, _ in self._submit(data, greedy)]
-        return self._batch(data, ray.get([self._outputs.get.remote(key) for key in keys]))
+        return self._batch(data, ray.get([self._outputs.get.remote(key) for key, _ in self._submit(data, greedy)]))
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
         """(row, batch of this row) in the order in which rows finish."""
@@ -167,8 +167,6 @@ class EngineGeneration(GenerationInterface):
 
     def _submit(self, data: Any, greedy: bool) -> list[tuple[str, int]]:
         """(key, worker) of each row, whose requests the engines have by turns."""
-        if len(data["input_ids"]) == 0:
-            return []
         verify_right_padding(data, pad_value=self.cfg["_pad_token_id"])
         stops = data.get("stop_strings") or [None] * len(data["input_ids"])
         calls: dict[int, list[tuple[str, list[int], SamplingParams]]] = {}

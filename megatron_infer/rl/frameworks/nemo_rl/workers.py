@@ -45,15 +45,10 @@ def prepare(worker: Any, config: InferenceConfig, *, is_updated: bool) -> None:
     host.generating().result()
 
 
-def finish(worker: Any) -> None:
-    """The engine is suspended, and the model is the trainer's. Called on all workers."""
+def call(worker: Any, name: str) -> None:
+    """Call a method of the worker's host, once there is one. `training` is called on all workers."""
     if hasattr(worker, HOST):
-        getattr(worker, HOST).training().result()
-
-
-def reset_cache(worker: Any) -> None:
-    if hasattr(worker, HOST):
-        getattr(worker, HOST).reset_prefix_cache().result()
+        getattr(getattr(worker, HOST), name)().result()
 
 
 def submit(worker: Any, outputs: Any, calls: Sequence[tuple[str, list[int], SamplingParams]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -80,14 +80,6 @@ class ServerCalls:
         return self._host.generate(prompt_ids, params, lambda output: token_output(output, engine.weight_version))
 
     def _take(self) -> None:
-        host = self._host
-        methods: dict[str, Callable[..., Future[Any]]] = {
-            "generate": self._generate,
-            "abort_all": host.abort_all,
-            "training": host.training,
-            "generating": host.generating,
-            "reset_prefix_cache": host.reset_prefix_cache,
-        }
         while True:
             try:
                 calls = ray.get(self._server.take.remote())
@@ -97,7 +89,7 @@ class ServerCalls:
             for number, name, args in calls:
                 future: Future[Any] = Future()
                 try:
-                    future = methods[name](*args)
+                    future = (self._generate if name == "generate" else getattr(self._host, name))(*args)
                 except Exception as error:  # the caller's
                     future.set_exception(error)
                 future.add_done_callback(lambda done, number=number: self._answer(number, done))
