@@ -6,6 +6,9 @@
     driver      RayReplicas: coordinator (a thread), client
                    |    |    requests, tokens and commands: ZMQ, with a key of this run
     Ray actors  Replica Replica ...           placed and restarted by Ray; each has an engine of one process
+                   '----'    requests that move, with their memory
+
+Each call of `add` has one placement group, so that the replicas of a role are placed by the same strategy.
 
 Requests do not pass through Ray but through the coordinator, so that prefix routing, streams, commands with deadlines
 and the recovery of a dead replica's requests are the same as without Ray.
@@ -28,11 +31,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.engine.lifecycle_commands import EngineCommands
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
-    from megatron_infer.config.coordinator_options import CoordinatorOptions
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
     from megatron_infer.coordinator.client import Encoder, Prompt
@@ -70,6 +73,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         model: Model,
         num_replicas: int,
         *,
+        num_prefill: int = 0,
+        strategy: str = "PACK",
         config: InferenceConfig | Mapping[str, Any] | None = None,
         model_options: Mapping[str, Any] | None = None,
         resources: Mapping[str, float] | None = None,
@@ -78,9 +83,12 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         max_restarts: int = 3,
         start_timeout_s: float = 600.0,
         host: str | None = None,
+        weights_root: str | None = None,
     ) -> None:
         """config and model_options (dtype, threads, ...) are LLM's, for a model given by name.
 
+        num_prefill: how many of them compute prompts only; the others then decode. strategy: Ray's for the placement
+        group of a role, such as SPREAD. weights_root: `load_weights` reads below this directory.
         resources: Ray's, for each replica, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. CPU is also the
         number of threads. tokenizer: tokenizes texts in the driver, so that they can be routed by prefix. host: the
         driver's address for the actors; None is its node's in Ray. Returns when all replicas serve.
@@ -93,6 +101,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         options = _llm_options(model, config, model_options)
         if num_replicas < 1:
             raise ConfigError(f"num_replicas is {num_replicas}, it must be at least 1")
+        if not 0 <= num_prefill < num_replicas:
+            raise ConfigError(f"num_prefill is {num_prefill}, it must be 0 to {num_replicas - 1}: one has to decode")
         if max_restarts < 0:
             raise ConfigError(f"max_restarts is {max_restarts}, it must be at least 0")
         coordinator = CoordinatorOptions() if coordinator is None else coordinator
@@ -103,7 +113,7 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         if host is None:
             host = self._ray.util.get_node_ip_address()
         self._resources = dict({"CPU": 1} if resources is None else resources)
-        self._max_restarts = max_restarts
+        self._max_restarts, self._strategy, self._start_timeout_s = max_restarts, strategy, start_timeout_s
         self._closing = threading.Event()
         self._lost_reason = ""
         self._stack = contextlib.ExitStack()
@@ -113,20 +123,21 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
             self._async_client = AsyncInferenceClient(**self.access, name="ray driver", tokenizer=tokenizer)
             self._client = self._async_client.blocking
             self._stack.callback(self._client.close)
-            remote = self._ray.remote(_ReplicaActor).options(
-                max_restarts=max_restarts, **_actor_options(self._resources)
-            )
-            self._actors = [remote.remote(model, options, self.access, f"ray-{i}") for i in range(num_replicas)]
+            self._new_actor = (model, options, self.access, weights_root)
+            self._num_added = 0
+            self._started: dict[str, _Started] = {}
+            self._serving: dict[Any, _Started] = {}
+            """Ray's reference of each running `serve` call, which ends with its actor."""
             self._stack.callback(self._kill_all)
-            self._serving: dict[Any, int] = {actor.serve.remote(): i for i, actor in enumerate(self._actors)}
-            """Ray's reference of each running `serve` call, which ends with its actor -> the actor's index."""
-            self._wait_until_serving(start_timeout_s)
+            new = [] if not num_prefill else self._start(num_prefill, ReplicaRole.PREFILL)
+            new += self._start(num_replicas - num_prefill, ReplicaRole.DECODE if num_prefill else ReplicaRole.BOTH)
+            watcher = threading.Thread(target=self._watch, name="megatron-infer-ray", daemon=True)
+            watcher.start()
+            self._stack.callback(watcher.join)
+            self._wait_until_serving(new, start_timeout_s)
         except BaseException:
             self.shutdown()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="megatron-infer-ray", daemon=True)
-        self._stack.callback(self._watcher.join)
-        self._watcher.start()
 
     # ------------------------------------------------------------------ requests
 
@@ -161,7 +172,7 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
     @property
     def actors(self) -> tuple[Any, ...]:
         """Ray's actor handles, `ray-0` first."""
-        return tuple(self._actors)
+        return tuple(one.actor for one in self._started.values())
 
     # ------------------------------------------------------------------ start, restarts, end
 
@@ -176,47 +187,126 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    def _wait_until_serving(self, timeout_s: float) -> None:
-        deadline, total = time.monotonic() + timeout_s, len(self._actors)
+    def add(
+        self, count: int, *, role: ReplicaRole | str = ReplicaRole.BOTH, timeout_s: float | None = None
+    ) -> list[str]:
+        """Start more replicas in a placement group -> their names, once they serve.
+
+        Raises ReplicasLost when they do not within timeout_s (start_timeout_s) seconds; none of them is left then.
+        """
+        if count < 1:
+            raise ConfigError(f"count is {count}, it must be at least 1")
+        with self._explaining_loss():
+            new = self._start(count, ReplicaRole(role))
+            try:
+                self._wait_until_serving(new, self._start_timeout_s if timeout_s is None else timeout_s)
+            except BaseException:
+                for one in new:
+                    self._end(one)
+                raise
+        return [one.name for one in new]
+
+    def remove(self, *names: str, timeout_s: float = 60.0) -> None:
+        """End replicas: their requests move to others with what is computed of them.
+
+        Those that have requests after timeout_s seconds are killed; the requests go on from their tokens.
+        """
+        unknown = [name for name in names if name not in self._started]
+        if unknown:
+            raise ConfigError(f"no replica {unknown[0]!r}; there are {', '.join(self._started)}")
+        if len(set(names)) == len(self._started):
+            raise ConfigError("no replica would be left; shutdown() ends all of them")
+        leaving = [self._started[name] for name in set(names)]
+        with self._explaining_loss():
+            for one in leaving:
+                one.is_leaving = True
+                self._client.drain(one.name, move=True)
+                one.actor.leave.remote()
+            self._ray.wait([one.call for one in leaving], num_returns=len(leaving), timeout=timeout_s)
+        for one in leaving:
+            self._end(one)
+
+    def _start(self, count: int, role: ReplicaRole) -> list[_Started]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {name: amount for name, amount in self._resources.items() if amount}
+        group = self._ray.util.placement_group([bundle] * count, strategy=self._strategy)
+        new = []
+        for index in range(count):
+            name = f"ray-{self._num_added}"
+            self._num_added += 1
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            remote = self._ray.remote(_ReplicaActor).options(
+                max_restarts=self._max_restarts,
+                max_concurrency=2,  # `leave` is called while `serve` runs
+                scheduling_strategy=where,
+                **_actor_options(self._resources),
+            )
+            actor = remote.remote(*self._new_actor, name, role.value)
+            one = _Started(name, actor, group, actor.serve.remote(), self._max_restarts, time.monotonic())
+            self._started[name] = self._serving[one.call] = one
+            new.append(one)
+        return new
+
+    def _end(self, one: _Started) -> None:
+        one.is_leaving = True
+        self._started.pop(one.name, None)
+        self._ray.kill(one.actor, no_restart=True)
+        if all(other.group is not one.group for other in self._started.values()):
+            self._ray.util.remove_placement_group(one.group)
+
+    def _wait_until_serving(self, new: list[_Started], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while True:
-            num_serving = len(self._client.stats()["replicas"])
-            if num_serving >= total:
+            names = {replica["name"] for replica in self._client.stats()["replicas"]}
+            for one in new:
+                one.has_served |= one.name in names
+            if (failed := next((one for one in new if one.error is not None), None)) is not None:
+                raise ReplicasLost(f"{failed.name} did not start: {failed.error}") from failed.error
+            missing = [one.name for one in new if not one.has_served]
+            if not missing:
                 return
-            ended, _ = self._ray.wait(list(self._serving), timeout=_WATCH_S)
-            if ended:
-                error = self._error_of(ended[0])
-                raise ReplicasLost(f"ray-{self._serving[ended[0]]} did not start: {error}") from error
             if time.monotonic() > deadline:
                 raise ReplicasLost(
-                    f"{num_serving} of {total} replicas serve after {timeout_s:g} s (start_timeout_s); does the "
-                    f"cluster have {self._resources} free for each (`ray status`), and can its nodes reach "
+                    f"{', '.join(missing)} of {len(new)} replicas do not serve after {timeout_s:g} s; does the cluster "
+                    f"have {self._resources} free for each (`ray status`), and can its nodes reach "
                     f"{self.access['address']}?"
                 )
+            self._closing.wait(_WATCH_S / 5)
 
     def _watch(self) -> None:
         """Have restarted actors serve again; when none is left, fail pending requests."""
-        restarts_left = [self._max_restarts] * len(self._actors)
-        began = [time.monotonic()] * len(self._actors)
-        while not self._closing.is_set() and self._serving:
+        while not self._closing.is_set() and not (self._lost_reason and not self._serving):
+            if not self._serving:
+                self._closing.wait(_WATCH_S)
+                continue
             ended, _ = self._ray.wait(list(self._serving), timeout=_WATCH_S)
             for call in ended:
-                index, error = self._serving.pop(call), self._error_of(call)
+                one, error = self._serving.pop(call), self._error_of(call)
                 if self._closing.is_set():
                     return
-                restarts = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # raised while Ray restarts it
-                if not restarts and not restarts_left[index]:
-                    log.error("ray-%d has died and used up its restarts: %s", index, error)
-                    self._lost_reason = f"every replica has died; the last was ray-{index}: {error}"
-                    continue
-                if not restarts:  # in some versions of Ray the interrupted call only says that the actor has died
-                    restarts_left[index] -= 1
-                if time.monotonic() - began[index] > 10 * _WATCH_S:
-                    log.warning("ray-%d has died and is restarted: %s", index, error)
-                began[index] = time.monotonic()
-                self._closing.wait(_WATCH_S)
-                self._serving[self._actors[index].serve.remote()] = index
+                if not one.is_leaving:
+                    self._has_died(one, error)
         if not self._closing.is_set():
             self._client.close()
+
+    def _has_died(self, one: _Started, error: BaseException) -> None:
+        restarts = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # raised while Ray restarts it
+        if not one.has_served and not restarts:
+            one.error = error
+            return
+        if not restarts and not one.restarts_left:
+            log.error("%s has died and used up its restarts: %s", one.name, error)
+            self._lost_reason = f"every replica has died; the last was {one.name}: {error}"
+            return
+        if not restarts:  # in some versions of Ray the interrupted call only says that the actor has died
+            one.restarts_left -= 1
+        if time.monotonic() - one.began > 10 * _WATCH_S:
+            log.warning("%s has died and is restarted: %s", one.name, error)
+        one.began = time.monotonic()
+        self._closing.wait(_WATCH_S)
+        one.call = one.actor.serve.remote()
+        self._serving[one.call] = one
 
     def _error_of(self, call: Any) -> BaseException:
         try:
@@ -226,8 +316,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         return InferenceError("it was stopped")
 
     def _kill_all(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor, no_restart=True)
+        for one in list(self._started.values()):
+            self._end(one)
 
     @contextlib.contextmanager
     def _explaining_loss(self) -> Iterator[None]:
@@ -241,14 +331,47 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
             raise
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Started:
+    """An actor that was started."""
+
+    name: str
+    actor: Any
+    group: Any
+    """Ray's placement group, which has its place."""
+    call: Any
+    """Ray's reference of its `serve` call."""
+    restarts_left: int
+    began: float
+    has_served: bool = False
+    is_leaving: bool = False
+    error: BaseException | None = None
+    """Why it did not start."""
+
+
 class _ReplicaActor:
     """The Ray actor of one engine."""
 
-    def __init__(self, model: Model, options: dict[str, Any], access: dict[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: dict[str, Any],
+        access: dict[str, Any],
+        weights_root: str | None,
+        name: str,
+        role: str,
+    ) -> None:
         from megatron_infer.server.engine_replica import engine_replica
 
-        engine = _build_engine(model, options)
-        self._replica = engine_replica(engine, access["address"], key=access["key"], name=name, control=True)
+        self._replica = engine_replica(
+            _build_engine(model, options),
+            access["address"],
+            key=access["key"],
+            name=name,
+            control=True,
+            weights_root=weights_root,
+            role=role,
+        )
 
     def serve(self) -> None:
         """Serve until the actor ends. If the engine fails, the process exits, so that Ray restarts it."""
@@ -261,6 +384,10 @@ class _ReplicaActor:
         except BaseException:
             log.exception("the engine has failed")
             os._exit(1)
+
+    def leave(self) -> None:
+        """End `serve` when the requests have ended or moved."""
+        self._replica.drain()
 
 
 def serve_application(
