@@ -4,6 +4,8 @@
     python tools/layouts_census.py --cells "TP2;EP2 with MLA"         some of its rows and cells
     python tools/layouts_census.py --write | --check                  renews docs/layouts_census.md, or compares
 
+The page has a table of each megatron-core that the tool was run with, and the cells that were not run stay.
+
 A cell is a run of two or four gloo ranks. Two trainers of Megatron's own loop have equal weights and equal batches. One
 of them generates before, between and after two steps. The other one is its twin, which never meets an engine.
 """
@@ -14,16 +16,18 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from census_page import Outcome, add_arguments, finish, reasons, table_of, tried
+from census_page import SAME, Outcome, add_arguments, finish, reasons, table_of, tried
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts_census.md"
@@ -40,6 +44,7 @@ LATENT = {
     "v_head_dim": 16,
     "num_query_groups": 4,
 }
+FSDP2, MEGATRON_FSDP = "FSDP2", "Megatron-FSDP"
 STEPS = 2
 NUM_PROMPTS, LENGTH = 4, 48
 """Prompts of each data-parallel rank; positions that the twin's forward pads each of them to."""
@@ -54,8 +59,8 @@ class Layout:
     sizes: dict[str, Any] = field(default_factory=dict)
     overlaps: bool = False
     """The distributed optimizer reduces gradients and gathers parameters in overlap."""
-    fsdp: bool = False
-    """torch's FSDP2 over data-parallel ranks, without Megatron's DDP."""
+    fsdp: str = ""
+    """FSDP2 (torch's) or MEGATRON_FSDP over data- and context-parallel ranks; "": Megatron's DDP."""
 
     @property
     def groups(self) -> dict[str, int]:
@@ -77,7 +82,11 @@ LAYOUTS: dict[str, Layout] = {
     "CP2": Layout(sizes={CP: 2}),
     "DP2": Layout(),
     "DP2, overlapped": Layout(overlaps=True),
-    "FSDP2": Layout(fsdp=True),
+    "FSDP2": Layout(fsdp=FSDP2),
+    "CP2, FSDP2": Layout(sizes={CP: 2}, fsdp=FSDP2),
+    "Megatron-FSDP": Layout(fsdp=MEGATRON_FSDP),
+    "CP2, Megatron-FSDP": Layout(sizes={CP: 2}, fsdp=MEGATRON_FSDP),
+    "EP2, Megatron-FSDP": Layout(sizes={EP: 2}, fsdp=MEGATRON_FSDP),
     "TP4": Layout(ranks=4, sizes=SP | {TP: 4}),
     "PP4": Layout(ranks=4, sizes={PP: 4}),
     "EP4": Layout(ranks=4, sizes={EP: 4}),
@@ -87,7 +96,7 @@ LAYOUTS: dict[str, Layout] = {
     "TP2 x CP2": Layout(ranks=4, sizes=SP | {CP: 2}),
     "TP2 x EP2": Layout(ranks=4, sizes=SP | {EP: 2}),
     "TP2 x DP2, overlapped": Layout(ranks=4, sizes=SP, overlaps=True),
-    "TP2 x FSDP2": Layout(ranks=4, sizes=SP, fsdp=True),
+    "TP2 x FSDP2": Layout(ranks=4, sizes=SP, fsdp=FSDP2),
     "PP2 x CP2": Layout(ranks=4, sizes={PP: 2, CP: 2}),
     "PP2 x EP2": Layout(ranks=4, sizes={PP: 2, EP: 2}),
     "PP2, two chunks, x EP2": Layout(ranks=4, sizes=CHUNKS | {EP: 2}),
@@ -171,7 +180,7 @@ class Fsdp2Trainer:
 
         from megatron_infer.models.mcore_compat import parallel_state
 
-        mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu")
+        mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(with_context_parallel=True), "cpu")
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.split = {name for name, one in model.named_parameters() if getattr(one, "sequence_parallel", False)}
         """Parameters that each tensor-parallel rank applies to its part of the positions."""
@@ -183,16 +192,7 @@ class Fsdp2Trainer:
     def step(self, sequences: list[list[int]]) -> float:
         import torch
 
-        from megatron_infer.testing.cpu_shim import cpu_shim
-
-        self.model.train()
-        found = 0.0
-        for sequence in sequences:
-            ids = torch.tensor([sequence])
-            with cpu_shim(1):
-                loss = self.model(ids, torch.arange(len(sequence))[None], None, labels=ids.roll(-1, 1)).mean()
-                loss.backward()
-            found += loss.item()
+        found = backwards(self.model, sequences)
         for name, parameter in self.model.named_parameters():
             if name in self.split:
                 torch.distributed.all_reduce(parameter.grad.to_local(), group=self.tp)
@@ -200,12 +200,52 @@ class Fsdp2Trainer:
         self.optimizer.zero_grad()
         return found
 
+    def reshard(self) -> None:
+        self.model.reshard()
+
+
+def megatron_fsdp_trainer(model: Any) -> Any:
+    """One whose steps are of sequences."""
+    from trainers import MegatronFsdpTrainer
+
+    class Trainer(MegatronFsdpTrainer):
+        def step(self, sequences: list[list[int]]) -> float:  # type: ignore[override]
+            found = backwards(self.model, sequences)
+            self.finish()
+            return found
+
+        def reshard(self) -> None:
+            self.fsdp.all_gather_pipeline.reset()
+            self.fsdp._replace_param_with_distributed_if_needed()
+
+    return Trainer(model)
+
+
+def backwards(model: Any, sequences: list[list[int]]) -> float:
+    """The mean loss of each sequence, of which a context-parallel rank has its positions -> their sum."""
+    import torch
+    from session_case import own_positions
+
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    model.train()
+    found = 0.0
+    for sequence in sequences:
+        ids = torch.tensor([sequence])
+        batch = {"ids": ids, "positions": torch.arange(len(sequence))[None], "labels": ids.roll(-1, 1)}
+        ids, positions, labels = own_positions(batch).values()
+        with cpu_shim(1):
+            loss = model(ids, positions, None, labels=labels).mean()
+            loss.backward()
+        found += loss.item()
+    return found
+
 
 def trainer_of(chunks: list[Any], layout: Layout) -> Any:
     from trainers import MegatronTrainer
 
     if layout.fsdp:
-        return Fsdp2Trainer(chunks[0])
+        return (Fsdp2Trainer if layout.fsdp == FSDP2 else megatron_fsdp_trainer)(chunks[0])
     return MegatronTrainer(
         chunks if len(chunks) > 1 else chunks[0],
         distributed=bool(layout.sizes) or layout.overlaps,
@@ -216,7 +256,7 @@ def trainer_of(chunks: list[Any], layout: Layout) -> Any:
 def step_of(trainer: Any, sequences: list[list[int]]) -> float:
     from training_case import megatron_step
 
-    if isinstance(trainer, Fsdp2Trainer):
+    if hasattr(trainer, "reshard"):
         return trainer.step(sequences)
     return megatron_step(trainer, sequences, [[number] for number in range(len(sequences))])[0]
 
@@ -259,11 +299,11 @@ def own_forward(trainer: Any, sequences: list[list[int]]) -> list[Any]:
         out = model(ids.gather(1, own), own, None)
         return out, lambda logits, **_: whole(logits)
 
-    if isinstance(trainer, Fsdp2Trainer):
+    if hasattr(trainer, "reshard"):
         batches = iter(sequences)
         with torch.no_grad(), cpu_shim(1):
             found = [whole(forward_step(batches, trainer.model)[0]) for _ in sequences]
-        trainer.model.reshard()
+        trainer.reshard()
         return found
     config = roots[0].config
     config.variable_seq_lengths = False
@@ -369,7 +409,10 @@ def parameters_of(trainer: Any) -> list[Any]:
 
 def on_rank(rank: int, size: int, folder: Path, kind: str, name: str) -> None:
     prepare()
-    outcome, wrong = tried(lambda: run_cell(kind, LAYOUTS[name]), folder=folder)
+    from trainers import megatron_fsdp_on_cpu
+
+    with megatron_fsdp_on_cpu() if LAYOUTS[name].fsdp == MEGATRON_FSDP else nullcontext():
+        outcome, wrong = tried(lambda: run_cell(kind, LAYOUTS[name]), folder=folder)
     (folder / f"{rank}.json").write_text(json.dumps(asdict(wrong if outcome is None else outcome)))
     if outcome is None:
         sys.exit(1)  # the others wait for this rank
@@ -400,12 +443,15 @@ def cell_of(kind: str, name: str) -> Outcome:
 
 
 HEADER = ["layout", *KINDS]
+SERVED = re.compile(r"(0|1e-\d) / (?:0|1e-\d)")
+REASON = re.compile(rf"(.+? with (?:{'|'.join(KINDS)}))(, |: )")
+SECTION = "## megatron-core "
 INTRODUCTION = """# Census of layouts
 
 <!-- made by tools/layouts_census.py --write; tests/distributed/test_layouts_census.py compares it -->
 
-Of {cells} pairs of a trainer's layout and a kind of model **{served} are served**, by megatron-core {version} on gloo
-ranks of a CPU. `python tools/layouts_census.py` prints this table.
+Which of a trainer's layouts generate with the weights that it trains, by kind of model, on gloo ranks of a CPU.
+`python tools/layouts_census.py` prints the table of the megatron-core that is installed.
 
 | | |
 |---|---|
@@ -419,36 +465,73 @@ Tokens are those of the twin's forward, training has the twin's bits, and rollou
 cell says otherwise. Figures are rounded up to a power of ten. Models are tiny and random, in fp32. All but GPT have
 experts. A cell is empty where there are no experts to divide. Tensor-parallel ranks train with sequence parallelism,
 but for "TP2" alone. "Overlapped" is the distributed optimizer, which reduces gradients and gathers parameters in
-overlap. "ETP" is the tensor parallelism of experts, "two chunks" are virtual stages.
+overlap. FSDP is over data- and context-parallel ranks. "ETP" is the tensor parallelism of experts, "two chunks" are
+virtual stages. A table has the cells that were run with its megatron-core; others are empty.
 """
 
 
-def page_of(rows: dict[str, dict[str, Outcome]]) -> str:
-    from megatron.core import __version__
+@dataclass
+class Section:
+    """What the page says of one megatron-core."""
 
-    cells = [(f"{name} with {kind}", one) for name, row in rows.items() for kind, one in row.items()]
-    served = sum(one.holds for _, one in cells)
-    parts = [
-        INTRODUCTION.format(cells=len(cells), served=served, version=__version__),
-        *table_of(HEADER, [line_of(name, row) for name, row in rows.items()]),
-        "",
-        "## Why not",
-        "",
-        *reasons(cells),
-        "",
-    ]
-    return "\n".join(parts)
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Layout -> kind -> cell."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Why a cell is not served, by "LAYOUT with KIND"."""
+
+    def renew(self, name: str, outcomes: Mapping[str, Outcome]) -> None:
+        self.rows[name] = self.rows.get(name, {}) | {kind: str(one) for kind, one in outcomes.items()}
+        for kind, one in outcomes.items():
+            self.why.pop(f"{name} with {kind}", None)
+            if one.reason:
+                self.why[f"{name} with {kind}"] = one.reason
+
+    def lines(self, version: str) -> list[str]:
+        rows = {name: self.rows[name] for name in LAYOUTS if name in self.rows}
+        cells = [cell for row in rows.values() for cell in row.values()]
+        served = [found for cell in cells if (found := SERVED.fullmatch(cell)) and float(found[1]) <= SAME]
+        places = {f"{name} with {kind}": self.why.get(f"{name} with {kind}", "") for name in rows for kind in KINDS}
+        why = reasons((name, Outcome(reason=reason)) for name, reason in places.items())
+        return [
+            SECTION + version,
+            "",
+            f"Of {len(cells)} pairs of a layout and a kind **{len(served)} are served**.",
+            "",
+            *table_of(HEADER, [line_of(name, row) for name, row in rows.items()]),
+            "",
+            *([*why, ""] if why else []),
+        ]
 
 
 def line_of(name: str, row: Mapping[str, object]) -> list[str]:
     return [name, *(str(row.get(kind, "")) for kind in KINDS)]
 
 
-def committed(name: str) -> dict[str, str]:
-    """The cells of a row of the page, by kind."""
-    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
-    cells = next(([cell.strip() for cell in line.split("|")] for line in lines if line.startswith(f"| {name} |")), [])
-    return dict(zip(KINDS, cells[2:-1], strict=False))
+def read_page() -> dict[str, Section]:
+    """Version of megatron-core -> what the page says of it."""
+    found: dict[str, Section] = {}
+    section = Section()
+    for line in PAGE.read_text().splitlines() if PAGE.exists() else []:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if line.startswith(SECTION):
+            section = found[line.removeprefix(SECTION)] = Section()
+        elif cells and cells[0] in LAYOUTS:
+            section.rows[cells[0]] = {kind: cell for kind, cell in zip(KINDS, cells[1:], strict=True) if cell}
+        elif line.startswith("* "):
+            names, rest = [], line[2:]
+            while (name := REASON.match(rest)) is not None:
+                names.append(name[1])
+                rest = rest[name.end() :]
+                if name[2] == ": ":
+                    break
+            section.why |= dict.fromkeys(names, rest)
+    return found
+
+
+def page_of(sections: Mapping[str, Section]) -> str:
+    return "\n".join(
+        [INTRODUCTION, *(line for version in sorted(sections) for line in sections[version].lines(version))]
+    )
 
 
 def asked(text: str | None) -> dict[str, list[str]]:
@@ -473,23 +556,19 @@ def main() -> int:
     add_arguments(parser, PAGE)
     options = parser.parse_args()
     cells = asked(options.cells)
-    if options.cells and options.write:
-        raise SystemExit("layouts_census: --write is of all cells")
     prepare()
     import gloo_ranks
+    from megatron.core import __version__
 
     gloo_ranks.PRELOAD += PRELOAD
-    rows: dict[str, dict[str, Outcome]] = {}
+    sections = read_page()
+    own = sections[__version__] = sections.get(__version__, Section()) if options.cells else Section()
     for name, kinds in cells.items():
-        rows[name] = {kind: cell_of(kind, name) for kind in kinds}
-        print(table_of(HEADER, [line_of(name, rows[name])])[-1], flush=True)
-        print(*reasons(rows[name].items()), sep="\n", flush=True)
-    if not options.cells:
-        return finish(options, PAGE, page_of(rows))
-    merged = [line_of(name, committed(name) | row) for name, row in rows.items()]  # with the cells that were not run
-    return finish(
-        options, PAGE, "\n".join(table_of(HEADER, merged)[2:]), only_rows=tuple(f"| {name} |" for name in rows)
-    )
+        outcomes = {kind: cell_of(kind, name) for kind in kinds}
+        own.renew(name, outcomes)
+        print(table_of(HEADER, [line_of(name, own.rows[name])])[-1], flush=True)
+        print(*reasons(outcomes.items()), sep="\n", flush=True)
+    return finish(options, PAGE, page_of(sections))
 
 
 if __name__ == "__main__":
