@@ -36,7 +36,7 @@ NOT_RUN = {
     "from trl import GRPOTrainer": "TRL and a data set; tests/rl/test_framework_trl.py runs it with TRL",
     "python -m verl.trainer.main_ppo": "verl and data; tests/rl/test_framework_verl.py runs it with verl",
     "from trl.experimental.async_grpo import AsyncGRPOTrainer": "TRL, a data set and flash-attn",
-    "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; test_ray.py and test_ray_nodes.py run it with Ray",
+    "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; test_ray.py, test_ray_nodes.py run it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; test_ray.py runs it likewise",
     "curl localhost:8000/generate": "Ray Serve",
     "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for half of one",
