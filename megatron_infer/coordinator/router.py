@@ -101,7 +101,7 @@ class PrefixTable:
         return digest in self._stamps or digest in self._expected
 
     def publish(self, digests: Sequence[bytes], stamp: int) -> None:
-        """Add digests, given in the order of their chains; a parent is dropped after its children."""
+        """Add digests, given in the order of their chains. Of one call a parent is dropped after its children."""
         for digest in reversed(digests):
             if self._stamps.pop(digest, None) is None:
                 self._index.add(digest, self._owner)
@@ -139,7 +139,10 @@ class PrefixTable:
                 self._index.discard(digest, self._owner)
 
     def match(self, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of `chain` are held or expected: a parent is there as long as its children are."""
+        """How many leading blocks of `chain` the replica has or will have; fewer where this table has dropped some.
+
+        The last one of them is in the table, and the replica's cache drops a parent after its children.
+        """
         return bisect_left(chain, True, key=lambda digest: digest not in self)
 
     def recency(self, digest: bytes) -> int:
@@ -399,6 +402,7 @@ class Router:
         self._rank_again(view)
         if route.root == view.root:
             view.table.expect_no_more(route.chain)
+            view.table.touch(route.chain, self._tick())  # dropped after what the request generated, as in the cache
 
     def _by_prefix(self, candidates: Ranking, tokens: bytes, salt: str, adapter: str | None) -> Route:
         kinds: Iterable[tuple[bytes, int]] = tuple(self._kinds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -143,6 +144,40 @@ def test_full_table_forgets_children_before_their_parents():
     table.publish(old, 1)
     table.publish(new, 2)
     assert len(table) == 4 and table.match(new) == 3 and table.match(old) == 1
+
+
+def test_a_prompt_is_dropped_after_what_was_generated_from_it():
+    router = make_router(1, max_digests=8)
+    prompt = packed(range(8 * BLOCK + 1))
+    chain = chain_of(ROOT, "", prompt, BLOCK)
+    route = router.choose(prompt[: len(packed(range(4 * BLOCK + 1)))])
+    router.assign(route)
+    router.report(route.key, published=chain[:4])
+    router.report(route.key, published=chain[4:])
+    router.release(route)
+    router.report(route.key, published=[bytes([number]) * 16 for number in range(2)])
+    table = router.replicas[route.key].table
+    assert [digest in table for digest in chain] == [True] * 6 + [False] * 2
+    assert router.choose(prompt).matched == table.match(chain) == 6
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(PROMPTS, min_size=1, max_size=12), st.integers(1, 6))
+def test_a_full_table_never_matches_more_than_the_cache_holds(prompts, limit):
+    """The oracle is the cache: as many blocks as a request that begins there shares."""
+    context = make_context(num_blocks=16, num_rows=3)
+    changes, table = PrefixEvents(context.pool, limit=100), PrefixTable(limit)
+    for tokens in prompts:
+        lease = context.admit(tokens, root=salted(ROOT, ""))
+        if lease is not None and context.extend(lease, len(tokens)):
+            context.publish_computed(lease, tokens, len(tokens))
+        if lease is not None:
+            context.release(lease)
+        follow(table, changes)
+        for seen in prompts:
+            chain = chain_of(ROOT, "", packed(seen), BLOCK)
+            held = set(context.pool.digests())
+            assert table.match(chain) <= sum(1 for _ in takewhile(held.__contains__, chain))
 
 
 @settings(max_examples=200, deadline=None)
