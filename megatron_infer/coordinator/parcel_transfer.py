@@ -50,7 +50,8 @@ CONNECT_TIMEOUT_S = 5.0
 FETCHES = 4
 """Parcels that are fetched at once."""
 MAX_WAITING_BYTES = 4 << 30
-"""Most bytes of all parcels that wait at a replica; the tokens of further requests move alone."""
+"""Most bytes of all parcels that wait at a replica to be fetched, and of those that wait there for rows; the tokens of
+further requests move alone."""
 _POLL_MS = 200
 _MAX_DIGITS = 15
 """Of a number in a message."""
@@ -282,7 +283,9 @@ class ParcelTransfer:
 
 
 def _road(address: str) -> str:
-    """The same for all replicas of a coordinator: the scheme, and of sockets their folder."""
+    """The same for all replicas of a coordinator: the scheme, and of sockets their folder or the coordinator's name."""
+    if address.startswith("ipc://@"):
+        return address.rpartition("-")[0]
     return os.path.dirname(address) if address.startswith("ipc://") else address.partition("/")[0]
 
 

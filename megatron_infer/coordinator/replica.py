@@ -24,7 +24,7 @@ from megatron_infer.config.coordinator_options import ReplicaRole
 from megatron_infer.coordinator import access, protocol
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
-from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
+from megatron_infer.coordinator.parcel_transfer import MAX_WAITING_BYTES, ParcelTransfer
 from megatron_infer.coordinator.served_engine import (
     ServedEngine,
     ServedRequest,
@@ -95,7 +95,8 @@ class Replica:
         self._numbers: dict[int, ServedRequest] = {}
         self._preparing: dict[int, ServedRequest | None] = {}  # None: cancelled, not yet ended
         self._arrived: deque[protocol.Run] = deque()
-        """Those of them that have all but rows for the memory that came with them, in their order."""
+        """Those of them that have all but rows for the memory that came with them, in their order, and all later
+        requests: rows come free for the first one, however many rows it takes."""
         self._brief_until = 0.0
         """Until when new requests are waited for, on the monotonic clock."""
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
@@ -278,12 +279,10 @@ class Replica:
                 self._preparing[run.number] = request
                 awaited.add_done_callback(lambda _: self._post(run))
                 return
-            parcel = None if request.parcel is None else request.parcel.result()
-            if parcel is not None and not (self._is_next(run) and request.has_rows(self.engine)):
-                self._preparing[run.number] = request
-                self._arrived.append(run)
+            if not (self._is_next(run) and request.has_rows(self.engine)):
+                self._let_wait(run, request)
                 return
-            if parcel is None or not self._takes_in(request, parcel):
+            if (parcel := request.memory) is None or not self._takes_in(request, parcel):
                 request.begin(self.engine)
         except (RankFailure, LockstepError):  # of the engine, not of the request
             raise
@@ -291,6 +290,13 @@ class Replica:
             self.connection.send(protocol.Output(run.number, run.incarnation, [], True, refused=failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
+
+    def _let_wait(self, run: protocol.Run, request: ServedRequest) -> None:
+        self._preparing[run.number] = request
+        self._arrived.append(run)
+        parcels = [one.memory for one in self._preparing.values() if one is not None]
+        if sum(parcel.num_bytes for parcel in parcels if parcel is not None) > MAX_WAITING_BYTES:
+            request.drop_memory()
 
     def _is_next(self, run: protocol.Run) -> bool:
         return not self._arrived or self._arrived[0] is run

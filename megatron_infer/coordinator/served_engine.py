@@ -221,8 +221,20 @@ class ServedRequest:
         for one in self.preparing:
             one.cancel()
 
+    @property
+    def memory(self) -> Parcel | None:
+        """What has come from another replica; None: nothing has, or it is lost."""
+        return self.parcel.result() if self.parcel is not None and self.parcel.done() else None
+
+    def drop_memory(self) -> None:
+        """It goes on from its tokens."""
+        self.parcel, self.preparing = None, []
+
     def has_rows(self, engine: Any) -> bool:
-        """Whether there are rows for its memory, after the requests that waited for rows when the memory came."""
+        """Whether there are rows for its memory, after the requests that waited for rows when the memory came. A
+        request without memory waits for its rows in the engine."""
+        if self.memory is None:
+            return True
         stats = engine.stats()
         if self._turn is None:
             self._turn = stats.counters["admitted"] + stats.num_waiting

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from coordinator_case import cluster, coordinator, replica, wait_for
@@ -151,6 +151,44 @@ def test_memory_that_waits_begins_when_the_last_request_ends(model):
         futures = [client.submit(prompt, one) for prompt, one in zip((PROMPT, PROMPT[1:]), both, strict=True)]
         assert [answer(future.result(60)) for future in futures] == want
         assert computed(engines["d"]) == 0
+
+
+def test_memory_that_takes_all_rows_is_not_overtaken_by_later_requests(model):
+    """Short ones keep the rows busy from before until after it."""
+    params = dataclasses.replace(PARAMS[0], max_tokens=20, n=6, temperature=1.0, seed=4)
+    (want,) = make_engine(model).generate([PROMPT], params)
+    stop = threading.Event()
+    with of_roles(model, settings={"max_requests": 6}, p="prefill_only", d="decode_only") as (one, engines, client):
+
+        def keep_busy(number):
+            for _ in range(30):
+                if stop.is_set():
+                    return
+                client.submit([3 + number, 4, 5], SamplingParams(max_tokens=40 + 17 * number, ignore_eos=True)).result(
+                    60
+                )
+
+        with ThreadPoolExecutor(9) as pool:
+            busy = [pool.submit(keep_busy, number) for number in range(9)]
+            try:
+                wait_for(lambda: engines["d"].stats().counters["finished"] > 6)
+                assert answer(client.submit(PROMPT, params).result(60)) == answer(want)
+                assert not any(one.done() for one in busy), "it began when the load had ended"
+            finally:
+                stop.set()
+            assert [one.result(60) for one in busy] == [None] * 9
+        assert client.stats()["moved"] == 1
+        is_empty(one, engines.values())
+
+
+def test_memory_that_waits_for_rows_is_bounded(model, monkeypatch):
+    monkeypatch.setattr("megatron_infer.coordinator.replica.MAX_WAITING_BYTES", 1000)
+    params = [dataclasses.replace(PARAMS[0], max_tokens=40)] * 6
+    want = make_engine(model).generate(PROMPTS[:1] * 6, params)
+    with of_roles(model, settings={"max_requests": 2}, p="prefill_only", d="decode_only") as (one, engines, client):
+        same_tokens(client.generate(PROMPTS[:1] * 6, params), [answer(output) for output in want])
+        assert client.stats()["moved"] == 6 and computed(engines["d"]) > 0, "none has gone on from its tokens"
+        is_empty(one, engines.values())
 
 
 @pytest.mark.parametrize("role", ["prefill_only", "decode_only"])
@@ -443,6 +481,16 @@ def test_parcels_are_next_to_any_kind_of_coordinator_and_leave_nothing(model, tm
         one.close()
         other.close()
         assert not list(tmp_path.iterdir()), "the socket's file is left"
+    engine.add_request(PROMPT, PARAMS[0], request_id="b")
+    engine.step()
+    one, stranger = (ParcelTransfer(f"ipc://@{kind}{name}", None) for kind in ("", "other"))
+    one.start()
+    stranger.start()
+    place = ParcelPlace(stranger.address, stranger.offer(engine.hand_out("b")))
+    assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is None, "not of this coordinator"
+    assert stranger.num_waiting == 1
+    one.close()
+    stranger.close()
     assert not access.is_private(f"ipc://@{name}"), "whoever is on the machine reaches it"
     threads = threading.active_count()
     for wrong in ({"coordinator": "tcp://no.such.host.invalid:5757"}, {"role": "nope"}):
