@@ -4,6 +4,7 @@ NeMo-RL's own code over Ray where NEMO_RL is a checkout of it (`make frameworks`
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +78,9 @@ class Worker:
 
     async def __ray_call__(self, function: Any, *args: Any, **how: Any) -> Any:
         return function(self, *args, **how)
+
+    async def __ray_ready__(self) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +241,56 @@ def test_unfinished_rows_continue_after_a_training_step(nemo_rl, tokenizer):
         return await running
 
     assert [out["generation_lengths"].tolist() for _, out in asyncio.run(over_a_step())] == [[200]] * 4
+
+
+@pytest.mark.parametrize("lost", ["submit raises", "the worker ends", "aborted"])
+def test_rows_whose_worker_is_lost_are_errors(nemo_rl, tokenizer, lost, monkeypatch):
+    """No caller waits for ever, and no row that was cut is taken for a whole one."""
+    config = policy_config({"max_model_len": 256}, max_new_tokens=200)
+    case = Case(nemo_rl, tokenizer, live_model(), live_model(), config=config)
+    case.generation.prepare_for_generation()
+    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "WATCH_S", 0.05)
+    host, worker = case.workers[0].megatron_infer_host, case.workers[0]
+
+    async def gone() -> None:
+        raise RuntimeError("the worker is lost")
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("the worker is lost")
+
+    async def drawn() -> list[Any]:
+        running = [asyncio.create_task(one_row()) for _ in range(4)]
+        if lost == "aborted":
+            while not case.session().engine.stats().num_running:
+                await asyncio.sleep(0.01)
+            host.abort_all()
+        return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60)
+
+    async def one_row() -> Any:
+        ((_, out),) = [pair async for pair in case.generation.generate_async(batch_of(PROMPTS[:1]), greedy=True)]
+        return out
+
+    if lost == "submit raises":
+        monkeypatch.setattr(host, "generate", refuse)
+    elif lost == "the worker ends":
+        monkeypatch.setattr(host, "generate", lambda *args: Future())
+        monkeypatch.setattr(worker, "__ray_ready__", gone)
+    found = asyncio.run(drawn())
+    failed = [one for one in found if isinstance(one, InferenceError)]
+    assert failed and all("aborted after" in str(one) or "the worker is lost" in str(one) for one in failed)
+    assert all(out["generation_lengths"].tolist() == [200] for out in found if out not in failed)
+
+
+def test_copies_begin_at_different_replicas(nemo_rl, tokenizer):
+    case = Case(nemo_rl, tokenizer, live_model(), live_model())
+    case.generation.prepare_for_generation()
+
+    async def leader_of_one_row() -> int:
+        rows = copy.copy(case.generation).generate_async(batch_of(PROMPTS[:1]), greedy=True)
+        ((_, out),) = [pair async for pair in rows]
+        return out["gen_leader_worker_idx"][0]
+
+    assert {asyncio.run(leader_of_one_row()) for _ in range(20)} == {0, 1}
 
 
 def test_exact_mode_gives_the_bits_of_the_trainers_scores(nemo_rl, tokenizer):

@@ -24,6 +24,8 @@ NO_EFFECT = ("parsers", "refit_backend", "materialize_only_last_token_logits")
 """Options of mcore_generation_config for an HTTP server, for weights that are sent, and for a choice made here."""
 MAX_WAITING = 100_000
 """Requests whose outputs callers wait for, at once."""
+WATCH_S = 30.0
+"""Seconds between two questions whether a worker is there, while outputs of its engine are awaited."""
 
 
 def engine_config(policy: Mapping[str, Any], options: Mapping[str, Any]) -> InferenceConfig:
@@ -63,7 +65,20 @@ class Outputs:
         self._waiting: dict[str, asyncio.Future[tuple[Any, str]]] = {}
 
     async def put(self, key: str, value: Any, error: str) -> None:
-        self._of(key).set_result((value, error))
+        if not self._of(key).done():
+            self._of(key).set_result((value, error))
+
+    async def watch(self, worker: Any, keys: Sequence[str], submitted: Sequence[Any]) -> None:
+        """Keys that get no output, as the call `submitted` raises or the worker ends, get the error."""
+        waiting = {key: self._of(key) for key in keys}
+        try:
+            await submitted[0]
+            while (await asyncio.wait(waiting.values(), timeout=WATCH_S))[1]:
+                await worker.__ray_ready__.remote()
+        except Exception as error:
+            for one in waiting.values():
+                if not one.done():
+                    one.set_result((None, f"{type(error).__name__}: {error}"))
 
     async def get(self, key: str) -> Any:
         value, error = await self._of(key)
@@ -107,6 +122,11 @@ class EngineGeneration(GenerationInterface):
         self._leaders = [number for number, is_first in enumerate(self._on_workers(workers.leads)) if is_first]
         self._outputs = ray.remote(Outputs).options(max_concurrency=MAX_WAITING, num_cpus=0).remote()
         self._turn = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy begins at a leader of its own: most copies draw one row."""
+        vars(self).update(state)
+        self._turn = uuid.uuid4().int
 
     def _on_workers(self, function: Any, *args: Any, **how: Any) -> list[Any]:
         found: list[Any] = ray.get([one.__ray_call__.remote(function, *args, **how) for one in self._workers])
@@ -177,7 +197,9 @@ class EngineGeneration(GenerationInterface):
             where.append((key, leader))
             calls.setdefault(leader, []).append((key, ids[:length].tolist(), self._sampling(greedy, length, stop)))
         for leader, some in calls.items():
-            self._workers[leader].__ray_call__.remote(workers.submit, self._outputs, some)
+            worker = self._workers[leader]
+            submitted = worker.__ray_call__.remote(workers.submit, self._outputs, some)
+            self._outputs.watch.remote(worker, [key for key, *_ in some], [submitted])  # in a list: not awaited before
         return where
 
     def _sampling(self, greedy: bool, num_prompt: int, stop: Any) -> SamplingParams:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import RequestOutput
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def _facts(output: RequestOutput) -> dict[str, Any]:
     if output.error is not None:
         raise output.error
     sample = output.outputs[0]
+    if sample.finish_reason == "abort":
+        raise InferenceError(f"the request was aborted after {len(sample.token_ids)} tokens")
     return {
         "token_ids": list(sample.token_ids),
         "logprobs": list(sample.processed_logprobs or ()),
