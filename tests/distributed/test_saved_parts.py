@@ -14,7 +14,7 @@ from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from megatron_infer.engine.durable import rank_files as saved_parts
 from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import InferenceError, SnapshotError, TransitionFailed
+from megatron_infer.errors import InferenceError, RequestError, SnapshotError, TransitionFailed
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -107,13 +107,16 @@ def check_whole_move(model: torch.nn.Module, rank: int, want: dict[str, Any]) ->
 
 
 def check_damaged(model: torch.nn.Module, rank: int) -> None:
-    """A whole parcel that is cut or changed is refused on all ranks, which go on."""
+    """A whole parcel that is cut, changed or missing is refused on all ranks, which go on."""
     source, other = begun(model, rank), ranks.make_engine(model, **SETTINGS)
     parcel = source.hand_out("0", whole=True)
     changed = (Parcel(manifest={**parcel.manifest, "parts": parts}, tensors=parcel.tensors) for parts in (5, [7]))
     for damaged, why in zip((parcel.to_bytes()[:-9], *changed), ("truncated", "no list", "understood"), strict=True):
         with pytest.raises((TransitionFailed, SnapshotError), match=why):
             other.take_in(None if rank else damaged, whole=True)
+    for given, whole in ((None, True), ("text", True), (parcel, False)):
+        with pytest.raises((TransitionFailed, RequestError), match="no parcel"):
+            other.take_in(None if rank else given, whole=whole)
     assert other.take_in(None if rank else parcel, whole=True).with_kv == ["0"]
     finish(source)
     finish(other)
@@ -181,6 +184,8 @@ def check_following(model: torch.nn.Module, rank: int, path: Path) -> None:
     engine = begun(model, rank)
     if rank == 0:
         engine.save_requests(path, kv=True)
+        with pytest.raises(TransitionFailed, match=r"rank 1: .*given NoneType, which is no parcel"):
+            engine.take_in(engine.hand_out("6"))  # the part of this rank alone
         engine.dismiss()
     else:
         with pytest.raises(InferenceError, match="rank 0"):

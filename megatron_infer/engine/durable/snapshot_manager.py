@@ -20,7 +20,7 @@ from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.requests.input_processor import InputProcessor
 from megatron_infer.engine.requests.output_processor import OutputProcessor
 from megatron_infer.engine.requests.request_state import RequestState
-from megatron_infer.errors import InferenceError, SnapshotError, UnknownRequest
+from megatron_infer.errors import InferenceError, RequestError, SnapshotError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.outputs.schema import output_record
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -117,7 +117,7 @@ class SnapshotManager:
         *,
         whole: bool,
     ) -> LoadReport:
-        """Take in what another engine has handed out. Nothing may be in flight. Raises SnapshotError.
+        """Take in what another engine has handed out. Nothing may be in flight. Raises SnapshotError, RequestError.
 
         whole: the leader has the parts of all ranks, the others have None.
         """
@@ -125,14 +125,13 @@ class SnapshotManager:
         if whole and sharing.size > 1:
             parts: list[Parcel] = []
             with self._rank_group.together("dividing a parcel"):
-                if parcel is not None:
+                if sharing.is_leader:
                     whole_parcel = _read(parcel)
                     parts = [whole_parcel.part(rank) for rank in range(sharing.size)]
                 contents = [part.to_bytes() for part in parts[1:]]
             dealt = sharing.deal("parts of a parcel", [b"", *contents])
-            parcel = parts[0] if parts else dealt
+            parcel = parts[0] if sharing.is_leader else dealt
         with self._rank_group.together("reading a parcel"):
-            assert parcel is not None
             content = self._archive.open(_read(parcel), request_id, drawn, owed=self.owed)
         state = content.requests[0].state
         for sequence in state.sequences:
@@ -298,5 +297,12 @@ class SnapshotManager:
         self._unwritten = []
 
 
-def _read(parcel: Parcel | bytes) -> Parcel:
-    return Parcel.of_bytes(parcel) if isinstance(parcel, bytes) else parcel
+def _read(parcel: object) -> Parcel:
+    if isinstance(parcel, bytes):
+        return Parcel.of_bytes(parcel)
+    if not isinstance(parcel, Parcel):
+        raise RequestError(
+            f"take_in() was given {type(parcel).__name__}, which is no parcel; give what hand_out() returned, or its "
+            "bytes: on each rank the rank's part, or with whole=True the leader's parcel on the leader"
+        )
+    return parcel

@@ -16,7 +16,7 @@ from model_kinds import KINDS
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
-from megatron_infer.errors import DuplicateRequest, InferenceError, SnapshotError, UnknownRequest
+from megatron_infer.errors import DuplicateRequest, InferenceError, RequestError, SnapshotError, UnknownRequest
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 from megatron_infer.scheduler.request import Status
 from megatron_infer.testing.inspect import inspect
@@ -264,6 +264,10 @@ def test_cut_changed_and_forged_parcels_are_refused_and_leave_the_engine_as_it_w
             tensors = {**parcel.tensors, name: one_forged}
             with pytest.raises(SnapshotError, match="cannot be understood"):
                 other.take_in(Parcel(manifest=parcel.manifest, tensors=tensors))
+    for wrong in (None, "text", 5):
+        for whole in (False, True):
+            with pytest.raises(RequestError, match=rf"given {type(wrong).__name__}, which is no parcel"):
+                other.take_in(wrong, whole=whole)
     for refused in (_null_metadata, _without_prompt):
         with pytest.raises(SnapshotError, match=r"not a file of saved requests|has no prompt"):
             other.take_in(refused(parcel))
