@@ -36,15 +36,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--state-dir", default="tinker-state", metavar="DIR", help="checkpoints (default tinker-state)")
     parser.add_argument(
         "--durable",
-        action="store_true",
-        help="each optim_step is in --state-dir when its call ends, and a server that is started again has the clients",
+        action=argparse.BooleanOptionalAction,
+        help="each optim_step is in --state-dir when its call ends, 12 bytes a parameter, and a server that is started "
+        "again has the clients (default: on in one process, not supported over several)",
     )
     parser.add_argument(
         "--training-share",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="of the time, for training while samples are drawn too (default 0.5)",
+        help="of the time, for training while samples are drawn too; above 0 and below 1 (default 0.5)",
     )
     layout = parser.add_argument_group("layout", "number of processes, which torchrun starts")
     add_flags(parser, layout, Layout, "")
@@ -77,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--full with --lora-rank: there are no adapters; leave one of them out")
     if args.durable and is_job:
         raise ConfigError("--durable over several ranks is not supported; take save_state")
+    if not 0 < args.training_share < 1:
+        raise ConfigError(
+            f"training_share is {args.training_share}, it must be above 0 and below 1: samples need steps"
+        )
     if settings.http_workers > 1:
         raise ConfigError("http_workers: one process serves the Tinker API; leave it out")
     log_to_stderr("megatron_infer.server", times=True)
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         settings=settings,
         model_name=name,
         state_dir=Path(args.state_dir),
-        durable=args.durable,
+        durable=not is_job if args.durable is None else args.durable,
         note=note,
     )
     if is_job:

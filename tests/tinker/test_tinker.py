@@ -164,7 +164,7 @@ def serving(state_dir, *, full=False, options=None, **settings):
 def served(trainer, state_dir, *, max_models=64, durable=False, on_coordinator=lambda address: None, **settings):
     held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models, durable=durable)
     config = ServerConfig(port=0, log_requests=False, **settings)
-    with coordinator(timeout_s=20.0) as one:
+    with contextlib.closing(held), coordinator(timeout_s=20.0) as one:
         on_coordinator(one.address)
         routes = TinkerRoutes(held)
         server = HttpServer(config, coordinator=one.address, tokenizer=tokenizer(), model="tiny", modules=(routes,))
@@ -378,11 +378,9 @@ def test_clients_of_a_durable_server_go_on_with_the_next_one(tmp_path):
         api = Api(case.http)
         api.batch(id, 8, "cross_entropy")  # again, as its gradients are gone
         assert api.result(api.step(id, 9))["metrics"]["version"] == 3
-        (tmp_path / id / "client").write_bytes(b"damaged")
-        with pytest.raises(ConfigError, match=r"client: .*damaged"):
-            service.TinkerService(case.trainer, model_name="tiny", state_dir=tmp_path, durable=True)
-        api.call(f"sessions/{session}/finish")
-        assert not list(tmp_path.glob("*/*"))
+    (tmp_path / id / "client").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"client: .*damaged"), serving(tmp_path, durable=True):
+        pass
 
 
 def test_what_a_server_holds_is_bounded(tmp_path, monkeypatch):
@@ -394,7 +392,7 @@ def test_what_a_server_holds_is_bounded(tmp_path, monkeypatch):
         assert gone.status_code == 410
         first = apis[1].train()
         case.service._sessions[apis[1].session] -= 2 * service.SILENT_S
-        apis[2].train()  # room is made by the session that was silent
+        second = apis[2].train()  # room is made by the session that was silent
         assert "no model" in case.http.post("/api/v1/get_info", json={"model_id": first}).text
         base = {"session_id": apis[2].session, "base_model": "tiny"}
         samplers = [apis[2].call("create_sampling_session", sampling_session_seq_id=i, **base) for i in range(3)]
@@ -404,6 +402,12 @@ def test_what_a_server_holds_is_bounded(tmp_path, monkeypatch):
         for _ in range(8):
             apis[2].sample([5, 9], **chosen)
         assert len(case.service._futures) <= 4
+        later = [Api(case.http) for _ in range(3)]  # room is made by sessions without clients
+        assert apis[2].call("get_info", model_id=second)["model_id"] == second
+        assert case.http.post("/api/v1/session_heartbeat", json={"session_id": later[0].session}).status_code == 410
+        monkeypatch.setattr(service, "MAX_SESSIONS", 1)
+        case.service.end_session(later[2].session)
+        assert case.http.post("/api/v1/create_session", json={}).status_code == 429
 
 
 def test_wrong_calls_are_named_and_hurt_nobody(case, api):

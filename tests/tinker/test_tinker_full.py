@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_tinker import TOKENS, Api, plain_loop, serving
+from test_tinker import ADAM, TOKENS, Api, plain_loop, serving
+
+from megatron_infer.server.engine_client import EngineClient
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "ppo"])
@@ -85,6 +87,37 @@ def test_a_state_of_all_weights_outlives_the_server(tmp_path):
         id = api.train()
         refused = api.result(api.call("load_weights", model_id=id, seq_id=1, path=saved))
         assert "another rank" in refused["error"]
+
+
+def test_all_weights_of_a_durable_server_go_on_with_the_next_one(tmp_path):
+    with serving(tmp_path, full=True, durable=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        api.batch(id, 1, "cross_entropy")
+        first = api.result(api.step(id, 2, learning_rate=0.1))
+        sampler = api.sampler(id, 3, path="one")["path"]
+        drawn = api.sample([5, 9, 2], model_path=sampler)[0][0][0]
+    with serving(tmp_path, full=True, durable=True) as case:
+        api = Api(case.http)
+        assert api.result(api.step(id, 2, learning_rate=0.1)) == first
+        assert api.sample([5, 9, 2], model_path=sampler)[0][0][0] == drawn
+
+
+def test_no_sample_of_weights_that_change_before_it_is_drawn(tmp_path, monkeypatch):
+    checked = EngineClient.checked
+
+    def step_first(*args, **options):
+        client = case.service.model(id).client
+        case.trainer.submit(lambda: client.optim_step(**ADAM)).result(60)
+        return checked(*args, **options)
+
+    with serving(tmp_path, full=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        sampler = api.sampler(id, 1)["sampling_session_id"]
+        api.batch(id, 2, "cross_entropy")
+        monkeypatch.setattr(EngineClient, "checked", step_first)
+        assert "weights have changed" in api.result(api.send_sample([5, 9, 2], sampling_session_id=sampler))["error"]
 
 
 def asked(prompt):

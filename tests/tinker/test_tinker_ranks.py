@@ -146,6 +146,7 @@ def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tm
             api.result(api.call("load_weights", model_id=id, seq_id=1, path=path, optimizer=True))
             got = api.batch(id, 2, "cross_entropy", BATCH, forward_only=True)[1]
             np.testing.assert_allclose(np.concatenate(got), np.concatenate(want), atol=1e-5)
+        assert (tmp_path / "state" / "lock").exists(), "one process is durable, if the command does not say otherwise"
     finally:
         assert alone.end() == 0
 
@@ -155,6 +156,7 @@ def test_layouts_that_cannot_be_are_refused(capsys, monkeypatch):
         ("--tp", "2"): "torchrun --nproc-per-node 2",
         ("--pp", "2"): "pipeline stages",
         ("--full", "--lora-rank", "4"): "leave one of them out",
+        ("--training-share", "1"): "below 1",
     }.items():
         assert main(["tinker", "smollm2", *arguments]) == 2
         assert why in capsys.readouterr().err

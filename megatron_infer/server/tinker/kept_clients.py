@@ -1,21 +1,38 @@
 """Training clients on the disk, for a durable server of the Tinker API: they go on after it was killed.
 
 DIR/MODEL/client            adapter, optimizer and version after the last change, with the change's number and reply
-DIR/MODEL/operations.json   the next operation's number, and the numbers of those whose gradients no change has used yet
+DIR/MODEL/operations.json   `Operations`
+DIR/lock                    held by the server that has these clients; names the server
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import fcntl
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient, manifest_of
 
-STATE, OPERATIONS = "client", "operations.json"
+STATE, OPERATIONS, LOCK = "client", "operations.json", "lock"
+
+
+class Operations(msgspec.Struct, frozen=True, kw_only=True):
+    next_seq: int = 1
+    """Of the next operation."""
+    gradients: list[int] = []
+    """Operations whose gradients no change has used yet."""
+    settled: int = 0
+    """The last operation that used or dropped gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,28 +46,69 @@ class KeptClient:
     next_seq: int
     lost: list[int]
     """Operations that were computed later, whose gradients are gone."""
+    settled: int
+    """The last operation that used or dropped gradients."""
 
 
 class KeptClients:
     """The clients of one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
+        """Raises ConfigError where another server has the directory."""
         self._dir = state_dir
+        state_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = (state_dir / LOCK).open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with self._lock:
+                self._lock.seek(0)
+                other = self._lock.read().strip()
+            remedy = "end that server, give this one another --state-dir, or --no-durable"
+            raise ConfigError(f"{state_dir}: another server has the clients of it ({other}); {remedy}") from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        self._lock.flush()
+
+    def close(self) -> None:
+        self._lock.close()
 
     def keep(self, id: str, client: TrainingClient, *, seq_id: int, reply: Any) -> None:
-        """On the disk when this returns. seq_id, reply: of the operation that has changed the client."""
-        client.save(self._dir / id / STATE, seq_id=seq_id, reply=reply)
+        """On the disk when this returns. seq_id, reply: of the operation that has changed the client.
 
-    def note(self, id: str, *, next_seq: int, gradients: Sequence[int]) -> None:
+        Raises ApiError where it cannot be written: the client is what its file has then.
+        """
+        path = self._dir / id / STATE
+        is_new = not path.exists()
+        try:
+            client.save(path, seq_id=seq_id, reply=reply)
+        except Exception as error:
+            if is_new:
+                raise
+            client.load(path, optimizer=True)
+            raise ApiError(
+                500,
+                f"the client could not be written to --state-dir ({error}); it is at version {client.version}, as in "
+                "its file, without gradients: make room, then send the batches and the step with new numbers",
+                code="not_written",
+            ) from None
+        if is_new:
+            file_format.sync(self._dir)
+
+    def note(self, id: str, *, next_seq: int, gradients: Sequence[int], settled: int) -> None:
         """An operation has ended."""
         path = self._dir / id / OPERATIONS
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps({"next_seq": next_seq, "gradients": list(gradients)}))
-        partial.replace(path)
+        noted = Operations(next_seq=next_seq, gradients=list(gradients), settled=settled)
+        partial.write_bytes(msgspec.json.encode(noted))
+        file_format.sync(partial)
+        file_format.put_in_place(partial, path)
 
     def forget(self, id: str) -> None:
         for name in (STATE, OPERATIONS):
             (self._dir / id / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds what was saved, or is not there
+            (self._dir / id).rmdir()
 
     def load(self, trainer: LiveTrainer) -> Iterator[KeptClient]:
         """All that are there. Raises ConfigError for one that this server cannot have."""
@@ -63,14 +121,19 @@ class KeptClients:
                 remedy = "serve the model and rank that it was written with, or remove the file"
                 raise ConfigError(f"{path}: {error}; {remedy}") from None
             seq_id, noted = about["seq_id"], path.with_name(OPERATIONS)
-            operations: dict[str, Any] = {"next_seq": 1, "gradients": []}
-            if noted.exists():
-                operations = json.loads(noted.read_text())
+            try:
+                operations = (
+                    msgspec.json.decode(noted.read_bytes(), type=Operations) if noted.exists() else Operations()
+                )
+            except (msgspec.MsgspecError, UnicodeError) as error:
+                remedy = "remove the file, and send the batches since the client's last optim_step again"
+                raise ConfigError(f"{noted}: damaged ({error}); {remedy}") from None
             yield KeptClient(
                 id=path.parent.name,
                 client=client,
                 changed_seq=seq_id,
                 reply=about["reply"],
-                next_seq=max(operations["next_seq"], seq_id + 1),
-                lost=[number for number in operations["gradients"] if number > seq_id],
+                next_seq=max(operations.next_seq, seq_id + 1),
+                lost=[number for number in operations.gradients if number > seq_id],
+                settled=max(operations.settled, seq_id),
             )

@@ -164,11 +164,17 @@ class TinkerRoutes:
             total, scores = 0.0, list[torch.Tensor]()
             try:
                 for piece in pieces(data):
+                    if backward and 0 < sent.seq_id < model.settled:
+                        raise RequestError(
+                            f"seq_id: operation {sent.seq_id} comes after operation {model.settled}, which used or "
+                            "dropped the gradients; send the batch with a new number"
+                        )
                     work = partial(client.forward_backward, piece, sent.loss_fn, settings, backward=backward)
                     loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
-            except BaseException:
-                if backward and scores:  # a part of the batch
+            except BaseException as error:
+                is_cancelled = isinstance(error, asyncio.CancelledError)  # the piece that runs goes on
+                if backward and (scores or is_cancelled):  # a part of the batch
                     await self._service.run(client.drop_gradients)
                 raise
             if backward:
@@ -215,7 +221,8 @@ class TinkerRoutes:
 
         async def step() -> Any:
             if model.lost:
-                lost, model.lost = model.lost, []
+                lost = model.lost
+                self._service.settle(model, body.seq_id or 0)
                 await self._service.run(model.client.drop_gradients)
                 raise RequestError(
                     f"optim_step: the gradients of operations {lost} were lost with an earlier server; those since are "
@@ -265,6 +272,13 @@ class TinkerRoutes:
         session, number = body.session_id, body.model_seq_id
 
         async def create() -> Any:
+            if (known := service.known(session, number)) is not None:
+                if known.changed[1] == {"type": "load_weights", "path": body.path, "model_id": known.id}:
+                    return known.changed[1]  # the call is sent again
+                raise RequestError(
+                    f"model_seq_id: there is a training client {number} of this session; load into it with its "
+                    "model_id, or take another number"
+                )
             rank = (await asyncio.to_thread(manifest_of, service.path_of(body.path, "weights")))["rank"]
             model = await service.create_model(session, number, rank=rank, seed=None)
             try:

@@ -106,6 +106,7 @@ def serve(
     engines may join."""
     service = TinkerService(trainer, model_name=model_name, state_dir=state_dir, durable=durable)
     with (
+        contextlib.closing(service),
         contextlib.closing(listen(settings.host, settings.port)) as listening,
         ServerFolder() as folder,
         running(Coordinator(folder.coordinator, CoordinatorOptions(max_queue=settings.max_queue))),

@@ -51,6 +51,10 @@ class Model:
     """Operations whose gradients wait for optim_step."""
     lost: list[int] = field(default_factory=list)
     """Operations of an earlier server whose gradients are gone."""
+    settled: int = 0
+    """Number of the last operation that used or dropped gradients: a batch with a lower one comes too late."""
+    changed: tuple[int, Any] = (0, None)
+    """The largest number of an operation that changed adapter or optimizer, and its reply."""
     kept: KeptClient | None = None
     """What an earlier server has left of this client; None: it was made here."""
     figures: ClientFigures = field(default_factory=ClientFigures)
@@ -124,13 +128,31 @@ class TinkerService:
         """Tasks by id, and when each ended, on the monotonic clock."""
         for kept in () if self._kept is None else self._kept.load(trainer):
             self._sessions[kept.id.partition(":")[0]] = time.monotonic()
-            self._models[kept.id] = Model(kept.id, kept.client, next_seq=kept.next_seq, lost=kept.lost, kept=kept)
+            self._models[kept.id] = Model(
+                kept.id,
+                kept.client,
+                next_seq=kept.next_seq,
+                lost=kept.lost,
+                settled=kept.settled,
+                changed=(kept.changed_seq, kept.reply),
+                kept=kept,
+            )
+
+    def close(self) -> None:
+        """Another server may have the state directory."""
+        if self._kept is not None:
+            self._kept.close()
 
     # ------------------------------------------------------------------ sessions, models, samplers
 
     def new_session(self) -> str:
-        while len(self._sessions) >= MAX_SESSIONS:
-            self.end_session(min(self._sessions, key=self._sessions.__getitem__))
+        """Raises ApiError 429 where each of the sessions has a training client."""
+        if len(self._sessions) >= MAX_SESSIONS:
+            in_use = {name.partition(":")[0] for name in self._models}
+            idle = [id for id in self._sessions if id not in in_use]
+            if not idle:
+                raise ApiError(429, f"{MAX_SESSIONS} sessions are the most of this server", code="too_many")
+            self.end_session(min(idle, key=self._sessions.__getitem__))
         self._sessions[id := secrets.token_hex(16)] = time.monotonic()
         return id
 
@@ -162,11 +184,16 @@ class TinkerService:
             raise not_found("sampling session", id)
         return self._samplers[id]
 
+    def known(self, session: str, number: int) -> Model | None:
+        """The session's model of this number, of an earlier server. Its id is what the SDK names it, before the server
+        has told."""
+        return self._models.get(f"{session}:train:{number}")
+
     async def create_model(self, session: str, number: int, *, rank: int, seed: int | None) -> Model:
-        """Its id is what the SDK names the session's model of this number, before the server has told."""
+        """One of an earlier server is as that left it."""
+        if (known := self.known(session, number)) is not None:
+            return known
         id = f"{session}:train:{number}"
-        if id in self._models:  # of an earlier server
-            return self._models[id]
         if len(self._models) + self._num_coming >= self._max_models:
             silent = time.monotonic() - SILENT_S
             for old in [old for old, heard in self._sessions.items() if heard < silent]:
@@ -182,15 +209,23 @@ class TinkerService:
         if session not in self._sessions:
             self.unload_model(id)
         self.check_session(session)
-        await self.change(model, 0, lambda: None)
+        try:
+            await self.change(model, 0, lambda: None)
+        except BaseException:
+            self.unload_model(id)
+            raise
         return model
 
     def unload_model(self, id: str) -> None:
         self.model(id)
         del self._models[id]
-        if self._kept is not None:
-            self._kept.forget(id)
-        self.trainer.submit(lambda: self.trainer.model.forget(id))
+
+        def forget() -> None:
+            self.trainer.model.forget(id)
+            if self._kept is not None:
+                self._kept.forget(id)
+
+        self.trainer.submit(forget)  # after the operation that runs now, which may write its files
 
     def new_sampler(self, adapter: str | None, path: str | None, model: str = "", content: str = BASE) -> Sampler:
         sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path), content)
@@ -310,13 +345,20 @@ class TinkerService:
 
         def kept() -> Any:
             reply = work()
-            if self._kept is not None:
-                self._kept.keep(model.id, model.client, seq_id=seq_id, reply=reply)
+            if self._kept is not None and model.id in self._models:
+                changed = max((seq_id, reply), model.changed, key=lambda one: one[0])
+                self._kept.keep(model.id, model.client, seq_id=changed[0], reply=changed[1])
+                model.changed = changed
             return reply
 
         reply = await self.run_for(model, kept)
-        model.gradients.clear()
+        self.settle(model, seq_id)
         return reply
+
+    def settle(self, model: Model, seq_id: int) -> None:
+        """The operation of this number has used the client's gradients, or dropped them."""
+        model.gradients, model.lost = [], []
+        model.settled = max(model.settled, seq_id)
 
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
         """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
@@ -340,7 +382,12 @@ class TinkerService:
             model.figures.queue -= 1
             model.pass_on(seq_id)
             if self._kept is not None and model.id in self._models:
-                self._kept.note(model.id, next_seq=model.next_seq, gradients=model.lost + model.gradients)
+                self._kept.note(
+                    model.id,
+                    next_seq=model.next_seq,
+                    gradients=model.lost + model.gradients,
+                    settled=model.settled,
+                )
 
         return self.future(run(), ended=ended)
 

@@ -8,6 +8,7 @@ TrainingClient            values, gradients and AdamW of one client, of an adapt
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 import threading
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import AdapterInUse, ConfigError, LockstepError, RankFailure, RequestError
+from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.models.lora.attach import AttachedLoRA
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.session import RolloutSession
@@ -236,7 +238,8 @@ class TrainingClient:
         if not groups.tp_rank:
             path.parent.mkdir(parents=True, exist_ok=True)
             known = {"kind": STATE, "rank": self.rank, "version": self.version, "content": self._model.content}
-            file_format.write(path, {**known, "tp": groups.tp_size, **about}, tensors)
+            known |= {"tp": groups.tp_size, "base": self._model.base}
+            file_format.write(path, {**known, **about}, tensors)
 
     def load(self, path: str | Path, *, optimizer: bool) -> None:
         """Take what `save` wrote. Raises RequestError for a state of another rank, layout or model, with nothing
@@ -252,6 +255,9 @@ class TrainingClient:
         values = [tensors.get(f"parameter.{i}") for i in range(len(self.parameters))]
         if any(value is None or value.shape != own.shape for own, value in zip(self.parameters, values, strict=True)):
             raise RequestError("the saved client has another rank, or is of another model")
+        is_other = not self._groups.tp_rank and about.get("base", self._model.base) != self._model.base
+        if self._model.session.engine.rank_group.any_rank(is_other):
+            raise RequestError("the saved client was trained on other base weights than this server has")
         with torch.no_grad():
             for own, value in zip(self.parameters, values, strict=True):
                 own.copy_(value)
@@ -306,6 +312,16 @@ def _parts(tensor: Tensor, tp: Any) -> list[Tensor]:
     return [part.cpu() for part in parts]
 
 
+def _digest_of_base(model: nn.Module, adapter: AttachedLoRA) -> str:
+    """A digest of the weights that do not train, in bf16: the same for a model that is served in fp32. Reads all."""
+    own, digest = {id(one) for one in adapter.parameters()}, hashlib.blake2b(digest_size=16)
+    with unpacked(model):
+        for name, one in sorted(model.named_parameters()):
+            if id(one) not in own:
+                file_format.add_tensor(digest, name, one.detach().to(torch.bfloat16))
+    return digest.hexdigest()
+
+
 class LiveModel:
     """This rank's part of the model, and its clients. Operations are called on every rank in the same order."""
 
@@ -318,6 +334,8 @@ class LiveModel:
         self.clients: dict[str, TrainingClient] = {}
         self.content = BASE
         """A name of all weights as they are, which a saved state has too."""
+        self.base = "" if adapter is None else _digest_of_base(session.model, adapter)
+        """Of the weights below adapters, this rank's part."""
         self._outdated: list[str] = []
         """Adapters that requests of this engine used when they were to be unloaded."""
 

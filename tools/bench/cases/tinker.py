@@ -128,7 +128,7 @@ class OverHttp:
 def served(args: argparse.Namespace, folder: str) -> Iterator[str]:
     flags = ["--dtype", args.dtype, "--threads", str(args.threads), "--lora-rank", str(args.rank)]
     flags += ["--served-model-name", "bench", "--state-dir", folder, "--buffer-size-gb", "0.5", "--port", "0"]
-    flags += ["--durable"] if args.durable else []
+    flags += ["--durable" if args.durable else "--no-durable"]
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_infer", "tinker", args.model, *flags],
         stderr=subprocess.PIPE,

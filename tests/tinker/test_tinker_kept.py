@@ -1,0 +1,164 @@
+"""Training clients on the disk: nothing counts twice after a restart, and nothing is lost, taken or left by mistake."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from test_tinker import TOKENS, Api, live_session, plain_loop, serving
+
+from megatron_infer.engine.durable import file_format
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.tinker.service import TinkerService
+from megatron_infer.server.tinker.training import LiveModel, LiveTrainer, TrainingClient
+from megatron_infer.testing.tiny import tiny_gpt
+
+
+def is_after_one_step(client):
+    _, _, parameters = plain_loop("cross_entropy", steps=1)
+    assert client.version == 1
+    for own, want in zip(client.parameters, parameters, strict=True):
+        torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+
+
+def refused(api, *batch):
+    return api.result(api.send_batch(*batch).json())["error"]
+
+
+def test_a_batch_that_comes_after_its_refused_step_counts_once(tmp_path):
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        api.batch(id, 1, "cross_entropy")
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        assert "[1] were lost" in api.result(api.step(id, 2))["error"]
+        assert "new number" in refused(api, id, 1, "cross_entropy")
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        assert "new number" in refused(api, id, 1, "cross_entropy")
+        api.batch(id, 3, "cross_entropy")
+        api.result(api.step(id, 4))
+        is_after_one_step(case.service.model(id).client)
+
+
+def test_states_are_loaded_next_to_clients_of_an_earlier_server(tmp_path):
+    def load(**where):
+        return api.result(api.call("load_weights", optimizer=True, **where))
+
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        session, id, other = api.session, api.train(), api.train(1, rank=8)
+        api.batch(id, 1, "cross_entropy")
+        first = api.result(api.step(id, 2))
+        paths = [
+            api.result(api.call("save_weights", model_id=one, seq_id=seq, path="one"))["path"]
+            for one, seq in ((id, 3), (other, 1))
+        ]
+        load(model_id=id, path=paths[0])  # without a number
+        api.batch(id, 4, "cross_entropy")
+        made = load(session_id=session, model_seq_id=2, path=paths[0])
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        assert api.result(api.step(id, 2)) == first
+        assert "there is a training client 0" in load(session_id=session, model_seq_id=0, path=paths[1])["error"]
+        assert load(session_id=session, model_seq_id=2, path=paths[0]) == made, "the call that is sent again"
+        assert (tmp_path / id / "client").exists()
+        is_after_one_step(case.service.model(id).client)
+        load(model_id=id, seq_id=5, path=paths[0])
+        assert "new number" in refused(api, id, 4, "cross_entropy")
+        api.batch(id, 6, "cross_entropy")
+        assert api.result(api.step(id, 7))["metrics"]["version"] == 2, "the gradients that were lost do not count"
+
+
+def test_a_step_that_cannot_be_written_is_not_made_and_a_session_that_ends_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        api.batch(id, 1, "cross_entropy")
+        with monkeypatch.context() as patch:
+            patch.setattr(file_format, "save_tensors", full)
+            assert "No space left" in api.result(api.step(id, 2))["error"]
+            assert "error" in api.create(1) and len(case.service.rows()) == 1
+        assert "no gradients" in api.result(api.step(id, 3))["error"]
+        api.batch(id, 4, "cross_entropy")
+        api.result(api.step(id, 5))
+        is_after_one_step(case.service.model(id).client)
+        api.batch(id, 6, "cross_entropy")
+        started, go_on, save = threading.Event(), threading.Event(), TrainingClient.save
+
+        def slow(*args, **about):
+            started.set()
+            assert go_on.wait(60)
+            return save(*args, **about)
+
+        monkeypatch.setattr(TrainingClient, "save", slow)
+        sent = api.step(id, 7)
+        assert started.wait(60)
+        api.send_batch(id, 8, "cross_entropy")
+        waiting = api.step(id, 9)
+        api.call(f"sessions/{api.session}/finish")
+        go_on.set()
+        assert [api.result(one)["metrics"]["version"] for one in (sent, waiting)] == [2, 3]
+        case.trainer.submit(lambda: None).result(60)
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_what_cannot_go_on_is_named_at_the_start(tmp_path, monkeypatch):
+    synced, sync = [], file_format.sync
+    monkeypatch.setattr(file_format, "sync", lambda path: synced.append(path) or sync(path))
+
+    def start(live=None):
+        trainer = LiveTrainer(LiveModel(*live_session(live)))
+        TinkerService(trainer, model_name="tiny", state_dir=tmp_path, durable=True).close()
+
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        assert tmp_path in synced, "the entry of a new client's directory"
+        path = api.result(api.call("save_weights", model_id=id, seq_id=1, path="one"))["path"]
+        assert tmp_path / id / "operations.tmp" in synced
+        with pytest.raises(ConfigError, match=r"another server .*process \d+.* --state-dir"):
+            start()
+    with pytest.raises(ConfigError, match=r"client: .*other base weights"):
+        start(tiny_gpt(seed=99))
+    (tmp_path / id / "operations.json").write_text("")
+    with pytest.raises(ConfigError, match=r"operations.json: damaged .*remove the file"):
+        start()
+    (tmp_path / id / "operations.json").unlink()
+    start()
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr("test_tinker.model", lambda: tiny_gpt(seed=99))
+    with serving(tmp_path / "other") as case:
+        (tmp_path / "other" / "a").symlink_to(tmp_path / id)
+        api = Api(case.http)
+        other = api.train()
+        load = api.call("load_weights", model_id=other, seq_id=1, path=path.replace(id, "a"))
+        assert "other base weights" in api.result(load)["error"]
+
+
+def test_a_batch_that_is_given_up_while_it_runs_leaves_no_gradients(tmp_path, monkeypatch):
+    started, go_on, compute = threading.Event(), threading.Event(), TrainingClient.forward_backward
+
+    def slow(*args, **options):
+        started.set()
+        assert go_on.wait(60)
+        return compute(*args, **options)
+
+    with serving(tmp_path) as case:
+        api = Api(case.http)
+        id = api.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingClient, "forward_backward", slow)
+            sent = api.send_batch(id, 1, "cross_entropy").json()
+            assert started.wait(60)
+            api.call("cancel_future", request_id=sent["request_id"])
+            go_on.set()
+            assert "no gradients" in api.result(api.step(id, 2))["error"]
+        api.batch(id, 3, "cross_entropy", TOKENS)
+        api.result(api.step(id, 4))
+        is_after_one_step(case.service.model(id).client)
