@@ -124,7 +124,7 @@ def test_what_cannot_go_on_is_named_at_the_start(tmp_path, monkeypatch):
         assert tmp_path / id / "operations.tmp" in synced
         with pytest.raises(ConfigError, match=r"another server .*process \d+.* --state-dir"):
             start()
-    with pytest.raises(ConfigError, match=r"client: .*other base weights"):
+    with pytest.raises(ConfigError, match=r"client: .*other base weights.*--state-dir"):
         start(tiny_gpt(seed=99))
     (tmp_path / id / "operations.json").write_text("")
     with pytest.raises(ConfigError, match=r"operations.json: damaged .*remove the file"):

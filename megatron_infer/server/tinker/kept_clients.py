@@ -118,7 +118,7 @@ class KeptClients:
                 client = trainer.create(path.parent.name, rank=about["rank"], seed=None)
                 client.load(path, optimizer=True)
             except InferenceError as error:
-                remedy = "serve the model and rank that it was written with, or remove the file"
+                remedy = "serve the model and rank of the client, give another --state-dir, or remove the file"
                 raise ConfigError(f"{path}: {error}; {remedy}") from None
             seq_id, noted = about["seq_id"], path.with_name(OPERATIONS)
             try:
