@@ -70,7 +70,7 @@ def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_details(de
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConfigWarning)
-        captured = {"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": True}
+        captured = {"num_cuda_graphs": 2, "cuda_graph_max_tokens": 24, "use_cuda_graphs_for_non_decode_steps": True}
         *replayed, kernels = tokens_of(model, WAYS[:-1], **captured)
         *outside, _ = tokens_of(model, **captured)
     if any("every step runs eagerly" in str(warning.message) for warning in caught):
