@@ -188,6 +188,13 @@ def api(case):
     return Api(case.http)
 
 
+def check_parameters(client, wanted):
+    """AdamW's step for a gradient near zero, whose sign is a matter of rounding, is as long as for a large one."""
+    found, wanted = (torch.cat([one.detach().flatten() for one in of]) for of in (client.parameters, wanted))
+    assert torch.isclose(found, wanted, atol=2e-5, rtol=1e-4).float().mean() > 0.998
+    torch.testing.assert_close(found, wanted, atol=2 * ADAM["learning_rate"], rtol=0)
+
+
 def plain_loop(name, steps=2, *, full=False):
     """(losses, log probabilities, parameters) of AdamW steps on the same adapter, or on all weights, by a session of
     one's own."""
@@ -223,8 +230,7 @@ def test_each_loss_trains_as_a_plain_loop_does(case, api, name):
             np.testing.assert_allclose(got, want, atol=1e-5)
         metrics = api.result(api.step(id, 2 * place + 2))["metrics"]
         assert metrics["version"] == place + 1 and metrics["grad_norm"] > 0
-    for own, want in zip(case.service.model(id).client.parameters, parameters, strict=True):
-        torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+    check_parameters(case.service.model(id).client, parameters)
 
 
 def test_clients_train_in_turns_as_alone_and_gradients_of_several_calls_add_up(case, api):
@@ -235,8 +241,7 @@ def test_clients_train_in_turns_as_alone_and_gradients_of_several_calls_add_up(c
     api.result(api.step(other, 3))
     api.result(api.step(one, 3))
     _, _, parameters = plain_loop("cross_entropy", steps=1)
-    for own, want in zip(case.service.model(one).client.parameters, parameters, strict=True):
-        torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+    check_parameters(case.service.model(one).client, parameters)
 
 
 def test_targets_of_a_prompt_may_be_anything_where_nothing_counts(case, api):
@@ -371,8 +376,7 @@ def test_clients_of_a_durable_server_go_on_with_the_next_one(tmp_path):
         for got, want in zip(scores, found[1], strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5)
         assert api.result(api.step(id, 7))["metrics"]["version"] == 2
-        for own, want in zip(case.service.model(id).client.parameters, parameters, strict=True):
-            torch.testing.assert_close(own.detach(), want.detach(), atol=2e-5, rtol=1e-4)
+        check_parameters(case.service.model(id).client, parameters)
         api.batch(id, 8, "cross_entropy")
     with serving(tmp_path, durable=True) as case:
         api = Api(case.http)
