@@ -281,6 +281,38 @@ def test_rows_whose_worker_is_lost_are_errors(nemo_rl, tokenizer, lost, monkeypa
     assert all(out["generation_lengths"].tolist() == [200] for out in found if out not in failed)
 
 
+def test_outputs_come_in_where_as_many_callers_wait_as_can(nemo_rl, tokenizer, monkeypatch):
+    """A put that waited for a caller to leave would wait for ever."""
+    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "MAX_WAITING", len(PROMPTS))
+    case = Case(nemo_rl, tokenizer)
+    case.generation.prepare_for_generation()
+
+    async def all_rows() -> Any:
+        return [pair async for pair in case.generation.generate_async(batch_of())]
+
+    assert len(asyncio.run(asyncio.wait_for(all_rows(), 60))) == len(PROMPTS)
+
+
+def test_output_that_no_caller_comes_for_is_dropped_after_a_time(nemo_rl, monkeypatch):
+    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "KEEP_S", 0.1)
+    outputs = nemo_rl.Outputs()
+
+    async def submitted() -> None:
+        """The engine has the requests."""
+
+    async def over_the_time() -> None:
+        watch = asyncio.create_task(outputs.watch(None, ["fetched", "left"], [submitted()]))
+        await outputs.put("fetched", 1, "")
+        await outputs.put("left", 2, "")
+        assert await outputs.get("fetched") == 1
+        await watch
+        await asyncio.sleep(1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(outputs.get("left"), 0.1)
+
+    asyncio.run(over_the_time())
+
+
 def test_copies_begin_at_different_replicas(nemo_rl, tokenizer):
     case = Case(nemo_rl, tokenizer, live_model(), live_model())
     case.generation.prepare_for_generation()

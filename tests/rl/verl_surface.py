@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import importlib
 import inspect
 import json
 import re
 import threading
 import types
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import MISSING, fields, make_dataclass
 from pathlib import Path
@@ -111,7 +113,8 @@ def class_of(name: str, methods: dict[str, Any]) -> type:
 
 
 class StandInRay:
-    """`ray` in one process: an actor's coroutines run on a loop of a thread of its own."""
+    """`ray` in one process: an actor's coroutines run on a loop of a thread of its own, as many at once as its options
+    allow, and each of its concurrency groups on another."""
 
     class exceptions:
         class RayError(Exception):
@@ -132,28 +135,48 @@ class StandInRay:
     def get(calls: Any) -> Any:
         return [call.result() for call in calls] if isinstance(calls, list) else calls.result()
 
-    def remote(self, kind: type) -> Any:
+    @staticmethod
+    def method(*, concurrency_group: str) -> Any:
+        def marked(function: Any) -> Any:
+            function.concurrency_group = concurrency_group
+            return function
+
+        return marked
+
+    def remote(self, kind: type | None = None, *, concurrency_groups: Mapping[str, int] = {}) -> Any:
+        if kind is None:
+            return functools.partial(self.remote, concurrency_groups=concurrency_groups)
         return types.SimpleNamespace(
-            options=lambda name=None, **_: types.SimpleNamespace(
-                remote=lambda *args: self.actors.setdefault(name or object(), _Actor(kind, args))
+            options=lambda name=None, max_concurrency=1000, **_: types.SimpleNamespace(
+                remote=lambda *args: self.actors.setdefault(
+                    name or object(), _Actor(kind, args, {"": max_concurrency, **concurrency_groups})
+                )
             )
         )
 
 
 class _Actor:
-    def __init__(self, kind: type, args: Any) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+    def __init__(self, kind: type, args: Any, limits: Mapping[str, int]) -> None:
+        """limits: coroutines at once, by concurrency group; "" has all other methods."""
+        self.groups = {name: (asyncio.new_event_loop(), asyncio.Semaphore(limit)) for name, limit in limits.items()}
+        for loop, _ in self.groups.values():
+            threading.Thread(target=loop.run_forever, daemon=True).start()
 
         async def make() -> Any:
             return kind(*args)
 
-        self.object = asyncio.run_coroutine_threadsafe(make(), self.loop).result()
+        self.object = asyncio.run_coroutine_threadsafe(make(), self.groups[""][0]).result()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.object, name)
+        loop, limit = self.groups[getattr(method, "concurrency_group", "")]
+
+        async def call(*args: Any, **how: Any) -> Any:
+            async with limit:
+                return await method(*args, **how)
+
         return types.SimpleNamespace(
-            remote=lambda *args, **how: _Reference(asyncio.run_coroutine_threadsafe(method(*args, **how), self.loop))
+            remote=lambda *args, **how: _Reference(asyncio.run_coroutine_threadsafe(call(*args, **how), loop))
         )
 
 
