@@ -255,7 +255,7 @@ def server_config_from(
     values: dict[str, Any] = dict(file)
     for name, item in items.items():
         text = environment.get(ENV_PREFIX + name.upper())
-        if text is not None:
+        if text is not None and name not in given:
             values[name] = _parsed(item, text)
     return ServerConfig(**(values | dict(given)))
 

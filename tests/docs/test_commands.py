@@ -12,6 +12,7 @@ from command_lines import wrong
 from pages import LANGUAGES, ROOT, all_blocks
 
 from megatron_infer.server import ray_replicas
+from megatron_infer.server.server_config import server_config_from
 
 
 def test_every_block_has_a_language_and_text_is_no_code():
@@ -33,6 +34,14 @@ def manifests(name):
     return list(yaml.safe_load_all((ROOT / "examples" / "kubernetes" / name).read_text(encoding="utf-8")))
 
 
+def variables_of(services):
+    """Those of the variables that Kubernetes gives to pods which name ports of Services by their links."""
+    return {
+        f"{name.upper().replace('-', '_')}_PORT": f"tcp://10.0.0.7:{one['ports'][0]['port']}"
+        for name, one in services.items()
+    }
+
+
 def test_pods_of_the_manifests_run_commands_of_this_package_and_find_each_other():
     made = manifests("replicas.yaml")
     services = {one["metadata"]["name"]: one["spec"] for one in made if one["kind"] == "Service"}
@@ -44,6 +53,7 @@ def test_pods_of_the_manifests_run_commands_of_this_package_and_find_each_other(
         refused = wrong(shlex.join(command))
         assert refused is None, f"{command}: {refused}"
         assert {mount["name"] for mount in container["volumeMounts"]} <= {one["name"] for one in pod["spec"]["volumes"]}
+        server_config_from({}, variables_of(services) if pod["spec"].get("enableServiceLinks", True) else {}, {})
         listens = {"serve": "--port", "coordinator": "--bind"}.get(command[1])
         if listens is not None:
             (port,) = container["ports"]

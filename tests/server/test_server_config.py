@@ -13,7 +13,11 @@ def test_command_line_goes_before_environment_before_file(tmp_path):
     path = tmp_path / "server.yaml"
     path.write_text("port: 1\nhost: 0.0.0.0\nmax_queue: 5\nmodel: smollm2\nengine: {max_requests: 8}\n")
     file, beside = read_config_file(str(path))
-    environment = {"MEGATRON_INFER_PORT": "2", "MEGATRON_INFER_MAX_QUEUE": "6", "MEGATRON_INFER_LOG_REQUESTS": "0"}
+    environment = {
+        "MEGATRON_INFER_PORT": "tcp://10.0.0.7:80",
+        "MEGATRON_INFER_MAX_QUEUE": "6",
+        "MEGATRON_INFER_LOG_REQUESTS": "0",
+    }
     settings = server_config_from({"port": 3}, environment | {"MEGATRON_INFER_API_KEY": "k"}, file)
     assert (settings.port, settings.max_queue, settings.host, settings.api_key) == (3, 6, "0.0.0.0", "k")
     assert settings.log_requests is False and "'k'" not in repr(settings)
