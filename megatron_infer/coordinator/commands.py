@@ -138,7 +138,8 @@ def _execute(
         if command.command not in COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")
         waited_s = time.monotonic() - came
-        left = command.timeout_s - (0.0 if meet_ranks(engine) else waited_s)  # the same on ranks of one engine
+        have_met = meet_ranks(engine, command.command, deadline=came + command.timeout_s)
+        left = command.timeout_s - (0.0 if have_met else waited_s)  # the same on ranks of one engine
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
         if command.command == "profile":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -81,13 +82,14 @@ def moves_memory(engine: Any) -> bool:
     return hasattr(engine, "hand_out") and not _is_one_of_several(engine)
 
 
-def meet_ranks(engine: Any) -> bool:
+def meet_ranks(engine: Any, before: str, *, deadline: float = math.inf) -> bool:
     """Before what all ranks of an engine do at once -> whether each of them is a replica of its own (`dp_attention`),
-    which has the command at a time of its own: this one serves the steps of the others until all have it."""
+    which has the command at a time of its own: this one serves the steps of the others until all have it. deadline:
+    on time.monotonic's clock. Raises TransitionTimeout past it."""
     if not _is_one_of_several(engine):
         return False
     if can_step(engine):
-        engine.serve_others()
+        engine.serve_others(before, deadline=deadline)
     return True
 
 

@@ -210,8 +210,9 @@ class CommandRelay:
             return met._replace(flag=every.flag, texts=every.texts)
         return met
 
-    def begin_step(self, among: Collection[str] | None, *, running: bool, ends: bool = False) -> StepStart:
-        """Receive the leader's commands, and agree. ends: this rank computes nothing of its own, see `serve_others`."""
+    def begin_step(self, among: Collection[str] | None, *, running: bool, ends: str = "") -> StepStart:
+        """Receive the leader's commands, and agree. ends: this rank computes nothing of its own before that, see
+        `serve_others`."""
         loop = self._loop
         if self.is_leader and loop.grammars.may_hold():
             states = loop.output_processor.requests
@@ -230,7 +231,7 @@ class CommandRelay:
             return StepStart(self._lockstep.agree(differ, LOOK), met.arguments)
         return StepStart(met.flag, met.arguments)
 
-    def _begin_own_step(self, among: Collection[str] | None, *, running: bool, ends: bool) -> StepStart:
+    def _begin_own_step(self, among: Collection[str] | None, *, running: bool, ends: str) -> StepStart:
         """`begin_step` where each rank has requests of its own: an idle rank takes part as long as another has work."""
         loop, was_idle = self._loop, self._loop.was_idle
         moved = not was_idle and loop.weights_differ(reads=False)
@@ -238,7 +239,7 @@ class CommandRelay:
         has_work = running and not ends and not loop.is_idle
         every = self._engine.meet("step()", flag=moved, compare=False, text=json.dumps([has_work, ends]))
         each = [json.loads(text) for text in every.texts]
-        have_work, has_ended = any(work for work, _ in each), all(end for _, end in each)
+        have_work, has_ended = any(work for work, _ in each), bool(ends) and all(end == ends for _, end in each)
         changed = every.flag
         if have_work and was_idle:  # no rank has read the content of its weights
             changed = self._engine.agree(loop.weights_differ(), LOOK)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -27,7 +29,7 @@ from megatron_infer.engine.requests.request_state import StreamMode
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
-from megatron_infer.errors import LockstepError, RankFailure, RequestError, WrongState
+from megatron_infer.errors import LockstepError, RankFailure, RequestError, TransitionTimeout, WrongState
 from megatron_infer.models.lora.reader import PeftFields
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
@@ -214,15 +216,19 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
     def _step(self, start: StepStart) -> list[RequestOutput]:
         return self.loop.step(start.weights_changed, start.among, ranks_have_work=start.ranks_have_work)
 
-    def serve_others(self) -> None:
+    def serve_others(self, before: str = "the end of a call", *, deadline: float = math.inf) -> None:
         """With `dp_attention`, at the end of a call that stepped: this rank's experts serve the steps of the other
-        ranks until all ranks have called it. Its own requests wait. Without, it does nothing.
+        ranks until all ranks have called it with the same `before`. Its own requests wait. Without, it does nothing.
+
+        deadline: on time.monotonic's clock. Raises TransitionTimeout past it, after which this rank has to step on.
         """
         if not self.relay.own_requests:
             return
         is_running = self.state is EngineState.RUNNING
-        while not (start := self.relay.begin_step((), running=is_running, ends=True)).has_ended:
+        while not (start := self.relay.begin_step((), running=is_running, ends=before)).has_ended:
             self.loop.backlog[:0] = self._step(start)
+            if time.monotonic() > deadline:
+                raise TransitionTimeout(f"{before}: not all ranks of the engine came to it in time")
 
     def generate(
         self,

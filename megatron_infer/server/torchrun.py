@@ -102,7 +102,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
         stopping.start()
         with replica:
             replica.run()
-        meet_ranks(engine)
+        meet_ranks(engine, "the end")
         engine.dismiss()
         if frontend is not None and frontend.failure is not None:
             raise ModelError(frontend.failure)

@@ -13,6 +13,7 @@ from engine_ranks import GPT, make_engine, take_part, weights_of, workload
 from gloo_ranks import new_groups, run_on_ranks
 
 from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.protocol import ControlFailed
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.coordinator.served_engine import meet_ranks
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
@@ -38,11 +39,13 @@ def serve_own(rank, size, folder):
 
     def run(address):
         with Replica(engine, address, control=True, name=f"replica{rank}") as replica:
+            if rank == 1:
+                lose("reset_prefix_cache", replica)
             thread = threading.Thread(target=talk if rank == 0 else stop_with_the_other, args=(address, replica))
             thread.start()
             replica.run()
             thread.join()
-        meet_ranks(engine)
+        meet_ranks(engine, "the end")
         engine.dismiss()
         assert not len(engine.output_processor)
 
@@ -66,6 +69,11 @@ def serve_own(rank, size, folder):
                 assert all(one.ok for one in client.set_weight_version(7).values())
                 output = client.submit(*work()[1]).result(60)
                 assert [span.policy_version for span in output.outputs[0].spans] == [7]
+                futures = [client.submit(*pair) for pair in work()]
+                with pytest.raises(ControlFailed, match="replica1"):
+                    client.control("reset_prefix_cache", timeout_s=1)  # one replica does not get it
+                assert_answers(futures, tokens)
+                assert all(one.ok for one in client.pause(timeout_s=30).values())
         except BaseException as error:
             failures.append(error)
         finally:
@@ -82,6 +90,12 @@ def serve_own(rank, size, folder):
         run((folder / "address").read_text())
     if failures:
         raise failures[0]
+
+
+def lose(command, replica):
+    """Commands of this name do not come to the replica."""
+    receive = replica.on_message
+    replica.on_message = lambda message: None if getattr(message, "command", "") == command else receive(message)
 
 
 def assert_answers(futures, tokens):
