@@ -22,12 +22,14 @@ import pytest
 import torch
 from engines import make_engine
 from gloo_ranks import run_on_ranks
-from session_case import BASE, copied
+from megatron.core import parallel_state
+from session_case import BASE, copied, make_session
 from tiny_llama import save_tiny_llama
 from verl_surface import VALUES, recorded, rollout_config, stand_ins
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
+from megatron_infer.errors import ConfigError, InferenceError, OtherRankFailed, WeightUpdateError
+from megatron_infer.rl.frameworks.engine_host import EngineHost
 from megatron_infer.testing.tiny import tiny_gpt
 
 transformers = pytest.importorskip("transformers")
@@ -351,6 +353,29 @@ def two_ranks(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.long
 def test_replica_of_two_tensor_parallel_ranks_draws_by_the_weights_given(folder, tmp_path):
     run_on_ranks(two_ranks, 2, folder)
+
+
+def late_on_a_rank(rank: int, size: int, folder: Path) -> None:
+    parallel_state.initialize_model_parallel(size)
+    model = tiny_gpt(vocab_size=128, tensor_model_parallel_size=size)
+    host = EngineHost(make_session(model, settings={"collective_timeout_s": 8}, meter=None))
+    if rank == 0:
+        with pytest.raises(OtherRankFailed, match="did not update the weights here within 8 s"):
+            host.update(lambda: "first").result(60)
+        torch.distributed.barrier()
+    else:
+        torch.distributed.barrier()
+        with pytest.raises(WeightUpdateError, match="weight update 1 came too late"):
+            host.update(lambda: "first").result(5)
+    assert host.update(lambda: f"second on {rank}").result(60) == f"second on {rank}"
+    torch.distributed.barrier()
+    if rank == 0:
+        host._thread.call(host.session.engine.dismiss).result(60)
+
+
+@pytest.mark.long
+def test_update_that_is_late_on_one_rank_fails_on_all_and_is_not_taken_for_the_next(tmp_path):
+    run_on_ranks(late_on_a_rank, 2, tmp_path)
 
 
 # ------------------------------------------------------------------ weights by gloo
