@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,10 @@ def gathered(tensor: Tensor) -> Tensor:
 class ShardedWeights:
     """The weights of one model. Every rank of the shards makes the same calls."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards, *, by_part: GatheredParts | None = None) -> None:
         self._shards = shards
+        self.by_part = by_part
+        """The same weights where FSDP holds them in shards; None: another layout's, which are gathered all at once."""
         self._announced: list[int] | None = None
         """Checksums of this rank's shards when a version was announced; None: none was since they were gathered."""
         self.is_gathered = False
@@ -67,9 +69,10 @@ class ShardedWeights:
                 "FSDP around virtual pipeline stages, which megatron-core does not train either: its arguments refuse "
                 "FSDP2 over pipeline stages, and its mesh for Megatron-FSDP has none; take megatron-core's DDP",
             )
-        if megatron:
-            return cls(MegatronFsdpShards(megatron[0]))
-        return cls(Fsdp2Shards(chain[0])) if is_sharded else None
+        if not is_sharded:
+            return None
+        shards = MegatronFsdpShards(megatron[0]) if megatron else Fsdp2Shards(chain[0])
+        return cls(shards, by_part=shards)
 
     @property
     def device(self) -> torch.device:
@@ -80,28 +83,6 @@ class ShardedWeights:
     def groups(self) -> list[Any]:
         """Process groups whose ranks gather together, each once, in the same order on all ranks."""
         return self._shards.groups
-
-    @property
-    def most_bytes(self) -> int:
-        """Of the largest part."""
-        return max(sum(one.numel() * one.element_size() for one in part) for part in self.parts)
-
-    @property
-    def parts(self) -> list[list[Tensor]]:
-        """Gathered tensors, which `part` gathers together."""
-        return self._of_fsdp.parts
-
-    def gathered_tensors(self) -> dict[int, Tensor]:
-        """By the id of the parameter that has this rank's shard. The tensors stay the same objects."""
-        return self._of_fsdp.gathered_tensors()
-
-    def part(self, number: int) -> AbstractContextManager[None]:
-        """Inside, one of `parts` has memory and values."""
-        return self._of_fsdp.part(number)
-
-    @property
-    def _of_fsdp(self) -> FsdpShards:
-        return cast("FsdpShards", self._shards)
 
     def local_tensors(self) -> list[Tensor]:
         """This rank's shards."""
@@ -257,15 +238,21 @@ class Shards(Protocol):
         ...
 
 
-class FsdpShards(Shards, Protocol):
-    """Those of FSDP, which can also be gathered part by part: see `ShardedWeights`."""
+class GatheredParts(Protocol):
+    """Weights that can be gathered part by part, such as FSDP's. Every rank makes the same calls."""
 
     @property
-    def parts(self) -> list[list[Tensor]]: ...
+    def parts(self) -> list[list[Tensor]]:
+        """Gathered tensors that `part` gathers together, the same objects each time."""
+        ...
 
-    def gathered_tensors(self) -> dict[int, Tensor]: ...
+    def gathered_tensors(self) -> dict[int, Tensor]:
+        """The gathered tensors, by the id of the parameter that has this rank's shard."""
+        ...
 
-    def part(self, number: int) -> AbstractContextManager[None]: ...
+    def part(self, number: int) -> AbstractContextManager[None]:
+        """Inside, the tensors of one part have memory and values."""
+        ...
 
 
 class Fsdp2Shards:

@@ -44,16 +44,17 @@ class GenerationWeights:
         self.ranks = LayoutRanks.of(model, collection, self.model, [] if sharded is None else sharded.groups)
         self.groups = [self.ranks.all]
         self._model, self._sharded = model, sharded
-        if sharded is not None:
-            sharded.gathered_tensors()  # a collective, the first time
-        self._source = ReshardSource(model, group=self.ranks.all, shards=sharded)
+        self._parts = None if sharded is None else sharded.by_part
+        if self._parts is not None:
+            self._parts.gathered_tensors()  # a collective, the first time
+        self._source = ReshardSource(model, group=self.ranks.all, shards=self._parts)
         self.target = UpdateTarget(model=self.model, inventory=Inventory.of(self.model), rank=dist.get_rank())
         self._tensors = [local.tensor for local in self.target.inventory.tensors if local.tensor.numel() > 1]
         self.release()
 
     @property
     def report(self) -> ReshardReport | None:
-        """Of the last time that weights were gathered."""
+        """Figures of the last time that weights were gathered."""
         return self._source.report
 
     @property
@@ -63,7 +64,8 @@ class GenerationWeights:
     @property
     def num_bytes(self) -> int:
         own = sum(tensor.nbytes for tensor in self._tensors)
-        return own if self._sharded is None else own + self._sharded.most_bytes
+        parts = [] if self._parts is None else self._parts.parts
+        return own + max((sum(one.numel() * one.element_size() for one in part) for part in parts), default=0)
 
     def local_tensors(self) -> list[Tensor]:
         if self._sharded is not None:

@@ -177,7 +177,12 @@ def exchange(has: list[Layout], wants: list[Layout], whole: torch.Tensor) -> lis
     ]
     held = {h.rank: [layout.part_of(whole) for layout in h.source] for h in layouts_of_ranks}
     got = {h.rank: [torch.full_like(la.part_of(whole), float("nan")) for la in h.target] for h in layouts_of_ranks}
-    carry_out({rank: reshard_plan(layouts_of_ranks, rank) for rank in range(size)}, held, got, 64)
+    plans = {rank: reshard_plan(layouts_of_ranks, rank) for rank in range(size)}
+    parts = {rank: plan.split(lambda transfer: transfer.source, size) for rank, plan in plans.items()}
+    for rank, plan in plans.items():
+        assert [rows for part in parts[rank] for rows in part.padding] == list(plan.padding), "each row is filled once"
+    for number in range(size):
+        carry_out({rank: of_rank[number] for rank, of_rank in parts.items()}, held, got, 64)
     return [got[rank][0] for rank in range(len(wants))]
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatron_infer.distributed.backends import backend_on
 from megatron_infer.errors import ConfigError, WeightUpdateError
 from megatron_infer.kernels.freed_weights import unpack_weights
+from megatron_infer.models.sharded_weights import GatheredParts
 from megatron_infer.rl.updates.digest import (
     checksum_of,
     combine_digests,
@@ -77,23 +78,6 @@ class ReshardReport:
         )
 
 
-class GatheredShards(Protocol):
-    """A trainer's weights that are there part by part. Every rank makes the same calls."""
-
-    @property
-    def parts(self) -> list[list[Tensor]]:
-        """Gathered tensors, the same objects each time."""
-        ...
-
-    def gathered_tensors(self) -> dict[int, Tensor]:
-        """By the id of the parameter that has this rank's shard of them."""
-        ...
-
-    def part(self, number: int) -> AbstractContextManager[None]:
-        """Inside, the tensors of one part have their values."""
-        ...
-
-
 class ReshardSource:
     """The weights of a live model, sharded like the engine's or differently; one object for all updates.
 
@@ -107,7 +91,7 @@ class ReshardSource:
         *,
         group: Any = None,
         bucket_mib: float = 16.0,
-        shards: GatheredShards | None = None,
+        shards: GatheredParts | None = None,
     ) -> None:
         """model: this rank's part of the trainer's model (plain, wrapped or in chunks); None on ranks without one.
 
@@ -121,6 +105,8 @@ class ReshardSource:
         self._model, self._group, self._shards = model, group, shards
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._plan: ReshardPlan | None = None
+        self._plan_parts: list[ReshardPlan] = []
+        """`_plan`, split by the part that has the source tensor of a transfer."""
         self._key = ""
         self._planned = False
         self._source: Inventory | None = None
@@ -157,6 +143,9 @@ class ReshardSource:
             self._plan = reshard_plan(all_layouts, torch.distributed.get_rank(), strict=strict)
             parts = {at: number for number, part in enumerate(self._parts) for at in part}
             self._part_of = dict(self._gather(parts))
+            self._plan_parts = self._plan.split(
+                lambda one: self._number_of(one.source, one.source_index), self._num_parts
+            )
             self._key, self._planned = key, True
         assert self._plan is not None
         if self._plan.any_dropped:
@@ -252,7 +241,7 @@ class ReshardSource:
                 for rows in self._plan.dropped:
                     assert self._source is not None
                     local = self._source.tensors[rows.index]
-                    if self._is_in(number, torch.distributed.get_rank(), rows.index) and bool(
+                    if number == self._number_of(torch.distributed.get_rank(), rows.index) and bool(
                         local.tensor.detach().narrow(rows.dim, rows.start, rows.size).any()
                     ):
                         lost = f"{local.layout.name} has kv groups that the target lacks, and they are not zeros"
@@ -271,9 +260,9 @@ class ReshardSource:
     def _num_parts(self) -> int:
         return 1 + max((number for parts in self._part_of.values() for number in parts.values()), default=0)
 
-    def _is_in(self, number: int, rank: int, index: int) -> bool:
-        """Whether a rank's source tensor is there in part `number`; what is never gathered, in the first."""
-        return self._part_of[rank].get(index, 0) == number
+    def _number_of(self, rank: int, index: int) -> int:
+        """Number of the part that has a rank's source tensor. The first has what is never gathered."""
+        return self._part_of[rank].get(index, 0)
 
     def _part(self, number: int) -> AbstractContextManager[None]:
         """Part `number` of this rank's source is there."""
@@ -301,8 +290,7 @@ class ReshardSource:
 
         device = _device_of(self._group, sources, live, plan)
         exchange = _Exchange(self._group, device, source_rows=source_rows, target_rows=target_rows)
-        for number in range(self._num_parts):
-            part = plan.only(lambda one, at=number: self._is_in(at, one.source, one.source_index))
+        for number, part in enumerate(self._plan_parts):
             with self._part(number):
                 exchange.run(part, self._bucket_bytes, meanwhile=functools.partial(copy_local, part))
         self.report = ReshardReport(

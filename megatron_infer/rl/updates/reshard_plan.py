@@ -97,14 +97,31 @@ class ReshardPlan:
     bytes_to_receive: int
     """The same for this rank."""
 
-    def only(self, is_wanted: Callable[[RowTransfer], bool]) -> ReshardPlan:
-        """The part of it that moves these rows; equal on all ranks where the choice is."""
-        return replace(
-            self,
-            local=tuple(filter(is_wanted, self.local)),
-            sends={rank: tuple(filter(is_wanted, rows)) for rank, rows in self.sends.items()},
-            receives={rank: tuple(filter(is_wanted, rows)) for rank, rows in self.receives.items()},
-        )
+    def split(self, number_of: Callable[[RowTransfer], int], num_parts: int) -> list[ReshardPlan]:
+        """The plan in parts, by the number of each transfer's part. The first part has the padding.
+
+        The parts of all ranks fit together where the numbers are the same on all ranks.
+        """
+
+        def divided(transfers: Iterable[RowTransfer]) -> list[tuple[RowTransfer, ...]]:
+            found: list[list[RowTransfer]] = [[] for _ in range(num_parts)]
+            for transfer in transfers:
+                found[number_of(transfer)].append(transfer)
+            return list(map(tuple, found))
+
+        local = divided(self.local)
+        sends = {rank: divided(transfers) for rank, transfers in self.sends.items()}
+        receives = {rank: divided(transfers) for rank, transfers in self.receives.items()}
+        return [
+            replace(
+                self,
+                local=local[number],
+                sends={rank: parts[number] for rank, parts in sends.items()},
+                receives={rank: parts[number] for rank, parts in receives.items()},
+                padding=() if number else self.padding,
+            )
+            for number in range(num_parts)
+        ]
 
 
 def reshard_plan(ranks: Sequence[RankLayouts], rank: int, *, strict: bool = True) -> ReshardPlan:
