@@ -236,17 +236,17 @@ class Lockstep:
         """On the leader the bytes of each rank, by rank; [] elsewhere. They may be many."""
         sizes = [int(text) for text in self.gather(what, str(len(content)))]
         if not self.is_leader:
-            self._pour(0, content)
+            self._send_bytes(0, content)
             return []
-        return [content, *(self._poured(rank, size, what) for rank, size in enumerate(sizes[1:], start=1))]
+        return [content, *(self._receive_bytes(rank, size, what) for rank, size in enumerate(sizes[1:], start=1))]
 
     def deal(self, what: str, contents: Sequence[bytes]) -> bytes:
         """What the leader has for this rank. contents: the leader's, by rank; they may be long."""
         sizes = json.loads(self.gather(what, json.dumps([len(content) for content in contents]))[0])
         if not self.is_leader:
-            return self._poured(0, sizes[self.rank], what)
+            return self._receive_bytes(0, sizes[self.rank], what)
         for rank in range(1, self.size):
-            self._pour(rank, contents[rank])
+            self._send_bytes(rank, contents[rank])
         return contents[0]
 
     @contextmanager
@@ -466,7 +466,7 @@ class Lockstep:
                 reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
                 raise RankFailure(self._ranks[0], self.phase, reason)
 
-    def _pour(self, rank: int, content: bytes) -> None:
+    def _send_bytes(self, rank: int, content: bytes) -> None:
         """Send a rank what may be many bytes."""
         view = memoryview(content)
         try:
@@ -476,8 +476,8 @@ class Lockstep:
         except LinkClosed as error:
             self._fail(RankFailure(self._ranks[rank], self.phase, f"it takes no bytes: {error}"))
 
-    def _poured(self, rank: int, size: int, what: str) -> bytes:
-        """`size` bytes that a rank sends with `_pour`."""
+    def _receive_bytes(self, rank: int, size: int, what: str) -> bytes:
+        """`size` bytes that a rank sends with `_send_bytes`."""
         content, receive = bytearray(), self._links.calls[rank].receive_body
         try:
             while len(content) < size:

@@ -140,7 +140,7 @@ class Scorer:
         """Ranks over which sequences are divided; None: over none."""
         config = model.config
         self.stage_dtype: torch.dtype = torch.float32 if exact else config.pipeline_dtype or config.params_dtype
-        """Of what pipeline stages send each other."""
+        """The dtype of the activations that pipeline stages send each other."""
 
     def check(
         self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int, starts: Sequence[int]

@@ -87,13 +87,12 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
             return
         if options.config.get("logging_step_interval"):
             log_to_stderr(METRICS_LOGGER)
+        part = rank_group.dp_rank * options.dp // rank_group.dp_size  # ranks of one engine have its role
         replica = engine_replica(
             engine,
             coordinator["address"],
             name=f"replica{rank_group.dp_rank}",
-            role=options.roles[
-                rank_group.dp_rank * options.dp // rank_group.dp_size
-            ],  # parts of an engine have its role
+            role=options.roles[part],
             key=None if coordinator["key"] is None else coordinator["key"].encode(),
             **allowed_by(settings),
         )

@@ -59,9 +59,9 @@ class JobRanks:
         groups, timeout_s = self._engine.rank_group.groups, self._engine.config.collective_timeout_s
         self._world = lockstep_over(dist.group.WORLD, timeout_s=timeout_s)
         self._engines: Lockstep | LocalLockstep = LocalLockstep()
-        """Of the first ranks of the engines."""
+        """The lockstep of the first ranks of the engines."""
         self._numbers = [dist.get_rank()]
-        """Theirs in the job."""
+        """The numbers of these ranks in the job."""
         if groups.is_leader and groups.dp is not None:
             self._engines = lockstep_over(groups.dp, timeout_s=timeout_s)
             self._numbers = dist.get_process_group_ranks(groups.dp)

@@ -77,11 +77,11 @@ class Sampler:
     adapter: str | None
     """Its adapter in the engine, if that has no path; None: the base model's, or that of the path."""
     path: str | None = None
-    """Of what was saved, from which the adapter is loaded when it is needed."""
+    """The path of what was saved, from which the adapter is loaded when it is needed."""
     model: str = ""
-    """Id of the training client that it was saved of."""
+    """The id of the training client whose weights were saved."""
     content: str = BASE
-    """Of all weights, where those train and it has no path."""
+    """The weights that the engine must have, where all weights train and the sampler has no path."""
     futures: dict[int, str] = field(default_factory=dict)
 
 

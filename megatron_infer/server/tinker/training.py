@@ -305,7 +305,7 @@ def _is_finite(gradient: Tensor | None) -> bool:
 
 
 def _parts(tensor: Tensor, tp: Any) -> list[Tensor]:
-    """Of all tensor-parallel ranks, on the host. A number is the same on each."""
+    """The parts of all tensor-parallel ranks, on the host. A tensor without dimensions is the same on each rank."""
     parts = [tensor.clone() for _ in range(tp.size())]
     if tensor.dim():
         dist.all_gather(parts, tensor.contiguous(), group=tp)
