@@ -115,7 +115,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         self._resources = dict({"CPU": 1} if resources is None else resources)
         self._max_restarts, self._strategy, self._start_timeout_s = max_restarts, strategy, start_timeout_s
         self._closing = threading.Event()
-        self._lost_reason = ""
+        self._last_death = ""
+        """Name and error of the latest actor that has died and used up its restarts."""
         self._stack = contextlib.ExitStack()
         try:
             served = self._stack.enter_context(running(Coordinator(f"tcp://{_bracketed(host)}:0", coordinator)))
@@ -171,8 +172,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
 
     @property
     def actors(self) -> tuple[Any, ...]:
-        """Ray's actor handles, `ray-0` first."""
-        return tuple(one.actor for one in self._started.values())
+        """Ray's actor handles, `ray-0` first, without those that have died and used up their restarts."""
+        return tuple(one.actor for one in list(self._started.values()))
 
     # ------------------------------------------------------------------ start, restarts, end
 
@@ -211,16 +212,20 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
 
         Those that have requests after timeout_s seconds are killed; the requests go on from their tokens.
         """
-        unknown = [name for name in names if name not in self._started]
+        from megatron_infer.coordinator.protocol import ControlFailed
+
+        started = dict(self._started)
+        unknown = [name for name in names if name not in started]
         if unknown:
-            raise ConfigError(f"no replica {unknown[0]!r}; there are {', '.join(self._started)}")
-        if len(set(names)) == len(self._started):
+            raise ConfigError(f"no replica {unknown[0]!r}; there are {', '.join(started)}")
+        if all(one.name in names for one in self._staying()):
             raise ConfigError("no replica would be left; shutdown() ends all of them")
-        leaving = [self._started[name] for name in set(names)]
+        leaving = [started[name] for name in set(names)]
         with self._explaining_loss():
             for one in leaving:
                 one.is_leaving = True
-                self._client.drain(one.name, move=True)
+                with contextlib.suppress(ControlFailed):  # it has just died: its requests are elsewhere already
+                    self._client.drain(one.name, move=True)
                 one.actor.leave.remote()
             self._ray.wait([one.call for one in leaving], num_returns=len(leaving), timeout=timeout_s)
         for one in leaving:
@@ -252,8 +257,17 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         one.is_leaving = True
         self._started.pop(one.name, None)
         self._ray.kill(one.actor, no_restart=True)
-        if all(other.group is not one.group for other in self._started.values()):
+        if all(other.group is not one.group for other in list(self._started.values())):
             self._ray.util.remove_placement_group(one.group)
+
+    def _staying(self) -> list[_Started]:
+        return [one for one in list(self._started.values()) if not one.is_leaving]
+
+    @property
+    def _lost_reason(self) -> str:
+        """Why no replica is left; "": some are."""
+        is_lost = self._last_death and not self._staying()
+        return f"every replica has died; the last was {self._last_death}" if is_lost else ""
 
     def _wait_until_serving(self, new: list[_Started], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -297,7 +311,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
             return
         if not restarts and not one.restarts_left:
             log.error("%s has died and used up its restarts: %s", one.name, error)
-            self._lost_reason = f"every replica has died; the last was {one.name}: {error}"
+            self._last_death = f"{one.name}: {error}"
+            self._end(one)
             return
         if not restarts:  # in some versions of Ray the interrupted call only says that the actor has died
             one.restarts_left -= 1
@@ -323,6 +338,8 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
     def _explaining_loss(self) -> Iterator[None]:
         from megatron_infer.coordinator.protocol import ConnectionLost
 
+        if self._lost_reason and not self._closing.is_set():
+            raise ReplicasLost(self._lost_reason)
         try:
             yield
         except ConnectionLost as error:

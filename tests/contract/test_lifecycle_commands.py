@@ -86,7 +86,7 @@ def ray_front():
     """Without Ray: its actors are replicas of a coordinator in threads."""
     with client_front() as (client, engine):
         replicas = RayReplicas.__new__(RayReplicas)
-        replicas._client, replicas._closing, replicas._lost_reason = client, threading.Event(), ""
+        replicas._client, replicas._closing, replicas._last_death = client, threading.Event(), ""
         yield replicas, engine
 
 

@@ -221,6 +221,41 @@ def test_when_no_actor_is_left_whoever_waits_is_told(ray):
 
 
 @pytest.mark.slow
+def test_an_actor_that_has_used_up_its_restarts_is_no_replica(ray):
+    def served():
+        return [one["name"] for one in replicas.stats()["replicas"]]
+
+    with RayReplicas(slow_echo(), 2, max_restarts=0) as replicas:
+        ray.kill(replicas.actors[1])
+        assert until(lambda: len(replicas.actors) == 1 and served() == ["ray-0"])
+        with pytest.raises(ConfigError, match="no replica 'ray-1'; there are ray-0"):
+            replicas.remove("ray-1")
+        with pytest.raises(ConfigError, match="no replica would be left"):
+            replicas.remove("ray-0")
+        assert replicas.add(2) == ["ray-2", "ray-3"]
+        replicas.remove("ray-0")
+        assert sorted(served()) == ["ray-2", "ray-3"]
+        for actor in replicas.actors:
+            assert replicas.generate([[1, 2]], SamplingParams(max_tokens=2))[0].error is None
+            ray.kill(actor)
+            assert until(lambda gone=actor: gone not in replicas.actors)
+        for call in (lambda: replicas.add(1), replicas.stats):
+            with pytest.raises(ReplicasLost, match="every replica has died; the last was ray-3"):
+                call()
+
+
+@pytest.mark.slow
+def test_remove_ends_all_it_is_given_where_one_of_them_has_just_died(ray):
+    with RayReplicas(slow_echo(), 3) as replicas:
+        ray.kill(replicas.actors[1], no_restart=False)
+        assert until(lambda: len(replicas.stats()["replicas"]) == 2)
+        replicas.remove("ray-1", "ray-2", timeout_s=5)
+        assert len(replicas.actors) == 1
+        outputs = replicas.generate([1, 2], SamplingParams(max_tokens=5, temperature=0.0))
+        assert tokens_of(outputs) == [echo_tokens([1, 2], 5)]
+
+
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_made_is_reported_with_its_reason(ray):
     def broken():
         raise ValueError("no such weights")
