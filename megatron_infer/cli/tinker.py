@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 LORA_RANK = 32
+NOT_DIVIDED = {
+    "multi_latent_attention": "megatron-core's gradients of latents are wrong there without sequence parallelism",
+    "num_moe_experts": "megatron-core trains experts there with sequence parallelism only",
+}
+"""Fields of TransformerConfig that the Tinker API does not train with --tp, and why."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,6 +100,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.server.tinker.training import LiveTrainer
 
     device, groups = options.get("device", "auto"), None
+    source = open_source(args.model)
+    if layout.tp > 1:
+        _check_divides(source.config().transformer)
     if is_job:
         from megatron_infer.server.tinker.ranks import build_job, serve_ranks
         from megatron_infer.server.torchrun import device_of_rank
@@ -102,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
     where = Device(device)
     if not where.is_cuda:
         apply_cpu_settings(options.get("threads"))
-    source = open_source(args.model)
     tokenizer = source.tokenizer()
     model = live_model(
         source,
@@ -128,3 +136,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         run_server(LiveTrainer(model, training_share=args.training_share))
     return 0
+
+
+def _check_divides(transformer: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a model that does not train over tensor-parallel ranks."""
+    for name, why in NOT_DIVIDED.items():
+        if transformer.get(name):
+            raise ConfigError(
+                f"--tp with a model that has {name} is not supported: {why}; give --dp, and leave --tp out"
+            )

@@ -371,13 +371,20 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = DENSE | HYBRID
 
 
-def random_model(case: str, **changes: Any) -> Any:
-    """A transformers model in fp32. changes: of its config."""
+def config_of(case: str, **changes: Any) -> Any:
+    """The transformers config of a model."""
     import transformers  # not at the top: ranks import this file, and make no models of it
 
     kind, options = CASES[case]
     sizes = HYBRID_SIZES if case in HYBRID else {"vocab_size": 131} if case == "gpt2" else SIZES
-    config = getattr(transformers, kind)(**(sizes | options | changes))
+    return getattr(transformers, kind)(**(sizes | options | changes))
+
+
+def random_model(case: str, **changes: Any) -> Any:
+    """A transformers model in fp32. changes: of its config."""
+    import transformers
+
+    config = config_of(case, **changes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -20,11 +20,11 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_server import HttpServer
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.tinker import messages, service
+from megatron_infer.server.tinker import messages, service, training
 from megatron_infer.server.tinker.routes import PROTOBUF, TinkerRoutes
 from megatron_infer.server.tinker.serve import served_engine
 from megatron_infer.server.tinker.service import TinkerService
-from megatron_infer.server.tinker.training import LiveModel, LiveTrainer
+from megatron_infer.server.tinker.training import LiveModel, LiveTrainer, TrainingClient
 from megatron_infer.testing.tiny import tiny_gpt
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -242,6 +242,57 @@ def test_clients_train_in_turns_as_alone_and_gradients_of_several_calls_add_up(c
     api.result(api.step(one, 3))
     _, _, parameters = plain_loop("cross_entropy", steps=1)
     check_parameters(case.service.model(one).client, parameters)
+
+
+@pytest.mark.parametrize("place", ["adding", "checking"])
+def test_gradients_of_a_call_that_fails_do_not_count(case, api, monkeypatch, place):
+    id, fails, to_float, is_finite = api.train(), [], torch.Tensor.float, training._is_finite
+
+    def failing(tensor):
+        if fails:
+            raise torch.OutOfMemoryError(fails.pop())
+        return is_finite(tensor)
+
+    def failing_float(tensor):
+        if fails and place == "adding" and tensor is case.trainer.local.parameters()[-1].grad:
+            raise torch.OutOfMemoryError(fails.pop())
+        return to_float(tensor)
+
+    sent = [{"tokens": [tokens], "given": numbers(tokens, at)} for at, tokens in enumerate(TOKENS)]
+    monkeypatch.setattr(torch.Tensor, "float", failing_float)
+    api.batch(id, 1, "cross_entropy", **sent[0])
+    if place == "checking":
+        monkeypatch.setattr(training, "_is_finite", failing)
+    fails.append("no memory")
+    failed = api.result(api.send_batch(id, 2, "cross_entropy", **sent[1]).json())
+    assert failed["category"] == "server" and not fails
+    if place == "checking":
+        api.batch(id, 3, "cross_entropy", **sent[0])
+    api.batch(id, 0, "cross_entropy", **sent[1])
+    other = api.train(1)
+    for one in sent:
+        api.batch(other, 0, "cross_entropy", **one)
+    norms = [api.result(api.step(client, 0))["metrics"]["grad_norm"] for client in (id, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_client_whose_step_failed_half_way_is_refused_until_it_is_loaded(case, api, monkeypatch):
+    id, take = api.train(), TrainingClient._take_values
+    api.batch(id, 1, "cross_entropy")
+    path = api.result(api.call("save_weights", model_id=id, seq_id=2, path="before"))["path"]
+
+    def fail(client):
+        monkeypatch.setattr(TrainingClient, "_take_values", take)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TrainingClient, "_take_values", fail)
+    assert api.result(api.step(id, 3))["category"] == "server"
+    for refused in (api.result(api.send_batch(id, 4, "cross_entropy").json()), api.sampler(id, 5)):
+        assert "half-way" in refused["error"] and refused["category"] == "user"
+    api.result(api.call("load_weights", model_id=id, seq_id=6, path=path, optimizer=True))
+    api.batch(id, 7, "cross_entropy")
+    assert api.result(api.step(id, 8))["metrics"]["version"] == 1
+    check_parameters(case.service.model(id).client, plain_loop("cross_entropy", steps=1)[2])
 
 
 def test_targets_of_a_prompt_may_be_anything_where_nothing_counts(case, api):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,18 +14,21 @@ import small_model
 import torch
 from engine_ranks import weights_of
 from gloo_ranks import new_groups, run_on_ranks
+from hf_models import config_of
 from test_command import ROOT, Command
-from test_tinker import TOKENS, Api, live_session, model, served, serving
+from test_tinker import TOKENS, Api, live_session, served
 
 from megatron_infer.cli.main import main
 from megatron_infer.rl.updates import apply
 from megatron_infer.server.tinker.ranks import JobRanks
-from megatron_infer.server.tinker.training import LiveModel, LiveTrainer
+from megatron_infer.server.tinker.training import Datum, LiveModel, LiveTrainer
 from megatron_infer.testing.tiny import tiny_gpt
 
 BATCH = [*TOKENS, [4, 4, 17, 20, 21, 22, 1]]
 
 
+MODELS = {"all weights": {"qk_layernorm": True}}
+"""Of each kind -> options of the model."""
 KINDS = {"adapters": {}, "all weights": {"full": True}, "exact": {"batch_invariant": True}}
 """What trains, and how -> options of the session."""
 
@@ -65,21 +69,80 @@ def calls(api, kind):
 
 def on_ranks(rank, size, folder, tp, kind):
     new_groups(tensor_model_parallel_size=tp)
-    live = tiny_gpt(tensor_model_parallel_size=tp)
+    live = tiny_gpt(tensor_model_parallel_size=tp, **MODELS.get(kind, {}))
     apply(live, torch.load(folder / "weights.pt"))
     local = LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
-    ranks = JobRanks(local)
-    address = [""]
+    with served_by(rank, local, folder) as case:
+        if case is not None:
+            torch.save(calls(Api(case.http), kind), folder / "seen.pt")
+
+
+@contextlib.contextmanager
+def served_by(rank, local, folder):
+    """The server on rank 0; None on another rank, whose part has ended."""
+    ranks, address = JobRanks(local), [""]
     if rank:
         torch.distributed.broadcast_object_list(address, src=0)
         ranks.join(address[0])
+        yield None
         return
 
     def tell(found):
         torch.distributed.broadcast_object_list([found], src=0)
 
-    with served(LiveTrainer(local, ranks=ranks), folder / f"state{size}{tp}{kind}", on_coordinator=tell) as case:
-        torch.save(calls(Api(case.http), kind), folder / "seen.pt")
+    with served(LiveTrainer(local, ranks=ranks), folder / "state of ranks", on_coordinator=tell) as case:
+        yield case
+
+
+def failing_once(owner, name):
+    """The first call of a method raises."""
+    found = getattr(owner, name)
+
+    def call(*args, **options):
+        setattr(owner, name, found)
+        raise torch.OutOfMemoryError("no memory")
+
+    setattr(owner, name, call)
+
+
+def with_failures_of_rank_1(rank, size, folder):
+    new_groups()
+    local = LiveModel(*live_session(tiny_gpt(seed=3), full=True, collective_timeout_s=60))
+    if rank:
+        for owner, name in ((LiveModel, "create"), (Datum, "loss"), (torch.optim.AdamW, "step")):
+            failing_once(owner, name)
+    with served_by(rank, local, folder) as case:
+        if case is not None:
+            api = Api(case.http)
+            assert "rank 1: OutOfMemoryError" in api.create(0)["error"]
+            id = api.train(1)
+            failed = api.result(api.send_batch(id, 1, "cross_entropy", BATCH).json())
+            assert "rank 1: OutOfMemoryError" in failed["error"]
+            api.batch(id, 2, "cross_entropy", BATCH)
+            path = api.result(api.call("save_weights", model_id=id, seq_id=3, path="state"))["path"]
+            failed = api.result(api.step(id, 4))
+            assert "rank 1: OutOfMemoryError" in failed["error"], failed
+            for refused in (
+                api.result(api.send_batch(id, 5, "cross_entropy", BATCH).json()),
+                api.result(api.step(id, 6)),
+                api.sampler(id, 7),
+                api.sampler(id, 8, path="sampler"),
+                api.result(api.call("save_weights", model_id=id, seq_id=9, path="torn")),
+            ):
+                assert "half-way" in refused["error"]
+            api.result(api.call("load_weights", model_id=id, seq_id=10, path=path, optimizer=True))
+            api.batch(id, 11, "cross_entropy", BATCH)
+            assert api.result(api.step(id, 12))["metrics"]["version"] == 1
+            api.sampler(id, 13)
+    (client,) = local.clients.values()
+    torch.save([one.detach() for one in client.parameters], folder / f"{rank}.pt")
+
+
+@pytest.mark.long
+def test_an_operation_that_fails_on_one_rank_is_an_error_and_ranks_stay_equal(tmp_path):
+    run_on_ranks(with_failures_of_rank_1, 2, tmp_path)
+    for one, other in zip(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"), strict=True):
+        assert torch.equal(one, other)
 
 
 CASES = [(kind, dp, tp) for kind in KINDS for dp, tp in ((2, 2), (2, 1), (1, 2))]
@@ -91,9 +154,10 @@ LONG = [("adapters", 2, 2), ("all weights", 2, 2)]
     [pytest.param(*one, marks=getattr(pytest.mark, "long" if one in LONG else "slow")) for one in CASES],
 )
 def test_ranks_train_and_sample_as_one_process(tmp_path, kind, dp, tp):
-    torch.save(weights_of(model()), tmp_path / "weights.pt")
-    options = {name: value for name, value in KINDS[kind].items() if name != "full"}
-    with serving(tmp_path / "state", full=kind == "all weights", options=options) as case:
+    live = tiny_gpt(seed=3, **MODELS.get(kind, {}))
+    torch.save(weights_of(live), tmp_path / "weights.pt")
+    alone = LiveTrainer(LiveModel(*live_session(live, **KINDS[kind])))
+    with served(alone, tmp_path / "state") as case:
         want = calls(Api(case.http), kind)
     run_on_ranks(on_ranks, dp * tp, tmp_path, tp, kind)
     got = torch.load(tmp_path / "seen.pt", weights_only=False)
@@ -151,7 +215,7 @@ def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tm
         assert alone.end() == 0
 
 
-def test_layouts_that_cannot_be_are_refused(capsys, monkeypatch):
+def test_layouts_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
     for arguments, why in {
         ("--tp", "2"): "torchrun --nproc-per-node 2",
         ("--pp", "2"): "pipeline stages",
@@ -161,5 +225,13 @@ def test_layouts_that_cannot_be_are_refused(capsys, monkeypatch):
         assert main(["tinker", "smollm2", *arguments]) == 2
         assert why in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert main(["tinker", "smollm2", "--tp", "2"]) == 2
-    assert "3 processes" in capsys.readouterr().err
+    for name, why in {
+        "llama": "3 processes",
+        "deepseek_v3": "multi_latent_attention",
+        "qwen3_moe": "num_moe_exp",
+    }.items():
+        config = config_of(name)
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.save_pretrained(tmp_path / name)
+        assert main(["tinker", str(tmp_path / name), "--tp", "2"]) == 2
+        assert why in capsys.readouterr().err

@@ -27,7 +27,7 @@ from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep,
 from megatron_infer.engine.command_relay import plain
 from megatron_infer.errors import ConfigError, LockstepError, RankFailure, RequestError
 from megatron_infer.server.tinker.serve import run_engine
-from megatron_infer.server.tinker.training import Datum, LiveEngine, LiveModel, LiveTrainer
+from megatron_infer.server.tinker.training import Datum, LiveEngine, LiveModel, LiveTrainer, TrainingClient
 from megatron_infer.server.torchrun import ignore_signals
 from megatron_infer.utils.child_process import end_with_parent
 
@@ -65,6 +65,7 @@ class JobRanks:
         if groups.is_leader and groups.dp is not None:
             self._engines = lockstep_over(groups.dp, timeout_s=timeout_s)
             self._numbers = dist.get_process_group_ranks(groups.dp)
+        model.together = self._world.together
         self._failure: BaseException | None = None
         """Why `_listen` has ended early."""
 
@@ -141,12 +142,34 @@ class JobRanks:
         name, args = call["name"], call["args"]
         target = self._model.clients.get(call["client"]) if call["client"] else self._model
         together, engine_ranks = self._world.together(name, has_collectives=True), self._engine.rank_group.ranks
-        with _of_job(range(self._world.size)), together, _of_job(engine_ranks):
-            if target is None:
-                raise RequestError("the training client was unloaded, or its session has ended")
-            if name == WITH_DATA:
-                args = [[Datum(*one) for one in args[0]], *args[1:]]
-            return getattr(target, name)(*args, **call["given"])
+        self._world.phase, is_done = name, False
+        with _of_job(range(self._world.size)):
+            try:
+                with together, _of_job(engine_ranks):
+                    if target is None:
+                        raise RequestError("the training client was unloaded, or its session has ended")
+                    if name == WITH_DATA:
+                        args = [[Datum(*one) for one in args[0]], *args[1:]]
+                    found = getattr(target, name)(*args, **call["given"])
+                    is_done = True
+                return found
+            except (RankFailure, LockstepError):
+                raise
+            except Exception:
+                if isinstance(target, TrainingClient):
+                    is_done = is_done or target.is_torn
+                if self._world.agree(is_done, f"undoing {name}"):
+                    self._undo(target, name, args)
+                raise
+
+    def _undo(self, target: Any, name: str, args: list[Any]) -> None:
+        """An operation has failed on some ranks, and others have done it."""
+        if name == "create":
+            self._model.forget(args[0])
+        elif name == WITH_DATA:
+            target.drop_gradients()
+        elif name in ("optim_step", "load"):
+            target.tear()
 
 
 @contextmanager

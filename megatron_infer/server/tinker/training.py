@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import AdapterInUse, ConfigError, LockstepError, RankFailure, RequestError
 from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.models.lora.attach import AttachedLoRA
+from megatron_infer.models.trainer_step import reduce_gradients
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.server.tinker.losses import LossFunction, loss_named
@@ -43,6 +44,8 @@ PIECE_TOKENS = 65_536
 STATE, SAMPLER = "tinker training state", "tinker sampler of all weights"
 BASE = "base"
 """The content of weights that no client has trained."""
+TORN = "torn"
+"""The content of weights of which an operation has changed a part."""
 
 _R = TypeVar("_R")
 
@@ -121,6 +124,8 @@ class TrainingClient:
         self._groups = model.session.engine.rank_group.groups
         self.version = 0
         """Steps of its optimizer."""
+        self.is_torn = False
+        """Whether a step or a load has changed a part of the values only."""
         self.parameters = [nn.Parameter(tensor.float()) for tensor in self.values]
         """What AdamW steps, in fp32: the same memory as the values of a model in fp32."""
         self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
@@ -132,6 +137,7 @@ class TrainingClient:
 
         Data-parallel ranks divide the data; a rank that gets none computes the first, and counts nothing.
         """
+        self.check_whole()
         groups, session, function = self._groups, self._model.session, loss_named(loss_fn)
         places = range(groups.dp_rank, len(data), groups.dp_size)
         own = [data[place] for place in places] or data[:1]
@@ -141,18 +147,40 @@ class TrainingClient:
             parts = [own[i].loss(x, function, settings) for x, i in zip(scores, indices, strict=True)]
             return torch.stack(parts).sum() * bool(places)
 
-        with self._model.lent(self):
-            if not backward:
-                scores = session.score(sequences)
-                return self._united(float(loss(scores, range(len(own)))), scores, places, data)
-            with session.training():
-                report = session.score_and_backward(sequences, loss)
-        total, scores = self._united(report.loss, report.scores, places, data)
-        is_finite = math.isfinite(total) and all(_is_finite(one.grad) for one in self.parameters)
-        if session.engine.rank_group.any_rank(not is_finite):
-            self.drop_gradients()
-            raise RequestError(f"the loss is {total} or its gradients are not finite; the gradients are dropped")
+        model = self._model
+        with model.lent(self):
+            with model.together(f"the forward of {loss_fn}"):
+                if backward:
+                    with session.training():
+                        report = session.score_and_backward(sequences, loss)
+                    own_loss, scores, gradients = report.loss, report.scores, model.gradients()
+                else:
+                    scores, gradients = session.score(sequences), []
+                    own_loss = float(loss(scores, range(len(own))))
+            total, scores = self._united(own_loss, scores, places, data)
+            if backward:
+                self._add(gradients)
+        if backward:
+            self._check_finite(total)
         return total, scores
+
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Of this rank's data, in fp32, to those of the parameters: of all data, or of none if it raises."""
+        for gradient in gradients:
+            if gradient is not None and self._groups.dp is not None:
+                dist.all_reduce(gradient, group=self._groups.dp)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _check_finite(self, loss: float) -> None:
+        try:
+            is_finite = math.isfinite(loss) and all(_is_finite(one.grad) for one in self.parameters)
+            if self._model.session.engine.rank_group.any_rank(not is_finite):
+                raise RequestError(f"the loss is {loss} or its gradients are not finite; the gradients are dropped")
+        except BaseException:
+            self.drop_gradients()
+            raise
 
     def _united(
         self, loss: float, scores: Sequence[Tensor], places: range, data: Sequence[Datum]
@@ -180,17 +208,44 @@ class TrainingClient:
         grad_clip_norm: float,
     ) -> dict[str, float]:
         """AdamW with these numbers -> metrics. Raises RequestError without gradients."""
+        self.check_whole()
         if all(one.grad is None for one in self.parameters):
             raise RequestError("optim_step before any forward_backward: there are no gradients")
-        norm = self._clipped(grad_clip_norm or math.inf)
-        for group in self._optimizer.param_groups:
-            group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._take_values()
-        self.version += 1
-        self._model.changed(secrets.token_hex(8))
+        with self._changing():
+            norm = self._clipped(grad_clip_norm or math.inf)
+            for group in self._optimizer.param_groups:
+                group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._take_values()
+            self.version += 1
+            self._model.changed(secrets.token_hex(8))
         return {"grad_norm": norm, "version": float(self.version)}
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The client is whole afterwards, and torn if the body raises."""
+        try:
+            yield
+        except BaseException:
+            self.tear()
+            raise
+        self.is_torn = False
+
+    def tear(self) -> None:
+        """Refuse what needs the values, until `load` writes all of them."""
+        self.is_torn = True
+        self.drop_gradients()
+        if self._model.adapter is None:
+            self._model.content = TORN
+
+    def check_whole(self) -> None:
+        """Raises RequestError for a client that is torn."""
+        if self.is_torn:
+            raise RequestError(
+                "an optim_step or load_state of this client has failed half-way, and a part of its values has changed: "
+                "load a state that was saved before, or make another client"
+            )
 
     def _clipped(self, limit: float) -> float:
         """Clip the gradients -> their norm, over all tensor-parallel ranks."""
@@ -213,18 +268,10 @@ class TrainingClient:
             if value.dtype != parameter.dtype:
                 value.copy_(parameter.detach())
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Of the values, summed over data-parallel ranks, to those of the parameters."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                found = gradient.float()
-                if self._groups.dp is not None:
-                    dist.all_reduce(found, group=self._groups.dp)
-                parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
-
     def save(self, path: str | Path, **about: Any) -> None:
         """Write parameters, optimizer and version; a file that is there has the old content or all of the new. about:
         of the manifest, see `manifest_of`."""
+        self.check_whole()
         groups, path = self._groups, Path(path)
         if groups.dp_rank:
             return
@@ -258,24 +305,26 @@ class TrainingClient:
         is_other = not self._groups.tp_rank and about.get("base", self._model.base) != self._model.base
         if self._model.session.engine.rank_group.any_rank(is_other):
             raise RequestError("the saved client was trained on other base weights than this server has")
-        with torch.no_grad():
-            for own, value in zip(self.parameters, values, strict=True):
-                own.copy_(value)
-        self._take_values()
-        for own in self.parameters:
-            own.grad = None
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
-        self.version = int(about["version"])
-        for i, one in enumerate(self.parameters if optimizer else ()):
-            prefix = f"optimizer.{i}."
-            found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            if found:
-                moved = {name: value if name == "step" else value.to(one.device) for name, value in found.items()}
-                self._optimizer.state[one] = moved
-        self._model.changed(about.get("content", BASE))
+        with self._changing():
+            with torch.no_grad():
+                for own, value in zip(self.parameters, values, strict=True):
+                    own.copy_(value)
+            self._take_values()
+            for own in self.parameters:
+                own.grad = None
+            self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
+            self.version = int(about["version"])
+            for i, one in enumerate(self.parameters if optimizer else ()):
+                prefix = f"optimizer.{i}."
+                found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                if found:
+                    moved = {name: value if name == "step" else value.to(one.device) for name, value in found.items()}
+                    self._optimizer.state[one] = moved
+            self._model.changed(about.get("content", BASE))
 
     def save_for_sampler(self, path: str | Path) -> None:
         """Write the adapter as PEFT has it; of all weights, which they are."""
+        self.check_whole()
         path = Path(path)
         if self._model.adapter is not None:
             with self._model.lent(self):
@@ -287,6 +336,7 @@ class TrainingClient:
 
     def publish(self, name: str) -> None:
         """Load the adapter, as it is now, into the engine."""
+        self.check_whole()
         model = self._model
         assert model.adapter is not None
         with model.lent(self):
@@ -336,6 +386,8 @@ class LiveModel:
         """A name of all weights as they are, which a saved state has too."""
         self.base = "" if adapter is None else _digest_of_base(session.model, adapter)
         """Of the weights below adapters, this rank's part."""
+        self.together: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        """What ranks compute on their own: it succeeds on all or fails on all. `JobRanks` has another."""
         self._outdated: list[str] = []
         """Adapters that requests of this engine used when they were to be unloaded."""
 
@@ -379,19 +431,23 @@ class LiveModel:
         """What trains."""
         return list(self.session.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
+    def gradients(self) -> list[Tensor | None]:
+        """Of what trains, from this rank's data, in fp32."""
+        groups = self.session.engine.rank_group.groups
+        if groups.tp is not None:  # norms of queries and keys: each rank has the gradients of its heads
+            reduce_gradients([self.session.model], num_ranks=groups.tp_size)
+        return [None if one.grad is None else one.grad.float() for one in self.parameters()]
+
     @contextmanager
     def lent(self, client: TrainingClient) -> Iterator[None]:
-        """Inside, the model has the values of a client: the same memory, nothing is copied. Gradients are added to the
-        client's at the end, but not if the body raises."""
+        """Inside, the model has the values of a client: the same memory, nothing is copied. It has no gradients
+        afterwards."""
         if self.adapter is not None:
             self.adapter.lend(client.values, rank=client.rank, alpha=ALPHA)
-        lent = self.parameters()
         try:
             yield
-            client.add_gradients([one.grad for one in lent])
         finally:
-            for one in lent:
-                one.grad = None
+            self.session.zero_grad(self.session.model)
 
     def changed(self, content: str) -> None:
         """The values of a client are others."""
