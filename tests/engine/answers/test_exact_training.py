@@ -214,11 +214,6 @@ def test_hooks_of_inner_modules_are_refused():
         pass
 
 
-def test_one_stage_of_a_pipeline_is_refused():
-    with pytest.raises(ModelError, match="one stage of a pipeline"), exact_math(tiny_gpt(post_process=False)):
-        pass
-
-
 def test_empty_sequences_are_refused():
     with pytest.raises(ModelError, match="each needs at least one"):
         exact_logprobs(tiny_gpt(), [[1, 2], []])
