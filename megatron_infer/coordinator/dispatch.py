@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ class Dispatcher:
         self,
         options: CoordinatorOptions,
         send: Callable[[bytes, protocol.Message], None],
-        replicas: Mapping[bytes, ReplicaState],
+        replicas: Mapping[Any, ReplicaState],
     ) -> None:
         self._options, self._send, self._replicas = options, send, replicas
         self.router: Router | None = None
@@ -154,7 +155,7 @@ class Dispatcher:
         """How many of a replica's requests others have room for."""
         room = 0
         for view in () if self.router is None else self.router.with_room():
-            one = self._replicas[view.key]  # type: ignore[index]
+            one = self._replicas[view.key]
             if room >= len(replica.running):
                 break
             if one is not replica and one.role is not ReplicaRole.PREFILL:
@@ -274,10 +275,10 @@ class Dispatcher:
         """The replica that keeps a place for a request while it is at a prefill_only one."""
         if request.prefill is None or request.route is None:
             return None
-        return self._replicas.get(request.route.key)  # type: ignore[call-overload, no-any-return]
+        return self._replicas.get(request.route.key)
 
     def _share_of_limit(self, view: ReplicaView) -> Rank:
-        return len(self._replicas[view.key].running) / view.capacity, 0, view.index  # type: ignore[index]
+        return len(self._replicas[view.key].running) / view.capacity, 0, view.index
 
     def rank_prefill(self, replica: ReplicaState) -> None:
         """A replica has more or fewer requests, or begins or ends to take prompts."""
@@ -325,7 +326,7 @@ class Dispatcher:
         cached = 0 if route is None else route.matched * replica.info.block_size
         if length - cached < self._options.role_min_prompt_tokens or any(one.tokens for one in request.sequences):
             return None
-        found = (self._replicas[view.key] for view in self._prefills if _has_adapter(view, request))  # type: ignore[index]
+        found = (self._replicas[view.key] for view in self._prefills if _has_adapter(view, request))
         return next(found, None)
 
     def _start(self, request: PendingRequest, replica: ReplicaState) -> None:
@@ -410,7 +411,7 @@ class Dispatcher:
         if request.prefill is not None:
             return self._replicas[request.prefill]
         assert request.route is not None
-        return self._replicas[request.route.key]  # type: ignore[index]
+        return self._replicas[request.route.key]
 
     def check(self, clients: Iterable[ClientState]) -> None:
         """Assert that every request is in one place, and counted once."""

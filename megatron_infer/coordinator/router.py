@@ -88,7 +88,8 @@ class PrefixTable:
     def __init__(self, limit: int = MAX_DIGESTS, index: PrefixIndex | None = None, owner: int = 0) -> None:
         """index, owner: where it is to be found, and by which number."""
         assert limit >= 1, f"a table of {limit} digests"
-        self._limit, self._owner = limit, owner
+        self._limit = limit
+        self._owner = owner
         self._index = PrefixIndex() if index is None else index
         self._stamps: dict[bytes, int] = {}
         """The least recently used first."""
@@ -415,10 +416,7 @@ class Router:
             if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed
                 part = tokens[: TOKEN_SIZE * (block_size + 1)]
             chain = chains[root, block_size] = chain_of(root, salt, part, block_size)
-            of_kind = candidates
-            if adapter is not None:
-                of_kind = candidates.those(lambda view, root=root: view.root_of(adapter) == root)  # type: ignore[misc]
-            best = self._best_holder(of_kind, chain, best)
+            best = self._best_holder(candidates, chain, best)  # a digest has its root in it
         chosen = self._views[-best.negative_index]
         kind = (chosen.root_of(adapter), chosen.block_size)
         return Route(key=chosen.key, chain=chains[kind], root=chosen.root, matched=best.num_matched)

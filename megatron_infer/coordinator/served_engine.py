@@ -230,7 +230,8 @@ class ServedRequest:
 
     def drop_memory(self) -> None:
         """It goes on from its tokens."""
-        self.parcel, self.preparing = None, []
+        self.parcel = None
+        self.preparing = []
 
     def has_rows(self, engine: Any) -> bool:
         """Whether there are rows for its memory, after the requests that waited for rows when the memory came. A

@@ -30,7 +30,7 @@ ShapeOf = Callable[[StepPlan], GraphShape | None]
 FOLLOW = "follow()"
 FAILED_STEP = "a failed step"
 PIECE_BYTES = 1 << 20
-"""Of what `collect` and `deal` send."""
+"""`collect` and `deal` send bytes in pieces of this size."""
 SLICE_S = 0.2
 """A wait checks this often whether the other ranks are alive."""
 ALONE_S = 10.0

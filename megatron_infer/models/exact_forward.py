@@ -251,7 +251,8 @@ class ChunkForward:
     """In the place of one chunk's forward."""
 
     def __init__(self, forward: ExactForward, number: int) -> None:
-        self._forward, self._number = forward, number
+        self._forward = forward
+        self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._forward.run(self._number, *args, **kwargs)

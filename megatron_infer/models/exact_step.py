@@ -203,7 +203,8 @@ class TrainedPair:
     num_pairs = 1
 
     def __init__(self, pair: LinearLoRA, linear: FusedLinear) -> None:
-        self.pair, self.linear = pair, linear
+        self.pair = pair
+        self.linear = linear
 
 
 class TrainedPairs:

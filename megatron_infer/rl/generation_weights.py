@@ -32,7 +32,7 @@ class GenerationWeights:
 
     def __init__(self, model: Any, generation_model: Any, collection: Any, sharded: ShardedWeights | None) -> None:
         """model: the trainer's, without wrappers. collection: groups of the other, if they are not its own. sharded:
-        the trainer's weights, which FSDP has; None: they are whole.
+        the trainer's weights, in shards of FSDP; None: each rank has them whole.
 
         Gives back the memory of generation_model, whose content is lost. Every rank of the world calls it. Raises
         ConfigError and ModelError, with nothing changed.
@@ -43,7 +43,8 @@ class GenerationWeights:
             raise ConfigError("generation_model has an engine already; build a model that nothing else uses")
         self.ranks = LayoutRanks.of(model, collection, self.model, [] if sharded is None else sharded.groups)
         self.groups = [self.ranks.all]
-        self._model, self._sharded = model, sharded
+        self._model = model
+        self._sharded = sharded
         self._parts = None if sharded is None else sharded.by_part
         if self._parts is not None:
             self._parts.gathered_tensors()  # a collective, the first time

@@ -113,7 +113,9 @@ class RayReplicas(EngineCommands["dict[str, Answer]", "dict[str, Answer]", "dict
         if host is None:
             host = self._ray.util.get_node_ip_address()
         self._resources = dict({"CPU": 1} if resources is None else resources)
-        self._max_restarts, self._strategy, self._start_timeout_s = max_restarts, strategy, start_timeout_s
+        self._max_restarts = max_restarts
+        self._strategy = strategy
+        self._start_timeout_s = start_timeout_s
         self._closing = threading.Event()
         self._last_death = ""
         """Name and error of the latest actor that has died and used up its restarts."""

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from ray_case import save_model, tokens_of
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.sampling_params import SamplingParams
@@ -47,34 +48,13 @@ def ray():
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def one_engine(model_dir, params):
     from megatron_infer.engine.llm import LLM
 
-    outputs = LLM(model_dir, config=CONFIG, dtype="float32").generate(PROMPTS, params)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
+    return tokens_of(LLM(model_dir, config=CONFIG, dtype="float32").generate(PROMPTS, params))
 
 
 def slow_echo():

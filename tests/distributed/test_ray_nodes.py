@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from ray_case import save_model, tokens_of
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions
 from megatron_infer.config.sampling_params import SamplingParams
@@ -42,25 +43,6 @@ def cluster():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_model(path, seed):
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
@@ -87,10 +69,6 @@ def slow_engine(model_dir, step_s=0.03):
         return engine
 
     return make
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def until(true, limit_s=60.0):

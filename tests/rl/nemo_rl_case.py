@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 import transformers
+from nemo_rl_surface import GENERATION, MCORE
 from ports import free_port
 
 OLD = "5.11.0"
@@ -26,35 +27,6 @@ from megatron_infer.rl.frameworks.nemo_rl import EngineGeneration  # noqa: E402
 
 RANKS = 2
 PROMPTS = [[40, 41, 42], [50, 51], [60, 61, 62, 63, 64]]
-MCORE = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": 16,
-    "max_tokens": 256,
-    "max_model_len": 64,
-    "num_cuda_graphs": 4,
-    "use_cuda_graphs_for_non_decode_steps": True,
-    "cuda_graph_impl": "none",
-    "materialize_only_last_token_logits": True,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
-    "refit_backend": "gloo",
-    "num_speculative_tokens": 0,
-    "kv_cache_management_mode": "recompute",
-    "expose_http_server": False,
-    "parsers": [],
-}
-GENERATION = {
-    "backend": "megatron",
-    "max_new_tokens": 8,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": None,
-    "stop_token_ids": None,
-    "stop_strings": None,
-    "colocated": {"enabled": True},
-    "mcore_generation_config": MCORE,
-    "_pad_token_id": 0,
-}
 
 
 class PolicyWorker:
@@ -120,7 +92,8 @@ def main(folder: str) -> None:
     policy = types.SimpleNamespace(
         worker_group=types.SimpleNamespace(workers=workers), offload_before_refit=lambda: None
     )
-    config = {"generation": GENERATION, "megatron_cfg": {"tensor_model_parallel_size": RANKS}}
+    generation = GENERATION | {"max_new_tokens": 8, "mcore_generation_config": MCORE}
+    config = {"generation": generation, "megatron_cfg": {"tensor_model_parallel_size": RANKS}}
     generation = EngineGeneration(config, None, policy=policy, weights_path=None, skip_weight_load=False)
     assert isinstance(generation, GenerationInterface) and generation._leaders == [0]
     synchronizer = MegatronWeightSynchronizer(policy, generation, colocated=True)

@@ -18,6 +18,36 @@ from verl_surface import StandInRay, class_of, method_of
 RECORD = Path(__file__).with_suffix(".json")
 INTERFACES = "nemo_rl.models.generation.interfaces"
 BATCHES = "nemo_rl.distributed.batched_data_dict"
+MCORE: dict[str, Any] = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": 16,
+    "max_tokens": 256,
+    "max_model_len": 64,
+    "num_cuda_graphs": 4,
+    "use_cuda_graphs_for_non_decode_steps": True,
+    "cuda_graph_impl": "none",
+    "materialize_only_last_token_logits": True,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "refit_backend": "gloo",
+    "num_speculative_tokens": 0,
+    "kv_cache_management_mode": "recompute",
+    "expose_http_server": False,
+    "parsers": [],
+}
+"""policy.generation.mcore_generation_config, with all that NeMo-RL's recipes send."""
+GENERATION: dict[str, Any] = {
+    "backend": "megatron",
+    "max_new_tokens": 6,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "stop_token_ids": None,
+    "stop_strings": None,
+    "colocated": {"enabled": True},
+    "_pad_token_id": 0,
+}
+"""policy.generation without it."""
 
 
 def record() -> dict[str, Any]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 from child_paths import python_path
-from nemo_rl_surface import RECORD, Batch, recorded, stand_ins
+from nemo_rl_surface import GENERATION, MCORE, RECORD, Batch, recorded, stand_ins
 from plain_forward import full_logits
 from session_case import copied
 from tiny_llama import save_tiny_llama
@@ -32,34 +32,6 @@ from megatron_infer.testing.tiny import tiny_gpt
 MODULE = "megatron_infer.rl.frameworks.nemo_rl"
 NEMO = os.environ.get("NEMO_RL", "")
 PROMPTS = [[40, 41, 42], [50, 51], [60, 61, 62, 63, 64], [70]]
-MCORE = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": 16,
-    "max_tokens": 256,
-    "max_model_len": 64,
-    "num_cuda_graphs": 4,
-    "use_cuda_graphs_for_non_decode_steps": True,
-    "cuda_graph_impl": "none",
-    "materialize_only_last_token_logits": True,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
-    "refit_backend": "gloo",
-    "num_speculative_tokens": 0,
-    "kv_cache_management_mode": "recompute",
-    "expose_http_server": False,
-    "parsers": [],
-}
-GENERATION = {
-    "backend": "megatron",
-    "max_new_tokens": 6,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": None,
-    "stop_token_ids": None,
-    "stop_strings": None,
-    "colocated": {"enabled": True},
-    "_pad_token_id": 0,
-}
 
 
 def policy_config(mcore: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:

@@ -102,7 +102,9 @@ class ReshardSource:
             raise ConfigError("ReshardSource needs torch.distributed; within one process give the model itself")
         if not bucket_mib > 0:
             raise ConfigError(f"bucket_mib is {bucket_mib}, it must be above 0")
-        self._model, self._group, self._shards = model, group, shards
+        self._model = model
+        self._group = group
+        self._shards = shards
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._plan: ReshardPlan | None = None
         self._plan_parts: list[ReshardPlan] = []

@@ -16,7 +16,7 @@ Row = Mapping[str, float | None]
 
 @dataclass(slots=True)
 class ClientFigures:
-    """Of one training client, in this process; see METRICS."""
+    """The figures of one training client in this process; see METRICS."""
 
     steps: int = 0
     trained_tokens: int = 0

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ STATE, OPERATIONS, LOCK = "client", "operations.json", "lock"
 
 class Operations(msgspec.Struct, frozen=True, kw_only=True):
     next_seq: int = 1
-    """Of the next operation."""
+    """Number of the next operation."""
     gradients: list[int] = []
     """Operations whose gradients no change has used yet."""
     settled: int = 0
@@ -39,15 +39,10 @@ class Operations(msgspec.Struct, frozen=True, kw_only=True):
 class KeptClient:
     id: str
     client: TrainingClient
-    changed_seq: int
-    """Number of the operation that changed adapter or optimizer last; 0: none had a number."""
-    reply: Any
-    """Of that operation."""
-    next_seq: int
-    lost: list[int]
-    """Operations that were computed later, whose gradients are gone."""
-    settled: int
-    """The last operation that used or dropped gradients."""
+    changed: tuple[int, Any]
+    """The operation that changed adapter or optimizer last: its number, 0 if none had one, and its reply."""
+    operations: Operations
+    """As noted, but for what that operation has used. The gradients of those that it names are gone."""
 
 
 class KeptClients:
@@ -95,12 +90,11 @@ class KeptClients:
         if is_new:
             file_format.sync(self._dir)
 
-    def note(self, id: str, *, next_seq: int, gradients: Sequence[int], settled: int) -> None:
+    def note(self, id: str, operations: Operations) -> None:
         """An operation has ended."""
         path = self._dir / id / OPERATIONS
         partial = path.with_suffix(".tmp")
-        noted = Operations(next_seq=next_seq, gradients=list(gradients), settled=settled)
-        partial.write_bytes(msgspec.json.encode(noted))
+        partial.write_bytes(msgspec.json.encode(operations))
         file_format.sync(partial)
         file_format.put_in_place(partial, path)
 
@@ -131,9 +125,10 @@ class KeptClients:
             yield KeptClient(
                 id=path.parent.name,
                 client=client,
-                changed_seq=seq_id,
-                reply=about["reply"],
-                next_seq=max(operations.next_seq, seq_id + 1),
-                lost=[number for number in operations.gradients if number > seq_id],
-                settled=max(operations.settled, seq_id),
+                changed=(seq_id, about["reply"]),
+                operations=Operations(
+                    next_seq=max(operations.next_seq, seq_id + 1),
+                    gradients=[number for number in operations.gradients if number > seq_id],
+                    settled=max(operations.settled, seq_id),
+                ),
             )

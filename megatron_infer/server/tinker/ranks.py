@@ -42,7 +42,9 @@ class OnEveryRank:
     """An object of rank 0, whose operations every rank runs on its own."""
 
     def __init__(self, ranks: JobRanks, client: str, local: Any) -> None:
-        self._ranks, self._client, self._local = ranks, client, local
+        self._ranks = ranks
+        self._client = client
+        self._local = local
 
     def __getattr__(self, name: str) -> Any:
         if name in self._local.OPERATIONS:
@@ -55,7 +57,8 @@ class JobRanks:
 
     def __init__(self, model: LiveModel) -> None:
         """Links the ranks; every rank calls it."""
-        self._model, self._engine = model, model.session.engine
+        self._model = model
+        self._engine = model.session.engine
         groups, timeout_s = self._engine.rank_group.groups, self._engine.config.collective_timeout_s
         self._world = lockstep_over(dist.group.WORLD, timeout_s=timeout_s)
         self._engines: Lockstep | LocalLockstep = LocalLockstep()

@@ -16,7 +16,7 @@ from megatron_infer.engine.metrics.registry import Family
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.tinker.figures import ClientFigures, Row, families_of
-from megatron_infer.server.tinker.kept_clients import KeptClient, KeptClients
+from megatron_infer.server.tinker.kept_clients import KeptClients, Operations
 from megatron_infer.server.tinker.training import BASE, LiveTrainer, TrainingClient, manifest_of
 
 MAX_FUTURES, FUTURE_S = 4096, 600.0
@@ -55,8 +55,8 @@ class Model:
     """Number of the last operation that used or dropped gradients: a batch with a lower one comes too late."""
     changed: tuple[int, Any] = (0, None)
     """The largest number of an operation that changed adapter or optimizer, and its reply."""
-    kept: KeptClient | None = None
-    """What an earlier server has left of this client; None: it was made here."""
+    kept: tuple[int, Any] = (0, None)
+    """`changed` as an earlier server has left it."""
     figures: ClientFigures = field(default_factory=ClientFigures)
 
     @property
@@ -131,11 +131,11 @@ class TinkerService:
             self._models[kept.id] = Model(
                 kept.id,
                 kept.client,
-                next_seq=kept.next_seq,
-                lost=kept.lost,
-                settled=kept.settled,
-                changed=(kept.changed_seq, kept.reply),
-                kept=kept,
+                next_seq=kept.operations.next_seq,
+                lost=kept.operations.gradients,
+                settled=kept.operations.settled,
+                changed=kept.changed,
+                kept=kept.changed,
             )
 
     def close(self) -> None:
@@ -366,9 +366,10 @@ class TinkerService:
         model.figures.queue += 1
 
         async def run() -> Any:
-            if model.kept is not None and 0 < seq_id <= model.kept.changed_seq:
-                if seq_id == model.kept.changed_seq:
-                    return model.kept.reply
+            number, reply = model.kept
+            if 0 < seq_id <= number:
+                if seq_id == number:
+                    return reply
                 raise RequestError(f"seq_id: operation {seq_id} was computed before the server was started again")
             if model.next_seq < seq_id:
                 turn = model.waiting.setdefault(seq_id, asyncio.Event())
@@ -383,12 +384,9 @@ class TinkerService:
             model.figures.queue -= 1
             model.pass_on(seq_id)
             if self._kept is not None and model.id in self._models:
-                self._kept.note(
-                    model.id,
-                    next_seq=model.next_seq,
-                    gradients=model.lost + model.gradients,
-                    settled=model.settled,
-                )
+                gradients = model.lost + model.gradients
+                now = Operations(next_seq=model.next_seq, gradients=gradients, settled=model.settled)
+                self._kept.note(model.id, now)
 
         return self.future(run(), ended=ended)
 

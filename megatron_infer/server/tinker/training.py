@@ -120,7 +120,9 @@ class TrainingClient:
 
     def __init__(self, model: LiveModel, values: list[Tensor], *, rank: int) -> None:
         """values: of what trains, in the model's dtype. rank: of the adapter; 0: all weights train."""
-        self._model, self.values, self.rank = model, values, rank
+        self._model = model
+        self.values = values
+        self.rank = rank
         self._groups = model.session.engine.rank_group.groups
         self.version = 0
         """Steps of its optimizer."""
@@ -165,7 +167,8 @@ class TrainingClient:
         return total, scores
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Of this rank's data, in fp32, to those of the parameters: of all data, or of none if it raises."""
+        """Add this rank's gradients, summed over data-parallel ranks, to those of the parameters: all, or none if it
+        raises."""
         for gradient in gradients:
             if gradient is not None and self._groups.dp is not None:
                 dist.all_reduce(gradient, group=self._groups.dp)
@@ -379,13 +382,14 @@ class LiveModel:
 
     def __init__(self, session: RolloutSession, adapter: AttachedLoRA | None) -> None:
         """adapter: attached with trains_only, before the session was made; None: one client trains all weights."""
-        self.session, self.adapter = session, adapter
+        self.session = session
+        self.adapter = adapter
         self._max_rank = 0 if adapter is None else adapter.rank
         self.clients: dict[str, TrainingClient] = {}
         self.content = BASE
         """A name of all weights as they are, which a saved state has too."""
         self.base = "" if adapter is None else _digest_of_base(session.model, adapter)
-        """Of the weights below adapters, this rank's part."""
+        """A digest of this rank's part of the base weights; "": all weights train."""
         self.together: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """What ranks compute on their own: it succeeds on all or fails on all. `JobRanks` has another."""
         self._outdated: list[str] = []
@@ -432,7 +436,7 @@ class LiveModel:
         return list(self.session.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def gradients(self) -> list[Tensor | None]:
-        """Of what trains, from this rank's data, in fp32."""
+        """The gradients of `parameters` from this rank's data, in fp32."""
         groups = self.session.engine.rank_group.groups
         if groups.tp is not None:  # norms of queries and keys: each rank has the gradients of its heads
             reduce_gradients([self.session.model], num_ranks=groups.tp_size)
@@ -466,7 +470,10 @@ class LiveTrainer:
         """ranks: on which operations run; None: this process is the only one."""
         if not 0 < training_share <= 1:
             raise ConfigError(f"training_share is {training_share}, it must be above 0 and at most 1")
-        self.local, self.session, self._ranks, self._share = model, model.session, ranks, training_share
+        self.local = model
+        self.session = model.session
+        self._ranks = ranks
+        self._share = training_share
         self.model: LiveModel = model if ranks is None else ranks.everywhere("", model)
         """Its operations run on every rank."""
         self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
