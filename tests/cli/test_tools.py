@@ -33,10 +33,12 @@ RUNS = {
     "serve_load.py --part overhead --clients 2 --requests 4 --rounds 1 --threads 1": "of offline",
     "serve_load.py --part workers --http-workers 2 --clients 4 --seconds 3": "tokens_per_cpu_s_of_http",
     "weight_updates.py --rounds 1": "file",
+    "trees.py . . --rounds 1 --processes 1": "16 at once",
     "serve_attacks.py --part rows": "after that row has ended",
 }
 """Command line -> a part of what it prints."""
-LONGEST = [one for one in RUNS if one.split()[0] in ("ranks.py", "host_costs.py") or "--part overhead" in one]
+LONGEST_TOOLS = ("ranks.py", "host_costs.py", "trees.py")
+LONGEST = [one for one in RUNS if one.split()[0] in LONGEST_TOOLS or "--part overhead" in one]
 REAL_RUNS = {
     "speculative.py --steps --rounds 1": "32 rows",
     "variants.py exact --rounds 1": "prefill 1536",
