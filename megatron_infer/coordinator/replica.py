@@ -347,10 +347,9 @@ class Replica:
 
     def _offer(self, request_id: str) -> str | None:
         """Take a request out of the engine -> the id of the parcel that waits; None: its tokens move alone."""
-        if self._parcels is not None:
+        if self._parcels is not None and moves_memory(self.engine):
             try:
-                parcel = self.engine.hand_out(request_id, whole=True)  # type: ignore[attr-defined]
-                return self._parcels.offer(parcel)
+                return self._parcels.offer(self.engine.hand_out(request_id, whole=True))
             except (WrongState, OtherRankFailed) as error:
                 log.info("request %s moves by its tokens: %s", request_id, error)
         self.engine.abort(request_id)

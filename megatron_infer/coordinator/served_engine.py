@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -77,7 +77,13 @@ class ServedEngine(Protocol):
     def prefix_events(self) -> PrefixEvents | None: ...
 
 
-def moves_memory(engine: Any) -> bool:
+class MovingEngine(ServedEngine, Protocol):
+    """An engine that hands requests out with what is computed of them."""
+
+    def hand_out(self, request_id: str, *, whole: bool = False) -> Parcel: ...
+
+
+def moves_memory(engine: Any) -> TypeGuard[MovingEngine]:
     """Whether an engine hands requests out with what is computed of them, and takes them in so."""
     return hasattr(engine, "hand_out") and not _is_one_of_several(engine)
 
