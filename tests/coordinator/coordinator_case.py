@@ -70,6 +70,45 @@ def cluster(count=2, *, engines=None, **options):
         yield one, replicas, client
 
 
+def serve_roles(rank, engine, folder, talk, **options):
+    """One of four ranks: of two engines of two ranks each, the first computes prompts and the second goes on with the
+    requests. talk(coordinator, client): on the first rank while they serve. options: of the coordinator."""
+    if rank % 2:
+        engine.follow()
+        return
+    address, ended, failures = folder / "address", folder / "ended", []
+
+    def speak(one, serving):
+        try:
+            if rank == 0:
+                with InferenceClient(one.address, timeout_s=60.0) as client:
+                    wait_for(lambda: len(client.stats()["replicas"]) == 2, 120)
+                    talk(one, client)
+            else:
+                wait_for(ended.exists, 900)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.touch()
+            serving.stop()
+
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(coordinator(**options)) if rank == 0 else None
+        if one is not None:
+            (folder / "new").write_text(one.address)
+            (folder / "new").rename(address)
+        wait_for(address.exists, 300)
+        role = "decode_only" if rank else "prefill_only"
+        serving = stack.enter_context(Replica(engine, address.read_text(), role=role))
+        thread = threading.Thread(target=speak, args=(one, serving))
+        thread.start()
+        serving.run()
+        thread.join()
+    engine.dismiss()
+    if failures:
+        raise failures[0]
+
+
 def wait_for(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 
 import engines
 import pytest
-from coordinator_case import coordinator, replica, wait_for
+import torch
+from coordinator_case import coordinator, replica, serve_roles, wait_for
+from engine_ranks import take_part, weights_of
+from gloo_ranks import new_groups, run_on_ranks
 from lora_cases import random_adapter
 from model_kinds import is_native, make_model
 from structured_case import LANGUAGES, VOCAB, check, tokenizer
@@ -41,9 +45,9 @@ KINDS = [
 ]
 """structured: a language in turn; stop: a text that begins in the first token and ends in a later one."""
 MODELS = {
-    "attention": lambda: make_model("attention", vocab_size=VOCAB),
-    "hybrid": lambda: make_model("hybrid", vocab_size=VOCAB),
-    "experts": lambda: make_model("attention", vocab_size=VOCAB, **EXPERTS),
+    "attention": functools.partial(make_model, "attention", vocab_size=VOCAB),
+    "hybrid": functools.partial(make_model, "hybrid", vocab_size=VOCAB),
+    "experts": functools.partial(make_model, "attention", vocab_size=VOCAB, **EXPERTS),
 }
 SETTINGS = {
     "plain": {},
@@ -106,41 +110,81 @@ def differ(found, wanted):
     ]
 
 
-def compare(model, count, layouts, settings):
-    """layouts: numbers of engines that compute prompts, and that go on."""
-    adapters = [random_adapter(model, name, rank=4 + index, seed=index) for index, name in enumerate(("one", "other"))]
-    alone = make_engine(model, adapters, **settings)
-    prompts, params = workload(alone, count, seed=count)
-    want = alone.generate(prompts, params)
+def adapters_of(model):
+    return [random_adapter(model, name, rank=4 + index, seed=index) for index, name in enumerate(("one", "other"))]
+
+
+def answered_alone(engine, count):
+    """(prompts, params, outputs) of one engine; those that have to end early do."""
+    prompts, params = workload(engine, count, seed=count)
+    want = engine.generate(prompts, params)
     num_stopped = 0
     for output, one in zip(want, params, strict=True):
         if one.structured is not None and output.outputs[0].finish_reason == "stop":
             check(one.structured, output.outputs[0].text)
         num_stopped += bool(one.stop) and output.outputs[0].stop_reason == one.stop[0]
     assert num_stopped >= count // len(KINDS), "a text that ends a sequence did not"
+    return prompts, params, want
+
+
+def compare_served(one, client, prompts, params, want, *, exactly):
+    """Engines with roles answer as one engine alone did, and hold no block after. exactly: to the bit."""
+    found = client.generate(prompts, params)
+    pairs = list(zip(found, want, strict=True))
+    assert not [output.error for output in found if output.error is not None]
+    if exactly:
+        for output, wanted in pairs:
+            assert output.prompt_logprobs == wanted.prompt_logprobs and answer(output) == answer(wanted)
+    else:
+        assert sum(differ(*pair) for pair in pairs) <= len(prompts) // 50
+    stats = client.stats()
+    assert stats["moved"] > len(prompts) // 2 and not stats["resent"], stats
+    wait_for(lambda: not any(state["running"] for state in client.stats()["replicas"]))
+    wait_for(lambda: all(has_all_blocks(state["stats"]) for state in client.stats()["replicas"]))
+    one.core.check()
+
+
+def has_all_blocks(stats):
+    return stats["num_free_blocks"] == stats["num_blocks"]
+
+
+def compare(model, count, layouts, settings):
+    """layouts: numbers of engines that compute prompts, and that go on."""
+    adapters = adapters_of(model)
+    alone = make_engine(model, adapters, **settings)
+    case = answered_alone(alone, count)
     for num_prefill, num_decode in layouts:
         roles = ["prefill_only"] * num_prefill + ["decode_only"] * num_decode
-        served = [make_engine(model, adapters, **settings) for _ in roles]
         with contextlib.ExitStack() as stack:
             one = stack.enter_context(coordinator(role_min_prompt_tokens=4))
             client = stack.enter_context(InferenceClient(one.address))
             for number, role in enumerate(roles):
-                stack.enter_context(replica(one.address, served[number], name=f"r{number}", role=role))
+                engine = make_engine(model, adapters, **settings)
+                stack.enter_context(replica(one.address, engine, name=f"r{number}", role=role))
             wait_for(lambda: len(client.stats()["replicas"]) == len(roles))  # noqa: B023
-            found = client.generate(prompts, params)
-            pairs = list(zip(found, want, strict=True))
-            assert not [output.error for output in found if output.error is not None]
-            if is_native(alone):
-                for output, wanted in pairs:
-                    assert output.prompt_logprobs == wanted.prompt_logprobs and answer(output) == answer(wanted)
-            else:
-                assert sum(differ(*pair) for pair in pairs) <= count // 50
-            stats = client.stats()
-            assert stats["moved"] > count // 2 and not stats["resent"], stats
-            wait_for(lambda: not any(state["running"] for state in client.stats()["replicas"]))  # noqa: B023
-            one.core.check()
-        for engine in served:
-            assert engine.stats().num_free_blocks == engine.stats().num_blocks
+            compare_served(one, client, *case, exactly=is_native(alone))
+
+
+def compare_ranks(rank, size, folder, kind, count, settings):
+    """On each of four ranks: two engines of two tensor-parallel ranks."""
+    new_groups(tensor_model_parallel_size=2)
+    model = MODELS[kind](tensor_model_parallel_size=2)
+    weights, adapters = torch.load(folder / "whole.pt", weights_only=False)
+    take_part(model, weights)
+    engine = make_engine(model, adapters, collective_timeout_s=60, **settings)
+    case = answered_alone(engine, count) if rank < 2 else ()
+    engine.reset_prefix_cache()
+
+    def talk(one, client):
+        compare_served(one, client, *case, exactly=is_native(engine))
+
+    serve_roles(rank, engine, folder, talk, role_min_prompt_tokens=4)
+
+
+def compare_tensor_parallel(folder, kind, count, settings):
+    whole = MODELS[kind]()
+    torch.save((weights_of(whole), adapters_of(whole)), folder / "whole.pt")
+    run_on_ranks(compare_ranks, 4, folder, kind, count, settings)
 
 
 @pytest.mark.long
@@ -155,3 +199,16 @@ def test_mixed_requests_over_two_engines_answer_as_those_of_one(kind, settings):
 @pytest.mark.parametrize("kind", MODELS)
 def test_200_mixed_requests_over_engines_of_all_numbers_answer_as_those_of_one(kind, settings):
     compare(MODELS[kind](), 200, [(1, 1), (1, 2), (2, 1)], SETTINGS[settings])
+
+
+@pytest.mark.long
+def test_mixed_requests_over_two_engines_of_two_ranks_answer_as_those_of_one(tmp_path):
+    compare_tensor_parallel(tmp_path, "attention", 22, SETTINGS["plain"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_200_mixed_requests_over_two_engines_of_two_ranks_answer_as_those_of_one(kind, settings, tmp_path):
+    compare_tensor_parallel(tmp_path, kind, 200, SETTINGS[settings])

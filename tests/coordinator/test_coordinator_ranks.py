@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
 
 import pytest
-from coordinator_case import coordinator, wait_for
+from coordinator_case import coordinator, serve_roles, wait_for
 from engine_ranks import account, make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
 
@@ -78,11 +77,7 @@ def compute_and_go_on(rank, size, folder):
     prompts, params = map(list, zip(*work(), strict=True))
     want = [list(account([output]).values()) for output in engine.generate(prompts, params)]
     engine.reset_prefix_cache()
-    if rank % 2:
-        engine.follow()
-        return
     num_prefilled = engine.stats().counters["prefill_tokens"]
-    address, ended, failures = folder / "address", folder / "ended", []
 
     def decoding(client):
         (replica,) = (one for one in client.stats()["replicas"] if one["role"] == "decode_only")
@@ -97,42 +92,14 @@ def compute_and_go_on(rank, size, folder):
         computed = decoding(client)["counters"]["prefill_tokens"] - num_prefilled
         assert (computed == 0) is with_memory, computed
 
-    def talk(one, replica):
-        try:
-            with InferenceClient(one.address, timeout_s=60.0) as client:
-                wait_for(lambda: len(client.stats()["replicas"]) == 2, 120)
-                compare(client, with_memory=True)
-                parcel_transfer.MAX_WAITING_BYTES = 1000
-                compare(client, with_memory=False)
-                assert client.stats()["moved"] == 2 * len(prompts) and not client.stats()["resent"]
-                one.core.check()
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            ended.touch()
-            replica.stop()
+    def talk(one, client):
+        compare(client, with_memory=True)
+        parcel_transfer.MAX_WAITING_BYTES = 1000
+        compare(client, with_memory=False)
+        assert client.stats()["moved"] == 2 * len(prompts) and not client.stats()["resent"]
+        one.core.check()
 
-    def wait_for_the_end(replica):
-        wait_for(ended.exists, 120)
-        replica.stop()
-
-    with contextlib.ExitStack() as stack:
-        if rank == 0:
-            one = stack.enter_context(coordinator(role_min_prompt_tokens=1))
-            (folder / "new").write_text(one.address)
-            (folder / "new").rename(address)
-        wait_for(address.exists, 120)
-        role = "decode_only" if rank else "prefill_only"
-        replica = stack.enter_context(Replica(engine, address.read_text(), role=role))
-        thread = threading.Thread(
-            target=wait_for_the_end if rank else lambda replica: talk(one, replica), args=(replica,)
-        )
-        thread.start()
-        replica.run()
-        thread.join()
-    engine.dismiss()
-    if failures:
-        raise failures[0]
+    serve_roles(rank, engine, folder, talk, role_min_prompt_tokens=1)
 
 
 @pytest.mark.long
