@@ -266,8 +266,6 @@ def test_gradients_of_a_call_that_fails_do_not_count(case, api, monkeypatch, pla
     fails.append("no memory")
     failed = api.result(api.send_batch(id, 2, "cross_entropy", **sent[1]).json())
     assert failed["category"] == "server" and not fails
-    if place == "checking":
-        api.batch(id, 3, "cross_entropy", **sent[0])
     api.batch(id, 0, "cross_entropy", **sent[1])
     other = api.train(1)
     for one in sent:
@@ -512,16 +510,19 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
     unnamed = api.call("save_weights", model_id=id, seq_id=3, path="../x")
     waiting = api.send_batch(id, 5, "cross_entropy").json()
     api.call("cancel_future", request_id=waiting["request_id"])
-    step = api.call("optim_step", model_id=id, seq_id=6, adam_params={**ADAM, "eps": 0})
+    step = api.step(id, 6)
     wrong = [api.result(one)["error"] for one in (refused, missing, unnamed)]
     assert [part in text for part, text in zip(("cross_entropy", "checkpoint", "path"), wrong, strict=True)] == [
         True
     ] * 3
     api.batch(id, 4, "cross_entropy")
-    assert "eps" in api.result(step)["error"]
-    path = api.result(api.call("save_weights", model_id=id, seq_id=7, path="one"))["path"]
-    assert api.result(api.call("load_weights", model_id=id, seq_id=8, path=path))["path"] == path
-    assert "no gradients" in api.result(api.step(id, 9))["error"], "those of before are gone"
+    assert api.result(step)["metrics"]["version"] == 1, "after the call that came last"
+    api.batch(id, 7, "cross_entropy")
+    wrong = api.call("optim_step", model_id=id, seq_id=8, adam_params={**ADAM, "eps": 0})
+    assert "eps" in api.result(wrong)["error"]
+    path = api.result(api.call("save_weights", model_id=id, seq_id=9, path="one"))["path"]
+    assert api.result(api.call("load_weights", model_id=id, seq_id=10, path=path))["path"] == path
+    assert "no gradients" in api.result(api.step(id, 11))["error"], "those of before are gone"
 
 
 def test_a_call_that_is_to_be_sent_later_has_not_had_its_turn(api, monkeypatch):

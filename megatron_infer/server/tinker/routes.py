@@ -172,14 +172,13 @@ class TinkerRoutes:
                     work = partial(client.forward_backward, piece, sent.loss_fn, settings, backward=backward)
                     loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
-            except BaseException as error:
-                is_cancelled = isinstance(error, asyncio.CancelledError)  # the piece that runs goes on
-                if backward and (scores or is_cancelled):  # a part of the batch
-                    await self._service.run(client.drop_gradients)
+                if backward:
+                    await self._service.count_batch(model, sent.seq_id)
+            except BaseException:
+                if backward:
+                    self._service.trainer.submit(client.drop_batch)  # after a piece that runs now
                 raise
             if backward:
-                model.gradients.append(sent.seq_id)
-                model.lost = [number for number in model.lost if number != sent.seq_id]
                 figures.loss = total
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)

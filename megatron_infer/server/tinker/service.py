@@ -57,6 +57,10 @@ class Model:
     """The largest number of an operation that changed adapter or optimizer, and its reply."""
     kept: tuple[int, Any] = (0, None)
     """`changed` as an earlier server has left it."""
+    noted: Operations | None = None
+    """What a durable server that is started again knows of the operations; None: that is not known here."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of the operation that runs: those without a number take turns too."""
     figures: ClientFigures = field(default_factory=ClientFigures)
 
     @property
@@ -136,6 +140,7 @@ class TinkerService:
                 settled=kept.operations.settled,
                 changed=kept.changed,
                 kept=kept.changed,
+                noted=kept.operations,
             )
 
     def close(self) -> None:
@@ -354,12 +359,35 @@ class TinkerService:
 
         reply = await self.run_for(model, kept)
         self.settle(model, seq_id)
+        if seq_id:  # the client's file says it
+            model.noted = self._operations(model, seq_id)
         return reply
+
+    async def count_batch(self, model: Model, seq_id: int) -> None:
+        """The gradients of the batch that was computed last are the client's. Raises ApiError where a durable server
+        could not name the batch after a kill: they do not count then."""
+        lost, gradients = [number for number in model.lost if number != seq_id], [*model.gradients, seq_id]
+        await self._note(model, self._operations(model, seq_id, gradients=lost + gradients))
+        model.lost, model.gradients = lost, gradients
+        self.trainer.submit(model.client.take_batch)  # before the client's next operation
 
     def settle(self, model: Model, seq_id: int) -> None:
         """The operation of this number has used the client's gradients, or dropped them."""
         model.gradients, model.lost = [], []
         model.settled = max(model.settled, seq_id)
+
+    def _operations(self, model: Model, seq_id: int, **others: Any) -> Operations:
+        """Those of the client when the operation of this number has ended."""
+        known = {"gradients": model.lost + model.gradients, "settled": model.settled} | others
+        return Operations(next_seq=max(model.next_seq, seq_id + 1), **known)
+
+    async def _note(self, model: Model, operations: Operations) -> None:
+        """A durable server has them on the disk when it ends. Raises ApiError."""
+        if self._kept is None or model.id not in self._models or operations == model.noted:
+            return
+        model.noted = None
+        await asyncio.shield(asyncio.wrap_future(self._kept.note(model.id, operations)))
+        model.noted = operations
 
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
         """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
@@ -371,24 +399,33 @@ class TinkerService:
                 if seq_id == number:
                     return reply
                 raise RequestError(f"seq_id: operation {seq_id} was computed before the server was started again")
-            if model.next_seq < seq_id:
-                turn = model.waiting.setdefault(seq_id, asyncio.Event())
+            turn = asyncio.ensure_future(self._turn(model, seq_id))
+            try:
                 try:
-                    await asyncio.wait_for(turn.wait(), ORDER_S)
-                except TimeoutError:
-                    text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
-                    raise RequestError(f"{text}; {seq_id} waited for it") from None
-            return await work()
+                    await asyncio.shield(turn)
+                except asyncio.CancelledError:
+                    await turn  # what is given up keeps its place
+                    raise
+                async with model.turn:
+                    return await work()
+            finally:
+                await self._note(model, self._operations(model, seq_id))
 
         def ended() -> None:
             model.figures.queue -= 1
             model.pass_on(seq_id)
-            if self._kept is not None and model.id in self._models:
-                gradients = model.lost + model.gradients
-                now = Operations(next_seq=model.next_seq, gradients=gradients, settled=model.settled)
-                self._kept.note(model.id, now)
 
         return self.future(run(), ended=ended)
+
+    async def _turn(self, model: Model, seq_id: int) -> None:
+        """Wait for the operations with lower numbers. Raises RequestError where one does not come."""
+        if model.next_seq >= seq_id:
+            return
+        try:
+            await asyncio.wait_for(model.waiting.setdefault(seq_id, asyncio.Event()).wait(), ORDER_S)
+        except TimeoutError:
+            text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
+            raise RequestError(f"{text}; {seq_id} waited for it") from None
 
     def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
         """Start an operation -> the id that `result` takes. ended: called whatever becomes of it."""

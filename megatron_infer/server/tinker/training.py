@@ -116,7 +116,17 @@ class Ranks(Protocol):
 class TrainingClient:
     """One client's values and optimizer, this rank's part of them. Calls are every rank's, in the engine's thread."""
 
-    OPERATIONS = ("forward_backward", "optim_step", "drop_gradients", "save", "load", "save_for_sampler", "publish")
+    OPERATIONS = (
+        "forward_backward",
+        "take_batch",
+        "drop_batch",
+        "optim_step",
+        "drop_gradients",
+        "save",
+        "load",
+        "save_for_sampler",
+        "publish",
+    )
 
     def __init__(self, model: LiveModel, values: list[Tensor], *, rank: int) -> None:
         """values: of what trains, in the model's dtype. rank: of the adapter; 0: all weights train."""
@@ -131,11 +141,14 @@ class TrainingClient:
         self.parameters = [nn.Parameter(tensor.float()) for tensor in self.values]
         """What AdamW steps, in fp32: the same memory as the values of a model in fp32."""
         self._optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
+        self._batch: list[Tensor | None] = []
+        """Gradients of the batch that is being computed, of each parameter; the parameters have those that count."""
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
-        """(the loss summed over all tokens, log probabilities of each datum's targets). Gradients are added up.
+        """(the loss summed over all tokens, log probabilities of each datum's targets). Gradients of the pieces of a
+        batch are added up; they count with `take_batch`.
 
         Data-parallel ranks divide the data; a rank that gets none computes the first, and counts nothing.
         """
@@ -167,23 +180,31 @@ class TrainingClient:
         return total, scores
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add this rank's gradients, summed over data-parallel ranks, to those of the parameters: all, or none if it
-        raises."""
+        """Add this rank's gradients, summed over data-parallel ranks, to those of the batch."""
         for gradient in gradients:
             if gradient is not None and self._groups.dp is not None:
                 dist.all_reduce(gradient, group=self._groups.dp)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        before = self._batch or [None] * len(gradients)
+        self._batch = [_summed(*pair) for pair in zip(before, gradients, strict=True)]
 
     def _check_finite(self, loss: float) -> None:
+        is_finite = math.isfinite(loss) and all(map(_is_finite, self._batch))
+        if self._model.session.engine.rank_group.any_rank(not is_finite):
+            raise RequestError(f"the loss is {loss} or its gradients are not finite; the gradients are dropped")
+
+    def take_batch(self) -> None:
+        """The gradients of the batch count from now on, with those of earlier ones. The client is torn if it fails."""
         try:
-            is_finite = math.isfinite(loss) and all(_is_finite(one.grad) for one in self.parameters)
-            if self._model.session.engine.rank_group.any_rank(not is_finite):
-                raise RequestError(f"the loss is {loss} or its gradients are not finite; the gradients are dropped")
+            for parameter, gradient in zip(self.parameters, self._batch, strict=True):
+                parameter.grad = _summed(parameter.grad, gradient)
         except BaseException:
-            self.drop_gradients()
+            self.tear()
             raise
+        self.drop_batch()
+
+    def drop_batch(self) -> None:
+        """The batch has failed or was given up; gradients of earlier ones stay."""
+        self._batch = []
 
     def _united(
         self, loss: float, scores: Sequence[Tensor], places: range, data: Sequence[Datum]
@@ -265,6 +286,7 @@ class TrainingClient:
 
     def drop_gradients(self) -> None:
         self._optimizer.zero_grad()
+        self.drop_batch()
 
     def _take_values(self) -> None:
         for value, parameter in zip(self.values, self.parameters, strict=True):
@@ -351,6 +373,11 @@ def manifest_of(path: Path) -> dict[str, Any]:
     """What is known of a saved client without its tensors: rank, version, and what else was given. Raises
     SnapshotError."""
     return file_format.read_manifest(path)
+
+
+def _summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """In the memory of the first."""
+    return one.add_(other) if one is not None and other is not None else other if one is None else one
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
