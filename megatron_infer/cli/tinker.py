@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_infer.cli.loading import add_model_options, note, positive_int, ru
 from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tinker.tenants import read_keys
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 LORA_RANK = 32
@@ -43,9 +45,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--durable",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="each optim_step is in --state-dir when its call ends, 12 bytes a parameter, and a server that is started "
-        "again has the clients (default: on)",
+        "again has the clients (default: on in one process, not supported over several)",
+    )
+    parser.add_argument(
+        "--tenants",
+        metavar="FILE",
+        help="a line NAME KEY for each tenant, whose clients, paths and samples no other key sees; needs --api-key too",
     )
     parser.add_argument(
         "--training-share",
@@ -83,6 +89,18 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.full and args.lora_rank:
         raise ConfigError("--full with --lora-rank: there are no adapters; leave one of them out")
+    if args.durable and is_job:
+        raise ConfigError("--durable over several ranks is not supported; take save_state")
+    keys = dict[str, str]()
+    if args.tenants:
+        if args.full:
+            raise ConfigError("--full with --tenants: one client trains all weights; leave one of them out")
+        if settings.api_key is None:
+            raise ConfigError(
+                "--tenants without api_key: /metrics and all routes but the Tinker API need it; set api_key"
+            )
+        keys = read_keys(Path(args.tenants), server_key=settings.api_key)
+        settings = replace(settings, isolate_prefix_cache=True)  # samples say how much of a prompt was cached
     if not 0 < args.training_share < 1:
         raise ConfigError(
             f"training_share is {args.training_share}, it must be above 0 and below 1: samples need steps"
@@ -127,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
         settings=settings,
         model_name=name,
         state_dir=Path(args.state_dir),
-        durable=args.durable,
+        keys=keys,
+        durable=not is_job if args.durable is None else args.durable,
         note=note,
     )
     if is_job:

@@ -97,7 +97,7 @@ def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequenc
     if settings.record is not None:
         inner = TrafficLog(starlette, settings.record, max_body_bytes=settings.max_body_bytes, started=client.started)
     open_paths = {operation.path for operation in routes.operations.values() if operation.open}
-    return Middleware(inner, client, settings, open_paths=frozenset(open_paths))
+    return Middleware(inner, client, settings, open_paths=frozenset(open_paths), tenants=routes.tenants)
 
 
 def _refusal(request: Request, error: Exception, routes: Routes) -> Response:

@@ -25,7 +25,7 @@ from megatron_infer.server.server_config import ServerConfig
 log = logging.getLogger("megatron_infer.server")
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""The address that the current call comes from; "" outside a call."""
+"""Who makes the current call: a tenant by its name, else an address; "" outside a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def caller(self) -> str:
-        """The address it comes from."""
+        """The tenant whose key it has, else the address it comes from."""
         return _caller(self.request.scope)
 
     @property
@@ -54,7 +54,7 @@ class Call:
 
 def _caller(scope: Any) -> str:
     client = scope.get("client")
-    return "" if client is None else str(client[0])
+    return scope.get("state", {}).get("tenant") or ("" if client is None else str(client[0]))
 
 
 @dataclass(frozen=True, slots=True)

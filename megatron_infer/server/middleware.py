@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_infer.engine.metrics.server_meter import CLIENT_LEFT
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.request_body import discard
+from megatron_infer.server.routes import Tenants
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.web_origins import Sites
 
@@ -29,30 +31,43 @@ def one_line(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-class ApiKey:
+class ApiKeys:
     """Checks the Authorization header in constant time; without a key every call is allowed."""
 
-    def __init__(self, api_key: str | None) -> None:
-        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+    def __init__(self, api_key: str | None, tenants: Mapping[str, str]) -> None:
+        """tenants: their keys by name."""
+        named = {} if api_key is None else {"": api_key, **tenants}
+        self._digests = {name: hashlib.sha256(key.encode()).digest() for name, key in named.items()}
 
-    def allows(self, authorization: bytes | None) -> bool:
-        """authorization: the header's value, "Bearer KEY". Digests are compared, so a key's length does not show."""
-        if self._digest is None:
-            return True
+    def holder(self, authorization: bytes | None) -> str | None:
+        """The tenant whose key it is; "" for the server's own key; None: the call is refused.
+
+        authorization: the header's value, "Bearer KEY". Digests are compared, so a key's length does not show.
+        """
+        if not self._digests:
+            return ""
         scheme, _, key = (authorization or b"").partition(b" ")
-        is_same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        return is_same and scheme.lower() == b"bearer"
+        given = hashlib.sha256(key.strip()).digest()
+        found = [name for name, digest in self._digests.items() if hmac.compare_digest(given, digest)]
+        return found[0] if found and scheme.lower() == b"bearer" else None
 
 
 class Middleware:
     """Every reply has X-Request-Id: the client's, where it is a valid one, else a new one."""
 
     def __init__(
-        self, inner: Any, client: EngineClient, settings: ServerConfig, *, open_paths: frozenset[str] = frozenset()
+        self,
+        inner: Any,
+        client: EngineClient,
+        settings: ServerConfig,
+        *,
+        open_paths: frozenset[str] = frozenset(),
+        tenants: Tenants,
     ) -> None:
         """open_paths: served without the API key."""
         self._inner, self._client, self._open_paths = inner, client, open_paths
-        self._key, self._sites = ApiKey(settings.api_key), Sites(settings)
+        self._keys, self._sites = ApiKeys(settings.api_key, tenants.keys), Sites(settings)
+        self._tenants = tenants
         self._log_requests = settings.log_requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -75,9 +90,14 @@ class Middleware:
         """The error that the call is refused with before its body is read; None: it is accepted."""
         if (refusal := self._sites.refusal(scope["headers"])) is not None:
             return refusal
-        if scope["path"] not in self._open_paths and not self._key.allows(_authorization(scope)):
-            message = "this server asks for an API key: send Authorization: Bearer KEY with the right one"
-            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if (path := scope["path"]) not in self._open_paths:
+            if (tenant := self._keys.holder(_authorization(scope))) is None:
+                message = "this server asks for an API key: send Authorization: Bearer KEY with the right one"
+                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            if bool(tenant) != (bool(self._tenants.keys) and path.startswith(self._tenants.prefix)):
+                message = f"a tenant's key opens {self._tenants.prefix} alone, and the server's own key all else"
+                return ApiError(403, message, code="key_of_others")
+            scope["state"]["tenant"] = tenant
         if scope["method"] == "POST":
             return self._client.refusal()
         return None

@@ -7,8 +7,9 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.routing import Route
 
@@ -49,6 +50,14 @@ class Operation:
     """What becomes of fields that its body's type does not have."""
 
 
+class Tenants(NamedTuple):
+    """Callers with keys of their own. These keys open paths below `prefix` only, which the server's key does not."""
+
+    prefix: str = ""
+    keys: Mapping[str, str] = {}
+    """By the tenant's name. {}: there are no tenants."""
+
+
 class Routes:
     """Operations by path and method, and request fields that modules add to the OpenAI bodies."""
 
@@ -58,6 +67,7 @@ class Routes:
         self.fields = ExtraFields()
         self.control_paths_off: set[str] = set()
         """Paths that `ServerConfig.control` would serve."""
+        self.tenants = Tenants()
 
     def add(self, method: str, path: str, handler: Handler, summary: str, **options: Any) -> None:
         """options: the other fields of `Operation`."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.server.tinker.losses import HOSTED, LOSSES
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -24,9 +26,13 @@ pytestmark = [
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
+    (tenants := tmp_path / "tenants").touch(0o600)
+    tenants.write_text("one tml-test\nother tml-other\n")
     server = subprocess.Popen(
         [sys.executable, "-m", "megatron_infer", "tinker", "smollm2", "--port", "0", "--dtype", "float32",
-         "--served-model-name", "Qwen/Qwen3-8B", "--state-dir", str(tmp_path / "state"), "--buffer-size-gb", "1"],
+         "--served-model-name", "Qwen/Qwen3-8B", "--state-dir", str(tmp_path / "state"), "--buffer-size-gb", "1",
+         "--tenants", str(tenants)],
+        env={**os.environ, "MEGATRON_INFER_API_KEY": "tml-server"},
         stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
@@ -48,6 +54,17 @@ def test_the_sdk_and_the_cookbooks_loops_train_and_sample(url: str, tmp_path: Pa
     assert found["sdk"]["answer"] == " Lyon"
     resumed, own = found["sdk"]["resumed"]
     assert resumed == own
+    hidden = found["sdk"]["hidden"]
+    assert all("there is no checkpoint" in text for text in hidden), hidden
+    refused = found["sdk"]["losses_refused"]
+    for name, text in refused.items():
+        if name in HOSTED:
+            assert f"{name} is not supported" in text
+        elif name in LOSSES:
+            assert "unknown" not in text, "of what the loss needs, a tensor is missing"
+        else:
+            raise AssertionError(f"{name}: a loss of the SDK of which nothing is known")
+    assert not refused["cross_entropy"]
     assert found["supervised"][-1] < found["supervised"][0] / 2
     assert [line["progress/batch"] for line in found["reinforced"] if "progress/batch" in line] == [0, 1]
 
@@ -55,7 +72,7 @@ def test_the_sdk_and_the_cookbooks_loops_train_and_sample(url: str, tmp_path: Pa
 def test_the_preference_recipe_learns_what_is_chosen(url: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "tinker_recipes.py"
     options = ["--out-dir", str(tmp_path / "dpo"), "--max-steps", "3", "--learning-rate", "1e-4"]
-    env = {**os.environ, "TINKER_BASE_URL": url}
+    env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test"}
     subprocess.run([sys.executable, str(script), "dpo", *options], check=True, timeout=600, env=env)
     rows = [json.loads(line) for line in (tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["dpo_loss"] for row in rows]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import typing
 
 os.environ |= {"TINKER_BASE_URL": sys.argv[1], "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0"}
 FOLDER = sys.argv[2]
@@ -18,6 +19,7 @@ import chz  # noqa: E402
 import datasets  # noqa: E402
 import tinker  # noqa: E402
 from tinker import types  # noqa: E402
+from tinker.types import LossFnType  # noqa: E402
 from tinker_cookbook import tokenizer_utils  # noqa: E402
 from tinker_cookbook.recipes import sl_loop  # noqa: E402
 from tinker_cookbook.rl import train  # noqa: E402
@@ -32,6 +34,19 @@ tokenizer_utils.register_tokenizer(NAME, lambda: tokenizer)
 datasets.load_dataset = lambda *_, **__: datasets.DatasetDict(
     train=datasets.Dataset.from_list([{"messages": QUESTION}] * 24)
 )
+
+
+def refusal(call):
+    """The error of a call; "": it has none."""
+    try:
+        call()
+    except tinker.TinkerError as error:
+        return str(error)
+    return ""
+
+
+def sampled(client, prompt):
+    return client.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def sdk():
@@ -65,6 +80,16 @@ def sdk():
     answer = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1, temperature=0.0)).result().sequences[0].tokens
     path = client.save_state("six").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
+    named = client.save_weights_for_sampler("mine").result().path
+    stranger = tinker.ServiceClient(api_key="tml-other")
+    hidden = [
+        refusal(lambda: stranger.create_training_client_from_state(path).result()),
+        refusal(lambda: sampled(stranger.create_sampling_client(model_path=named), prompt)),
+    ]
+    sampled(service.create_sampling_client(model_path=named), prompt)
+    losses_refused = {
+        name: refusal(lambda name=name: client.forward([datum], name).result()) for name in typing.get_args(LossFnType)
+    }
     loss = resumed.forward([datum], "cross_entropy").result().metrics["loss:sum"]
     own = client.forward([datum], "cross_entropy").result().metrics["loss:sum"]
     return {
@@ -72,6 +97,8 @@ def sdk():
         "custom": custom_metrics,
         "answer": tokenizer.decode(answer),
         "resumed": [loss, own],
+        "hidden": hidden,
+        "losses_refused": losses_refused,
     }
 
 

@@ -69,6 +69,22 @@ def output_of(content):
     return made.metrics["loss:sum"], [values[a:b] for a, b in zip(places, places[1:], strict=False)]
 
 
+def message_of_batch(model_id, seq_id, loss, tokens=TOKENS, *, given=None, forward_only=False, **config):
+    sent = messages.message("ForwardBackwardRequest")
+    sent.model_id, sent.seq_id, sent.loss_fn, sent.forward_only = model_id, seq_id, loss, forward_only
+    for place, ids in enumerate(tokens):
+        datum = sent.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray(ids[:-1], "<i4").tobytes()
+        values = {"target_tokens": np.asarray(ids[1:], "<i8"), **(given or numbers(ids, place))}
+        for name, array in values.items():
+            field = datum.loss_fn_inputs[name]
+            field.dense, field.dtype = array.tobytes(), 2 if array.dtype.kind == "i" else 1
+            field.shape.extend(array.shape)
+    for name, value in config.items():
+        sent.loss_fn_config[name] = value
+    return sent.SerializeToString()
+
+
 class Api:
     """The calls of a client, as the SDK sends them."""
 
@@ -95,20 +111,8 @@ class Api:
         assert "model_id" in made, made
         return made["model_id"]
 
-    def send_batch(self, model_id, seq_id, loss, tokens=TOKENS, *, given=None, forward_only=False, **config):
-        sent = messages.message("ForwardBackwardRequest")
-        sent.model_id, sent.seq_id, sent.loss_fn, sent.forward_only = model_id, seq_id, loss, forward_only
-        for place, ids in enumerate(tokens):
-            datum = sent.data.add()
-            datum.model_input.add().encoded_text.tokens = np.asarray(ids[:-1], "<i4").tobytes()
-            values = {"target_tokens": np.asarray(ids[1:], "<i8"), **(given or numbers(ids, place))}
-            for name, array in values.items():
-                field = datum.loss_fn_inputs[name]
-                field.dense, field.dtype = array.tobytes(), 2 if array.dtype.kind == "i" else 1
-                field.shape.extend(array.shape)
-        for name, value in config.items():
-            sent.loss_fn_config[name] = value
-        return self.send(sent.SerializeToString())
+    def send_batch(self, *args, **options):
+        return self.send(message_of_batch(*args, **options))
 
     def send(self, content):
         return self.http.post("/api/v1/forward_backward", content=content, headers={"content-type": PROTOBUF})
@@ -161,20 +165,23 @@ def serving(state_dir, *, full=False, options=None, **settings):
 
 
 @contextlib.contextmanager
-def served(trainer, state_dir, *, max_models=64, durable=False, on_coordinator=lambda address: None, **settings):
-    held = TinkerService(trainer, model_name="tiny", state_dir=state_dir, max_models=max_models, durable=durable)
+def served(
+    trainer, state_dir, *, max_models=64, durable=False, tenants=(), on_coordinator=lambda address: None, **settings
+):
     config = ServerConfig(port=0, log_requests=False, **settings)
-    with contextlib.closing(held), coordinator(timeout_s=20.0) as one:
+    with contextlib.ExitStack() as stack, coordinator(timeout_s=20.0) as one:
         on_coordinator(one.address)
-        routes = TinkerRoutes(held)
+        how = {"model_name": "tiny", "max_models": max_models, "durable": durable, "num_tenants": len(tenants) or 1}
+        made = {name: TinkerService(trainer, state_dir=state_dir / name, **how) for name in tenants or ("",)}
+        services = {name: stack.enter_context(contextlib.closing(held)) for name, held in made.items()}
+        routes = TinkerRoutes(services, dict(tenants))
         server = HttpServer(config, coordinator=one.address, tokenizer=tokenizer(), model="tiny", modules=(routes,))
         with (
             served_engine(trainer, one.address, on_failed=server.shut_down),
             running(server, config) as case,
             httpx.Client(base_url=case.url, timeout=60) as http,
         ):
-            trainer.submit(held.load).result(60)
-            case.http, case.trainer, case.service = http, trainer, held
+            case.http, case.trainer, case.services, case.service = http, trainer, services, services.get("")
             yield case
 
 
@@ -267,8 +274,6 @@ def test_gradients_of_a_call_that_fails_do_not_count(case, api, monkeypatch, pla
     fails.append("no memory")
     failed = api.result(api.send_batch(id, 2, "cross_entropy", **sent[1]).json())
     assert failed["category"] == "server" and not fails
-    if place == "checking":
-        api.batch(id, 3, "cross_entropy", **sent[0])
     api.batch(id, 0, "cross_entropy", **sent[1])
     other = api.train(1)
     for one in sent:
@@ -475,6 +480,8 @@ def test_wrong_calls_are_named_and_hurt_nobody(case, api):
 
     assert "ForwardBackwardRequest" in why(api.send(b"\xff\xff\xff"))
     assert "cross_entropy" in why(api.send_batch(id, 0, "crossentropy"))
+    assert "stable_reinforce is not supported: the hosted" in why(api.send_batch(id, 0, "stable_reinforce"))
+    assert "forward_backward_custom" in why(api.send_batch(id, 0, "custom"))
     assert "clip_low" in why(api.send_batch(id, 0, "ppo", clip_low=0.1))
     assert "clip_high_threshold is missing" in why(api.send_batch(id, 0, "gspo", clip_low_threshold=0.1))
     assert "weights is missing" in why(api.send_batch(id, 0, "cross_entropy", given={"advantages": np.ones(4, "<f4")}))
@@ -513,16 +520,19 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
     unnamed = api.call("save_weights", model_id=id, seq_id=3, path="../x")
     waiting = api.send_batch(id, 5, "cross_entropy").json()
     api.call("cancel_future", request_id=waiting["request_id"])
-    step = api.call("optim_step", model_id=id, seq_id=6, adam_params={**ADAM, "eps": 0})
+    step = api.step(id, 6)
     wrong = [api.result(one)["error"] for one in (refused, missing, unnamed)]
     assert [part in text for part, text in zip(("cross_entropy", "checkpoint", "path"), wrong, strict=True)] == [
         True
     ] * 3
     api.batch(id, 4, "cross_entropy")
-    assert "eps" in api.result(step)["error"]
-    path = api.result(api.call("save_weights", model_id=id, seq_id=7, path="one"))["path"]
-    assert api.result(api.call("load_weights", model_id=id, seq_id=8, path=path))["path"] == path
-    assert "no gradients" in api.result(api.step(id, 9))["error"], "those of before are gone"
+    assert api.result(step)["metrics"]["version"] == 1, "after the call that came last"
+    api.batch(id, 7, "cross_entropy")
+    wrong = api.call("optim_step", model_id=id, seq_id=8, adam_params={**ADAM, "eps": 0})
+    assert "eps" in api.result(wrong)["error"]
+    path = api.result(api.call("save_weights", model_id=id, seq_id=9, path="one"))["path"]
+    assert api.result(api.call("load_weights", model_id=id, seq_id=10, path=path))["path"] == path
+    assert "no gradients" in api.result(api.step(id, 11))["error"], "those of before are gone"
 
 
 def test_a_call_that_is_to_be_sent_later_has_not_had_its_turn(api, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ from test_tinker import TOKENS, Api, check_parameters, live_session, plain_loop,
 
 from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import ConfigError
+from megatron_infer.server.tinker import service
 from megatron_infer.server.tinker.service import TinkerService
 from megatron_infer.server.tinker.training import LiveModel, LiveTrainer, TrainingClient
 from megatron_infer.testing.tiny import tiny_gpt
@@ -113,8 +113,7 @@ def test_what_cannot_go_on_is_named_at_the_start(tmp_path, monkeypatch):
 
     def start(live=None):
         trainer = LiveTrainer(LiveModel(*live_session(live)))
-        with contextlib.closing(TinkerService(trainer, model_name="tiny", state_dir=tmp_path, durable=True)) as held:
-            held.load()
+        TinkerService(trainer, model_name="tiny", state_dir=tmp_path, durable=True).close()
 
     with serving(tmp_path, durable=True) as case:
         api = Api(case.http)
@@ -141,7 +140,53 @@ def test_what_cannot_go_on_is_named_at_the_start(tmp_path, monkeypatch):
         assert "other base weights" in api.result(load)["error"]
 
 
-def test_a_batch_that_is_given_up_while_it_runs_leaves_no_gradients(tmp_path, monkeypatch):
+def test_an_operation_whose_number_cannot_be_written_is_an_error_and_does_not_count(tmp_path, monkeypatch):
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        id, other = api.train(), api.train(1)
+        api.batch(id, 1, "cross_entropy")
+        (obstacle := tmp_path / id / "operations.tmp").mkdir()
+        assert "operations.tmp" in refused(api, id, 2, "cross_entropy")
+        sampler = api.sampler(id, 3)
+        assert "could not be written" in sampler["error"] and sampler["category"] == "server"
+        api.batch(other, 1, "cross_entropy")
+        assert api.result(api.step(other, 2))["metrics"]["version"] == 1, "the other client is not hurt"
+        obstacle.rmdir()
+        api.result(api.step(id, 4))
+        is_after_one_step(case.service.model(id).client)
+        (tmp_path / id / "operations.tmp").mkdir()
+        refused(api, id, 5, "cross_entropy")
+    (tmp_path / id / "operations.tmp").rmdir()
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        api.batch(id, 5, "cross_entropy")
+        assert api.result(api.step(id, 6))["metrics"]["version"] == 2
+
+
+def test_a_call_ends_when_its_number_is_on_the_disk_and_others_are_answered_meanwhile(tmp_path, monkeypatch):
+    started, go_on, sync = threading.Event(), threading.Event(), file_format.sync
+
+    def slow(path):
+        if path.name == "operations.tmp":
+            started.set()
+            assert go_on.wait(60)
+        sync(path)
+
+    with serving(tmp_path, durable=True) as case:
+        api = Api(case.http)
+        id = api.train()
+        monkeypatch.setattr(service, "HOLD_S", 0.2)
+        monkeypatch.setattr(file_format, "sync", slow)
+        sent = api.send_batch(id, 1, "cross_entropy").json()
+        assert started.wait(60)
+        assert case.http.get("/api/v1/healthz").status_code == 200
+        assert case.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]}).status_code == 408
+        go_on.set()
+        monkeypatch.setattr(service, "HOLD_S", 40.0)
+        assert isinstance(api.result(sent), bytes)
+
+
+def test_a_batch_that_is_given_up_while_it_runs_leaves_no_gradients_and_earlier_ones_stay(tmp_path, monkeypatch):
     started, go_on, compute = threading.Event(), threading.Event(), TrainingClient.forward_backward
 
     def slow(*args, **options):
@@ -152,13 +197,20 @@ def test_a_batch_that_is_given_up_while_it_runs_leaves_no_gradients(tmp_path, mo
     with serving(tmp_path) as case:
         api = Api(case.http)
         id = api.train()
+        api.batch(id, 1, "cross_entropy", TOKENS)
         with monkeypatch.context() as patch:
             patch.setattr(TrainingClient, "forward_backward", slow)
-            sent = api.send_batch(id, 1, "cross_entropy").json()
+            sent = api.send_batch(id, 2, "cross_entropy").json()
             assert started.wait(60)
             api.call("cancel_future", request_id=sent["request_id"])
             go_on.set()
-            assert "no gradients" in api.result(api.step(id, 2))["error"]
-        api.batch(id, 3, "cross_entropy", TOKENS)
-        api.result(api.step(id, 4))
+            assert api.result(api.step(id, 3))["metrics"]["version"] == 1
         is_after_one_step(case.service.model(id).client)
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingClient, "forward_backward", slow)
+            started.clear(), go_on.clear()
+            sent = api.send_batch(id, 4, "cross_entropy").json()
+            assert started.wait(60)
+            api.call("cancel_future", request_id=sent["request_id"])
+            go_on.set()
+            assert "no gradients" in api.result(api.step(id, 5))["error"]

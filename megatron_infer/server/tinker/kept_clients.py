@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,11 @@ class KeptClients:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} of {socket.gethostname()}\n")
         self._lock.flush()
+        self._writer = ThreadPoolExecutor(1, "megatron-infer-notes")
+        """Notes are written in their order."""
 
     def close(self) -> None:
+        self._writer.shutdown()
         self._lock.close()
 
     def keep(self, id: str, client: TrainingClient, *, seq_id: int, reply: Any) -> None:
@@ -90,15 +94,29 @@ class KeptClients:
         if is_new:
             file_format.sync(self._dir)
 
-    def note(self, id: str, operations: Operations) -> None:
-        """An operation has ended."""
-        path = self._dir / id / OPERATIONS
+    def note(self, id: str, operations: Operations) -> Future[None]:
+        """On the disk when the future is done. Its error is an ApiError."""
+        return self._writer.submit(self._note, self._dir / id / OPERATIONS, operations)
+
+    def _note(self, path: Path, operations: Operations) -> None:
         partial = path.with_suffix(".tmp")
-        partial.write_bytes(msgspec.json.encode(operations))
-        file_format.sync(partial)
-        file_format.put_in_place(partial, path)
+        try:
+            partial.write_bytes(msgspec.json.encode(operations))
+            file_format.sync(partial)
+            file_format.put_in_place(partial, path)
+        except OSError as error:
+            raise ApiError(
+                500,
+                f"the operation's number could not be written to --state-dir ({error}), and gradients of the operation "
+                "do not count: make room, then send it with a new number",
+                code="not_written",
+            ) from None
 
     def forget(self, id: str) -> None:
+        """After the notes that wait."""
+        self._writer.submit(self._forget, id).result()
+
+    def _forget(self, id: str) -> None:
         for name in (STATE, OPERATIONS):
             (self._dir / id / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds what was saved, or is not there

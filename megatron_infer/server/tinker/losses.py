@@ -73,11 +73,18 @@ LOSSES = {
     "dro": LossFunction(_dro, _POLICY, {"beta": 0.05}),
 }
 
+HOSTED = {
+    "stable_reinforce": "the hosted service computes it from records of its samples (record_stability_info)",
+    "custom": "the hosted service runs code of create_custom_loss; give forward_backward_custom a function of yours",
+}
+"""Losses of the API that are not computed here, and why."""
+
 
 def loss_named(name: str) -> LossFunction:
     """Raises RequestError for a name that is not of LOSSES."""
     if name not in LOSSES:
-        raise RequestError(f"loss_fn: {unknown_name('loss function', name, LOSSES)}; one of {', '.join(LOSSES)}")
+        why = f"{name} is not supported: {HOSTED[name]}" if name in HOSTED else unknown_name("loss", name, LOSSES)
+        raise RequestError(f"loss_fn: {why}; one of {', '.join(LOSSES)}")
     return LOSSES[name]
 
 

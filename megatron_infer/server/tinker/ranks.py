@@ -170,8 +170,8 @@ class JobRanks:
         if name == "create":
             self._model.forget(args[0])
         elif name == WITH_DATA:
-            target.drop_gradients()
-        elif name in ("optim_step", "load"):
+            target.drop_batch()
+        elif name in ("take_batch", "optim_step", "load"):
             target.tear()
 
 

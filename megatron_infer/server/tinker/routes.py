@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,14 @@ from starlette.responses import Response
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.endpoint import CALLER, Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.routes import Routes
+from megatron_infer.server.routes import Routes, Tenants
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tinker import messages, requests
+from megatron_infer.server.tinker.figures import Row, families_of
 from megatron_infer.server.tinker.losses import loss_named, settings_of
 from megatron_infer.server.tinker.requests import read
 from megatron_infer.server.tinker.service import Model, Sampler, TinkerService, model_of
@@ -38,14 +39,28 @@ MAX_DATA = 4096
 class TinkerRoutes:
     """Registers the API in a server, as one of its modules."""
 
-    def __init__(self, service: TinkerService) -> None:
-        self._service = service
+    def __init__(self, services: Mapping[str, TinkerService], keys: Mapping[str, str]) -> None:
+        """services: by tenant; of "" alone, where there are no tenants. keys: of tenants."""
+        self._services, self._keys = services, keys
         self._client: EngineClient | None = None
 
+    @property
+    def _service(self) -> TinkerService:
+        """The caller's."""
+        return self._services[CALLER.get() if self._keys else ""]
+
+    def _rows(self) -> dict[str, Row]:
+        """Figures of all training clients, by their labels."""
+        return {
+            f"{tenant}:{label}" if tenant else label: row
+            for tenant, service in self._services.items()
+            for label, row in service.rows().items()
+        }
+
     def register(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-        self._client = client
-        client.meter.sources.append(self._service.families)
-        client.shown["clients"] = self._service.rows
+        self._client, routes.tenants = client, Tenants(PREFIX, self._keys)
+        client.meter.sources.append(lambda: families_of(self._rows()))
+        client.shown["clients"] = self._rows
         for path, (summary, handler) in {
             "client/config": ("Flags of the SDK", self._config),
             "client/dynamic_config": ("Flags of the SDK that may change", self._empty),
@@ -172,14 +187,13 @@ class TinkerRoutes:
                     work = partial(client.forward_backward, piece, sent.loss_fn, settings, backward=backward)
                     loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
-            except BaseException as error:
-                is_cancelled = isinstance(error, asyncio.CancelledError)  # the piece that runs goes on
-                if backward and (scores or is_cancelled):  # a part of the batch
-                    await self._service.run(client.drop_gradients)
+                if backward:
+                    await self._service.count_batch(model, sent.seq_id)
+            except BaseException:
+                if backward:
+                    self._service.trainer.submit(client.drop_batch)  # after a piece that runs now
                 raise
             if backward:
-                model.gradients.append(sent.seq_id)
-                model.lost = [number for number in model.lost if number != sent.seq_id]
                 figures.loss = total
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)

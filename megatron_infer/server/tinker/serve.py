@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,6 @@ def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable
             log.exception("the engine's thread has failed")
             failures.append(error)
         finally:
-            trainer.close()
             on_failed()
 
     thread = threading.Thread(target=run, name="megatron-infer-live")
@@ -88,8 +88,8 @@ def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable
     finally:
         replica.stop()
         thread.join()
-        for failure in failures:
-            raise failure
+    for failure in failures:
+        raise failure
 
 
 def serve(
@@ -100,26 +100,30 @@ def serve(
     model_name: str,
     state_dir: Path,
     durable: bool,
+    keys: Mapping[str, str],
     note: Callable[[str], None],
     on_coordinator: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. durable: see `TinkerService`. on_coordinator: called with the address at which
-    engines may join."""
-    service = TinkerService(trainer, model_name=model_name, state_dir=state_dir, durable=durable)
+    """Serve until SIGTERM or Ctrl-C. durable: see `TinkerService`. keys: of tenants, each with a directory of its own.
+    on_coordinator: called with the address at which engines may join."""
+    folders = {tenant: state_dir / f"tenant-{tenant}" for tenant in keys} or {"": state_dir}
     with (
-        contextlib.closing(service),
+        contextlib.ExitStack() as stack,
         contextlib.closing(listen(settings.host, settings.port)) as listening,
         ServerFolder() as folder,
         running(Coordinator(folder.coordinator, CoordinatorOptions(max_queue=settings.max_queue))),
     ):
+        on_coordinator(folder.coordinator)
+        made = partial(TinkerService, trainer, model_name=model_name, durable=durable, num_tenants=len(folders))
+        services = {
+            tenant: stack.enter_context(contextlib.closing(made(state_dir=path))) for tenant, path in folders.items()
+        }
         server = HttpServer(
             settings,
             coordinator=folder.coordinator,
             tokenizer=tokenizer,
             model=model_name,
-            modules=(TinkerRoutes(service),),
+            modules=(TinkerRoutes(services, keys),),
         )
-        on_coordinator(folder.coordinator)
         with served_engine(trainer, folder.coordinator, on_failed=server.shut_down):
-            trainer.submit(service.load).result()
             server.run(listening, on_ready=lambda url: note(f"serving {model_name} at {url}"))

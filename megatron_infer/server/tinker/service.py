@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_infer.engine.metrics.registry import Family
+import msgspec
+
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
-from megatron_infer.server.tinker.figures import ClientFigures, Row, families_of
+from megatron_infer.server.tinker.figures import ClientFigures, Row
 from megatron_infer.server.tinker.kept_clients import KeptClients, Operations
 from megatron_infer.server.tinker.training import BASE, LiveTrainer, TrainingClient, manifest_of
 
@@ -57,6 +58,10 @@ class Model:
     """The largest number of an operation that changed adapter or optimizer, and its reply."""
     kept: tuple[int, Any] = (0, None)
     """`changed` as an earlier server has left it."""
+    noted: Operations | None = None
+    """What a durable server that is started again knows of the operations; None: that is not known here."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of the operation that runs: those without a number take turns too."""
     figures: ClientFigures = field(default_factory=ClientFigures)
 
     @property
@@ -105,9 +110,14 @@ class TinkerService:
         state_dir: Path,
         max_models: int = 64,
         durable: bool = False,
+        num_tenants: int = 1,
     ) -> None:
-        """durable: training clients are in state_dir as each operation that changes them leaves them; see `load`."""
-        self.trainer, self.model_name, self.state_dir, self._max_models = trainer, model_name, state_dir, max_models
+        """durable: training clients are in state_dir as each operation that changes them leaves them, and those that an
+        earlier server has left there go on. num_tenants: of the server; each has a service, and an equal part of each
+        limit. Raises ConfigError for a client that cannot go on."""
+        self.trainer, self.model_name, self.state_dir = trainer, model_name, state_dir
+        self._num_tenants = num_tenants
+        self._max_models = self._part(max_models)
         self._kept = KeptClients(state_dir) if durable else None
         self._sessions: dict[str, float] = {}
         """When each was heard last, on the monotonic clock."""
@@ -121,15 +131,10 @@ class TinkerService:
         """Adapters in the engine by the path of what was saved; the last is the one used last."""
         self._outdated: list[str] = []
         """Adapters in the engine that are to be unloaded."""
-        self._num_adapters = 0
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
         self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
         """Tasks by id, and when each ended, on the monotonic clock."""
-
-    def load(self) -> None:
-        """The clients that an earlier server has left in state_dir go on; in the engine's thread. Raises ConfigError
-        for one that cannot."""
-        for kept in () if self._kept is None else self._kept.load(self.trainer):
+        for kept in () if self._kept is None else self._kept.load(trainer):
             self._sessions[kept.id.partition(":")[0]] = time.monotonic()
             self._models[kept.id] = Model(
                 kept.id,
@@ -139,6 +144,7 @@ class TinkerService:
                 settled=kept.operations.settled,
                 changed=kept.changed,
                 kept=kept.changed,
+                noted=kept.operations,
             )
 
     def close(self) -> None:
@@ -146,15 +152,19 @@ class TinkerService:
         if self._kept is not None:
             self._kept.close()
 
+    def _part(self, limit: int) -> int:
+        """A tenant's part of a limit of the server."""
+        return max(1, limit // self._num_tenants)
+
     # ------------------------------------------------------------------ sessions, models, samplers
 
     def new_session(self) -> str:
         """Raises ApiError 429 where each of the sessions has a training client."""
-        if len(self._sessions) >= MAX_SESSIONS:
+        if len(self._sessions) >= (most := self._part(MAX_SESSIONS)):
             in_use = {name.partition(":")[0] for name in self._models}
             idle = [id for id in self._sessions if id not in in_use]
             if not idle:
-                raise ApiError(429, f"{MAX_SESSIONS} sessions are the most of this server", code="too_many")
+                raise ApiError(429, f"{most} sessions are the most of this server", code="too_many")
             self.end_session(min(idle, key=self._sessions.__getitem__))
         self._sessions[id := secrets.token_hex(16)] = time.monotonic()
         return id
@@ -234,8 +244,8 @@ class TinkerService:
         sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path), content)
         self._samplers[sampler.id] = sampler
         unnamed = [one for one in self._samplers.values() if one.adapter is not None]
-        old = [one.id for one in unnamed[: max(0, len(unnamed) - MAX_ADAPTERS)]]
-        for id in old or list(self._samplers)[: max(0, len(self._samplers) - MAX_SAMPLERS)]:
+        old = [one.id for one in unnamed[: max(0, len(unnamed) - self._part(MAX_ADAPTERS))]]
+        for id in old or list(self._samplers)[: max(0, len(self._samplers) - self._part(MAX_SAMPLERS))]:
             self._outdated += filter(None, [self._samplers.pop(id).adapter])
         return sampler
 
@@ -281,14 +291,13 @@ class TinkerService:
             )
 
     def _new_name(self) -> str:
-        self._num_adapters += 1
-        return f"tinker-{self._num_adapters}"
+        return f"tinker-{secrets.token_hex(8)}"
 
     def _name(self, path: str, adapter: str) -> None:
         """The path has this adapter from now on."""
         self._outdated += filter(None, [self._named.pop(path, None)])
         self._named[path] = adapter
-        while len(self._named) > MAX_ADAPTERS:
+        while len(self._named) > self._part(MAX_ADAPTERS):
             self._outdated.append(self._named.popitem(last=False)[1])
 
     async def _unload_outdated(self) -> None:
@@ -301,10 +310,6 @@ class TinkerService:
     def rows(self) -> dict[str, Row]:
         """Figures of the training clients that exist, by their labels."""
         return {model.label: model.figures.row() for model in list(self._models.values())}
-
-    def families(self) -> list[Family]:
-        """These figures as metrics; from any thread."""
-        return families_of(self.rows())
 
     def sampled(self, sampler: Sampler, *, num_tokens: int, seconds: float) -> None:
         """Samples have been drawn; they count for the sampler's training client, if that exists."""
@@ -357,12 +362,35 @@ class TinkerService:
 
         reply = await self.run_for(model, kept)
         self.settle(model, seq_id)
+        if seq_id:  # the client's file says it
+            model.noted = self._operations(model, seq_id)
         return reply
+
+    async def count_batch(self, model: Model, seq_id: int) -> None:
+        """The gradients of the batch that was computed last are the client's. Raises ApiError where a durable server
+        could not name the batch after a kill: they do not count then."""
+        lost, gradients = [number for number in model.lost if number != seq_id], [*model.gradients, seq_id]
+        await self._note(model, msgspec.structs.replace(self._operations(model, seq_id), gradients=lost + gradients))
+        model.lost, model.gradients = lost, gradients
+        self.trainer.submit(model.client.take_batch)  # before the client's next operation
 
     def settle(self, model: Model, seq_id: int) -> None:
         """The operation of this number has used the client's gradients, or dropped them."""
         model.gradients, model.lost = [], []
         model.settled = max(model.settled, seq_id)
+
+    def _operations(self, model: Model, seq_id: int) -> Operations:
+        """Those of the client when the operation of this number has ended."""
+        gradients = model.lost + model.gradients
+        return Operations(next_seq=max(model.next_seq, seq_id + 1), gradients=gradients, settled=model.settled)
+
+    async def _note(self, model: Model, operations: Operations) -> None:
+        """A durable server has them on the disk when it ends. Raises ApiError."""
+        if self._kept is None or model.id not in self._models or operations == model.noted:
+            return
+        model.noted = None
+        await asyncio.shield(asyncio.wrap_future(self._kept.note(model.id, operations)))
+        model.noted = operations
 
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
         """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
@@ -374,37 +402,46 @@ class TinkerService:
                 if seq_id == number:
                     return reply
                 raise RequestError(f"seq_id: operation {seq_id} was computed before the server was started again")
-            if model.next_seq < seq_id:
-                turn = model.waiting.setdefault(seq_id, asyncio.Event())
+            turn = asyncio.ensure_future(self._turn(model, seq_id))
+            try:
                 try:
-                    await asyncio.wait_for(turn.wait(), ORDER_S)
-                except TimeoutError:
-                    text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
-                    raise RequestError(f"{text}; {seq_id} waited for it") from None
-            return await work()
+                    await asyncio.shield(turn)
+                except asyncio.CancelledError:
+                    await turn  # what is given up keeps its place
+                    raise
+                async with model.turn:
+                    return await work()
+            finally:
+                await self._note(model, self._operations(model, seq_id))
 
         def ended() -> None:
             model.figures.queue -= 1
             model.pass_on(seq_id)
-            if self._kept is not None and model.id in self._models:
-                gradients = model.lost + model.gradients
-                now = Operations(next_seq=model.next_seq, gradients=gradients, settled=model.settled)
-                self._kept.note(model.id, now)
 
         return self.future(run(), ended=ended)
 
+    async def _turn(self, model: Model, seq_id: int) -> None:
+        """Wait for the operations with lower numbers. Raises RequestError where one does not come."""
+        if model.next_seq >= seq_id:
+            return
+        try:
+            await asyncio.wait_for(model.waiting.setdefault(seq_id, asyncio.Event()).wait(), ORDER_S)
+        except TimeoutError:
+            text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
+            raise RequestError(f"{text}; {seq_id} waited for it") from None
+
     def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
         """Start an operation -> the id that `result` takes. ended: called whatever becomes of it."""
-        now = time.monotonic()
+        now, most = time.monotonic(), self._part(MAX_FUTURES)
         for name, (task, times) in list(self._futures.items()):
-            if len(self._futures) < MAX_FUTURES and (not times or now - times[0] < FUTURE_S):
+            if len(self._futures) < most and (not times or now - times[0] < FUTURE_S):
                 break
             if task.done():
                 del self._futures[name]
-        if len(self._futures) >= MAX_FUTURES:
+        if len(self._futures) >= most:
             work.close()
             ended()
-            raise ApiError(429, f"{MAX_FUTURES} calls are waited for, the most of this server", code="too_many")
+            raise ApiError(429, f"{most} calls are waited for, the most of this server", code="too_many")
         task, times = asyncio.ensure_future(work), list[float]()
 
         def note(done: asyncio.Task[Any]) -> None:
