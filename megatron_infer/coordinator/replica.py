@@ -31,9 +31,11 @@ from megatron_infer.coordinator.served_engine import (
     can_step,
     info_of,
     max_parcel_bytes,
+    meet_ranks,
     moves_memory,
     num_published,
     params_of,
+    serves_others,
     stats_of,
 )
 from megatron_infer.errors import (
@@ -59,6 +61,9 @@ HOLD_S = 0.25
 BRIEF_S = 0.003
 """Most seconds that a step waits for what new requests need, such as grammars: with it they are in this step, and
 without it in the next. Only the first request of a caller is waited for."""
+LOOK_S = 0.1
+"""Seconds until a paused rank of several that are replicas of their own looks again whether another one has a command
+or outputs; what comes for the rank itself wakes it."""
 MAX_DIGESTS = 1 << 14
 """Most digests in one message."""
 
@@ -90,6 +95,7 @@ class Replica:
         self.engine = engine
         self.role = ReplicaRole(role)
         self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
+        self._serves_others = serves_others(engine)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -128,10 +134,12 @@ class Replica:
             while self._take_messages():
                 if can_step(self.engine):
                     self._step()
+                elif self._serves_others:
+                    self.engine.serve_step()  # type: ignore[attr-defined]
                 self._flush(time.monotonic())
                 if self._may_end():
                     reason = "it has drained"
-                    return
+                    break
             if self._failure is not None:
                 raise self._failure
         except BaseException as error:
@@ -142,6 +150,7 @@ class Replica:
             self.connection.close(protocol.Goodbye(reason=reason))
             if self._parcels is not None:
                 self._parcels.close()
+        meet_ranks(self.engine, "the end of run()")
 
     def stop(self) -> None:
         """End after the present step; others continue its requests. From any thread or a signal handler."""
@@ -207,7 +216,8 @@ class Replica:
             self._begin_arrived()  # the last step may have freed rows, and no message may come
             with self._wake:
                 if not self._inbox and not can_step(self.engine) and not self._may_end():
-                    self._wake.wait(HOLD_S if self._has_held() or self._draining else None)
+                    held_s = HOLD_S if self._has_held() or self._draining else None
+                    self._wake.wait(LOOK_S if self._serves_others else held_s)
                 messages = list(self._inbox)
                 self._inbox.clear()
             self._brief_until = time.monotonic() + BRIEF_S
@@ -215,7 +225,7 @@ class Replica:
                 self._apply(came, message)
             if messages:
                 self._report_changes()
-            if can_step(self.engine) or self._has_held() or self._may_end():
+            if can_step(self.engine) or self._serves_others or self._has_held() or self._may_end():
                 return not self._stopping
         return False
 

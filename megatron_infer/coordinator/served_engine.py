@@ -85,21 +85,22 @@ class MovingEngine(ServedEngine, Protocol):
 
 def moves_memory(engine: Any) -> TypeGuard[MovingEngine]:
     """Whether an engine hands requests out with what is computed of them, and takes them in so."""
-    return hasattr(engine, "hand_out") and not _is_one_of_several(engine)
+    return hasattr(engine, "hand_out") and not serves_others(engine)
 
 
 def meet_ranks(engine: Any, before: str, *, deadline: float = math.inf) -> bool:
     """Before what all ranks of an engine do at once -> whether each of them is a replica of its own (`dp_attention`),
     which has the command at a time of its own: this one serves the steps of the others until all have it. deadline:
     on time.monotonic's clock. Raises TransitionTimeout past it."""
-    if not _is_one_of_several(engine):
+    if not serves_others(engine):
         return False
-    if can_step(engine):
-        engine.serve_others(before, deadline=deadline)
+    engine.serve_others(before, deadline=deadline)
     return True
 
 
-def _is_one_of_several(engine: Any) -> bool:
+def serves_others(engine: Any) -> bool:
+    """Whether its rank is one of several of an engine that are replicas of their own: in every state it takes part in
+    the rounds of the others (`serve_step`), one of which may have a command."""
     relay = getattr(engine, "relay", None)
     return relay is not None and bool(relay.own_requests)
 
@@ -129,8 +130,6 @@ def info_of(engine: Any) -> EngineInfo:
         return info
     config = engine.config
     refuse_synthetic(config.speculative, "a server")
-    if engine.relay.size > 1:
-        engine.relay.require_shared("a replica or server whose requests several ranks compute")
     if config.lora is not None:
         engine.relay.require_shared("a replica or server with adapters, which ranks would load in another order,")
     return EngineInfo(

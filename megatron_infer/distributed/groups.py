@@ -145,11 +145,11 @@ class ParallelGroups:
         engine = _spanning(found)
         # For a trainer, ranks that divide experts are data-parallel ranks too; here they belong to one replica.
         replicas = found["dp"] if _within(found["tp_ep"], found["tp"]) else found["expt_dp"]
+        data = found["dp"] or (found["ep"] if found["cp"] is None else None)
         if own_requests:
-            replicas = found["dp"] or found["ep"]
+            replicas = data
         sharing = _spanning({name: found[name] for name in ("tp", "pp", "mp")}) if own_requests else engine
         parts = {name: found[name] for name in ("tp", "pp", "ep", "cp")}
-        data = found["dp"] or (found["ep"] if found["cp"] is None else None)
         return cls(
             **parts, dp=replicas, data=data, engine=engine, sharing=sharing, inner=inner, own_requests=own_requests
         )

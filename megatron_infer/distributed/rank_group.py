@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -58,6 +59,14 @@ class RankGroup:
         """These ranks and those of the engines that context parallelism has beside theirs. Every rank calls it."""
         ranks = self.groups.context_ranks()
         return self if len(ranks) == self.size else RankGroup(self.groups, timeout_s=timeout_s, context_ranks=ranks)
+
+    def context_parts(self, *, timeout_s: float) -> RankGroup | None:
+        """With `dp_attention`, the ranks of this part of the engine and of those that context parallelism has next to
+        it: a trainer gives all of them the same prompts. Every rank calls it. None: there are no such parts."""
+        if self.groups.cp is None or not self.groups.own_requests:
+            return None
+        parts = replace(self.groups, engine=self.groups.sharing)
+        return RankGroup(parts, timeout_s=timeout_s, context_ranks=parts.context_ranks())
 
     def with_ranks(self, group: Any, *, timeout_s: float) -> RankGroup:
         """All ranks of a process group, these and those of engines next to theirs; None: only these. Every rank of the

@@ -34,7 +34,9 @@ ROLLOUT = "rollout()"
 """A round of ranks that roll out, see rl.multi_rank: commands arrive, or the leader ends its call."""
 PROMPTS = "prompts()"
 """The first round of a call with prompts: every rank reports its own, see `given_prompts`."""
-OF_SHARING = ("step()", "generate()", PROMPTS, ROLLOUT)
+SERVE = "serve_others()"
+"""A round of ranks with requests of their own, of which this one computes none."""
+OF_SHARING = ("step()", SERVE, "generate()", PROMPTS, ROLLOUT)
 """Calls of the ranks that share requests, whatever other ranks of the engine do; steps exchange sizes besides."""
 IDLE_S = 0.002
 """Until ranks with requests of their own look again whether one of them has work."""
@@ -210,9 +212,8 @@ class CommandRelay:
             return met._replace(flag=every.flag, texts=every.texts)
         return met
 
-    def begin_step(self, among: Collection[str] | None, *, running: bool, ends: str = "") -> StepStart:
-        """Receive the leader's commands, and agree. ends: this rank computes nothing of its own before that, see
-        `serve_others`."""
+    def begin_step(self, among: Collection[str] | None, *, running: bool) -> StepStart:
+        """Receive the leader's commands, and agree."""
         loop = self._loop
         if self.is_leader and loop.grammars.may_hold():
             states = loop.output_processor.requests
@@ -221,7 +222,8 @@ class CommandRelay:
         if self._engine.size == 1:
             return StepStart(None, among)
         if self.own_requests:
-            return self._begin_own_step(among, running=running, ends=ends)
+            arguments = self.meet("step()", None if among is None else sorted(among), compare=False).arguments
+            return self._agree_on_step(arguments, has_work=running and not loop.is_idle, running=running)
         was_idle = loop.was_idle
         arguments = None if among is None else sorted(among)
         met = self.meet("step()", arguments, flag=self._weights_moved(), compare=False)
@@ -231,12 +233,17 @@ class CommandRelay:
             return StepStart(self._lockstep.agree(differ, LOOK), met.arguments)
         return StepStart(met.flag, met.arguments)
 
-    def _begin_own_step(self, among: Collection[str] | None, *, running: bool, ends: str) -> StepStart:
-        """`begin_step` where each rank has requests of its own: an idle rank takes part as long as another has work."""
+    def begin_serving(self, before: str, *, running: bool) -> StepStart:
+        """`begin_step` of a rank that computes nothing of its own before what `before` names, see `serve_others`."""
+        ends = self.meet(SERVE, before, compare=False).arguments
+        return self._agree_on_step((), has_work=False, running=running, ends=ends)
+
+    def _agree_on_step(
+        self, among: Collection[str] | None, *, has_work: bool, running: bool, ends: str = ""
+    ) -> StepStart:
+        """Where each rank has requests of its own: an idle rank takes part as long as another has work."""
         loop, was_idle = self._loop, self._loop.was_idle
-        moved = not was_idle and loop.weights_differ(reads=False)
-        arguments = self.meet("step()", None if among is None else sorted(among), compare=False).arguments
-        has_work = running and not ends and not loop.is_idle
+        moved = running and not was_idle and loop.weights_differ(reads=False)
         every = self._engine.meet("step()", flag=moved, compare=False, text=json.dumps([has_work, ends]))
         each = [json.loads(text) for text in every.texts]
         have_work, has_ended = any(work for work, _ in each), bool(ends) and all(end == ends for _, end in each)
@@ -247,7 +254,7 @@ class CommandRelay:
             loop.was_idle = True
             if not has_ended:
                 time.sleep(IDLE_S)
-        return StepStart(changed, arguments, have_work, has_ended)
+        return StepStart(changed, among, have_work, has_ended)
 
     @contextmanager
     def comparing(self, source: int, own: GivenPrompts) -> Iterator[None]:
@@ -335,12 +342,11 @@ class CommandRelay:
             other_prompts=self._complaint(),
             wants_steps=self.wants_steps or self.outbox.has_aborts,
         )
+        self._met = met
         if met.call == until:
-            self._execute(met)
-            return met
+            return self.meet(until)
         if met.call not in calls:
             raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
-        self._met = met
         try:
             calls[met.call](met.arguments)
         except (LockstepError, RankFailure):

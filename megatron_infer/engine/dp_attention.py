@@ -47,8 +47,6 @@ def why_shared(adopted: AdoptedModel, draft: DraftModel | None, groups: Parallel
             "expert-parallel ranks are tensor-parallel ranks too (expert_tensor_parallel_size is less than tp), and "
             "compute the same tokens"
         )
-    if groups.cp is not None:
-        return "context-parallel ranks divide training sequences, and have the same prompts"
     for model in (adopted, *(() if draft is None else (draft.adopted,))):
         whose = "" if model is adopted else "the draft model: "
         if (layer := model.foreign_layer()) is not None:

@@ -17,7 +17,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build_engine import build_engine
 from megatron_infer.engine.chosen_config import ConfigOrOptions
-from megatron_infer.engine.command_relay import DISMISS, PROMPTS, ROLLOUT, StepStart
+from megatron_infer.engine.command_relay import DISMISS, PROMPTS, ROLLOUT, SERVE, StepStart
 from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.engine.durable.snapshot import LoadReport
 from megatron_infer.engine.lifecycle_commands import COMMANDS, EngineCommands, Group
@@ -220,15 +220,20 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         """With `dp_attention`, at the end of a call that stepped: this rank's experts serve the steps of the other
         ranks until all ranks have called it with the same `before`. Its own requests wait. Without, it does nothing.
 
-        deadline: on time.monotonic's clock. Raises TransitionTimeout past it, after which this rank has to step on.
+        In any state. deadline: on time.monotonic's clock. Raises TransitionTimeout past it, after which this rank has
+        to step on, or to call `serve_step` where it cannot.
         """
-        if not self.relay.own_requests:
-            return
-        is_running = self.state is EngineState.RUNNING
-        while not (start := self.relay.begin_step((), running=is_running, ends=before)).has_ended:
-            self.loop.backlog[:0] = self._step(start)
+        while self.relay.own_requests and not self.serve_step(before):
             if time.monotonic() > deadline:
                 raise TransitionTimeout(f"{before}: not all ranks of the engine came to it in time")
+
+    def serve_step(self, before: str = "") -> bool:
+        """One round of `serve_others` -> whether it was the last one. Without `before` no round is the last one."""
+        is_running = self.state is EngineState.RUNNING and self.lifecycle.incomplete_reason is None
+        start = self.relay.begin_serving(before, running=is_running)
+        if is_running and not start.has_ended:
+            self.loop.backlog[:0] = self._step(start)
+        return start.has_ended
 
     def generate(
         self,
@@ -338,7 +343,6 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
 
         also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's.
         """
-        self.relay.require_shared("follow()")
         if self.relay.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
         self.relay.follow(self.followed() | dict(also or {}))
@@ -433,6 +437,7 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
     methods["forget_reading()"] = adapters.forget
     return {call: partial(_follow, method) for call, method in methods.items()} | {
         "step()": engine.step,
+        SERVE: engine.serve_step,
         "take_in()": partial(_follow_parcel, engine),
         "generate()": lambda given: engine._take_in_and_run(None, [], None, None),
         ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),

@@ -1,7 +1,8 @@
 """Rollouts of several engines within one replica of the trainer: ranks that train on the same data, and whose engines
 divide the prompts of a call.
 
-Context parallelism has such engines, and a model that generates in a smaller layout than the trainer's.
+Context parallelism has such engines, and a model that generates in a smaller layout than the trainer's. With
+`dp_attention` they are parts of engines, see `RankGroup.context_parts`.
 
     digests of all ranks' prompts ─▶ equal: engine i draws prompts i, i + size, ... ─▶ all groups on all ranks
                                      other: each engine draws its own prompts, and its ranks have those groups
@@ -70,11 +71,11 @@ class ContextRollout(Rollout):
         on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None,
         shares_prompts: bool = False,
     ) -> None:
-        """ranks: of all these engines, see `RankGroup.with_context_ranks`. on_delivered: as for `Rollout`.
+        """ranks: of all these engines, or parts of engines. on_delivered: as for `Rollout`.
         shares_prompts: long prompts of generate(), iterate() and stream(), and those that conversations begin with, are
         computed by all engines together. Raises ConfigError if these cannot."""
         super().__init__(engine, on_delivered=on_delivered)
-        group = engine.rank_group.groups.engine
+        group = engine.rank_group.groups.sharing
         own = dist.get_rank() if group is None else dist.get_process_group_ranks(group)[0]
         self._leaders = [int(text) for text in ranks.lockstep.gather("the engines of one replica", str(own))]
         """The leader of each rank's engine."""
@@ -143,7 +144,10 @@ class ContextRollout(Rollout):
         share = num_groups // self._size + (self._index < num_groups % self._size)
 
         def draw() -> list[RolloutGroup]:
-            return Rollout.collect(self, share, own, params, **how) if share or num_groups < 1 else []
+            if share or num_groups < 1:
+                return Rollout.collect(self, share, own, params, **how)
+            self.engine.serve_others()
+            return []
 
         return self.united(draw, own, wanted=num_groups)
 
@@ -210,6 +214,8 @@ class ContextRollout(Rollout):
         own = json.dumps([digest, ids.num_ids, self.engine.weight_version, _described(failure)])
         reports = [json.loads(text) for text in self._over.lockstep.gather("the prompts of a rollout", own)]
         ids.num_ids = max(number for _, number, *_ in reports)  # the engines number on alike: groups sort by prompt
+        if any(error for *_, error in reports):
+            self.engine.serve_others()  # other parts of the engine may draw
         if failure is not None:
             raise failure
         _raise_first([error for *_, error in reports])

@@ -142,11 +142,13 @@ class RolloutSession:
         self._trainer = TrainerStep(self._chain, self._switch, engine, trainer)
         self.meter = meter_of(self, meter)
         keep = None if self.meter is None else self.meter.keep
-        if self.ranks is engine.rank_group and context_parallel is None:
+        drawing = engine.rank_group.context_parts(**limit) or self.ranks
+        self._rank_groups = (engine.rank_group, self.ranks, trainer, drawing)
+        if drawing is engine.rank_group and context_parallel is None:
             self._rollout = Rollout(engine, on_delivered=keep)
         else:
             shares = context_parallel == PROMPT
-            self._rollout = ContextRollout(engine, ranks=self.ranks, on_delivered=keep, shares_prompts=shares)
+            self._rollout = ContextRollout(engine, ranks=drawing, on_delivered=keep, shares_prompts=shares)
         self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
 
@@ -405,7 +407,7 @@ class RolloutSession:
     def _left(self, error: BaseException | None) -> None:
         """The other ranks know why this one leaves the block, for as long as no block has begun again."""
         trouble = "" if error is None else f"left {self._mode.value} by {type(error).__name__}: {error}"
-        for lockstep in {group.lockstep for group in (self.engine.rank_group, self.ranks, self._trainer_ranks)}:
+        for lockstep in {group.lockstep for group in self._rank_groups}:
             lockstep.left(trouble)
 
     def _return_to(self, outer: SessionMode) -> None:

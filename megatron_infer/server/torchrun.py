@@ -31,7 +31,6 @@ import torch
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.replica import Replica
-from megatron_infer.coordinator.served_engine import meet_ranks
 from megatron_infer.distributed.backends import device_of
 from megatron_infer.distributed.groups import build_groups
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -101,7 +100,6 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
         stopping.start()
         with replica:
             replica.run()
-        meet_ranks(engine, "the end")
         engine.dismiss()
         if frontend is not None and frontend.failure is not None:
             raise ModelError(frontend.failure)

@@ -28,12 +28,14 @@ from engine_ranks import weights_of
 from gloo_ranks import new_groups, stage_ends
 from session_case import PARAMS, make_session, prompts
 from test_virtual_stages import GPT, VPP2, chunks_of_rank
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from trainers import MegatronTrainer
 from training_case import loss_over, sequences_of
 
 from megatron_infer.distributed import lockstep
+from megatron_infer.models.mcore_compat import parallel_state
+from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -50,17 +52,26 @@ OF_USER = ("reward", "loss", "optimizer")
 MODEL = {"num_layers": 4, "init_method_std": 0.2, "qk_layernorm": True}
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERTS = training_case.EXPERTS | {"expert_model_parallel_size": 2, "num_layers": 2}
+CP2 = {"context_parallel_size": 2, "position_embedding_type": "rope"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "TP2": (2, {TP: 2, "sequence_parallel": True}, {}),
     "PP2": (2, {PP: 2}, {}),
     "VPP2": (2, GPT | VPP2, {}),
     "EP2": (2, EXPERTS, {}),
     "EP2, own requests": (2, EXPERTS, {"dp_attention": True}),
-    "CP2": (2, {"context_parallel_size": 2, "position_embedding_type": "rope"}, {}),
+    "CP2": (2, CP2, {}),
     "DP2": (2, {}, {}),
     "FSDP2": (2, {}, {}),
     "TP2 x PP2": (4, {TP: 2, PP: 2}, {}),
     "TP2 x DP2": (4, {TP: 2}, {}),
+    "DP2, overlapped": (2, {}, {}),
+    "CP2, FSDP2": (2, CP2, {}),
+    "CP2 x EP2": (2, EXPERTS | CP2, {}),
+    "CP2 x EP2, own requests": (2, EXPERTS | CP2, {"dp_attention": True}),
+    "TP2 x CP2": (4, {TP: 2, "sequence_parallel": True} | CP2, {}),
+    "TP2 x EP2": (4, EXPERTS | {TP: 2, "sequence_parallel": True}, {}),
+    "PP2 x EP2": (4, EXPERTS | {PP: 2}, {}),
+    "PP2 x EP2, own requests": (4, EXPERTS | {PP: 2}, {"dp_attention": True}),
 }
 """Name -> ranks, settings of the model, options of the engine."""
 
@@ -135,28 +146,29 @@ class Calls:
             raise ValueError("planned fault")
 
 
-def trainer_of(layout: str, rank: int) -> tuple[Any, Any]:
+def trainer_of(layout: str) -> tuple[Any, Any]:
     """The model of a trainer's loop, and its optimizer."""
-    size, settings, _ = LAYOUTS[layout]
+    settings = LAYOUTS[layout][1]
     names = ("tensor_model", "pipeline_model", "context", "expert_model", "virtual_pipeline_model")
     sizes = {name: settings[name] for kind in names if (name := f"{kind}_parallel_size") in settings}
     new_groups(**sizes | ({PP: 2} if layout == "VPP2" else {}), distributed_timeout_minutes=LIMIT_S / 60)
-    if layout == "FSDP2":
-        model = tiny_gpt(**MODEL)
+    if "FSDP2" in layout:
+        model = tiny_gpt(**MODEL | settings)
+        mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(with_context_parallel=True), "cpu")
         for layer in model.decoder.layers:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
-        model = fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     with cpu_shim(2):
         if "virtual_pipeline_model_parallel_size" in settings:
             plain = {key: value for key, value in settings.items() if "pipeline" not in key}
             model = chunks_of_rank(settings, 1, weights_of(tiny_gpt(**plain)))
         else:
-            stages = settings.get(PP, 1)  # a model of chunks has its own
-            ends = stage_ends(rank // settings.get(TP, 1), stages) if stages > 1 else {}
-            model = tiny_gpt(**MODEL | settings, **ends)
+            stage, stages = parallel_state.get_pipeline_model_parallel_rank(), settings.get(PP, 1)
+            ends = stage_ends(stage, stages) if stages > 1 else {}  # a model of chunks has its own
+            model = tiny_gpt(spec=lambda config: gpt_spec(config, pp_rank=stage), **MODEL | settings, **ends)
     with cpu_shim(1):
-        trainer = MegatronTrainer(model, distributed="DP2" in layout)
+        trainer = MegatronTrainer(model, distributed="DP2" in layout, overlap="overlapped" in layout)
     return trainer.model, trainer.optimizer
 
 
@@ -201,7 +213,7 @@ def play(rank: int, folder: str, case: Case) -> None:
     torch.compiler.set_stance("force_eager")
     result: dict[str, Any] = {"error": None}
     calls = Calls(case, folder, is_victim=rank == case.victim)
-    model, optimizer = trainer_of(case.layout, rank)
+    model, optimizer = trainer_of(case.layout)
     settings = {"collective_timeout_s": LIMIT_S, "check_invariants": False, **options}
     session = make_session(model, settings=settings)
     one_round(session, optimizer, calls, rank)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_ranks import take_part, weights_of
 from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session, prompts
 
@@ -31,8 +33,9 @@ from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.sample_file import SampleError
 from megatron_infer.rl.samples import RolloutError
 from megatron_infer.rl.tool_rollouts import run_conversations, say
+from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 MODEL: dict[str, Any] = {"position_embedding_type": "rope", "init_method_std": 0.2}
 PARAMS = SamplingParams(n=2, max_tokens=6, ignore_eos=True)
@@ -316,6 +319,72 @@ def on_squares(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(200)
 def test_context_parallel_engines_of_two_ranks_each_give_all_groups_to_all(tmp_path: Path) -> None:
     run_on_ranks(on_squares, 4, tmp_path)
+
+
+def on_expert_parts(rank: int, size: int, folder: Path) -> None:
+    """Ranks with requests of their own: two context-parallel ones divide the prompts of their data-parallel rank."""
+    new_groups()
+    undivided = tiny_gpt(**MODEL, **EXPERTS)
+    weights = weights_of(undivided)
+    want = every(calls(make_session(undivided, meter=None)))[0]
+    sizes = {"context_parallel_size": 2, "expert_model_parallel_size": size}
+    new_groups(**sizes)
+    model = tiny_gpt(**MODEL, **EXPERTS, **sizes)
+    take_part(model, weights)
+    session = make_session(model, settings={"dp_attention": True}, meter={"share": 1.0})
+    assert session.engine.relay.own_requests and session.engine.relay.size == 1
+    counted = Requests(session)
+    with cpu_shim():
+        got = calls(session)
+    taken, seen = every(len(counted.ids)), every(got)
+    assert max(taken) - min(taken) < 5, taken
+    assert session.meter.last is not None and not session.meter.last.is_alarm
+    num_tools = want.pop("tools")
+    assert [one.pop("tools") for one in seen] == [num_tools // 2] * size
+    for first in range(0, size, 2):
+        assert seen[first] == seen[first + 1], "context-parallel ranks have all groups"
+    for name, groups in want.items():  # data-parallel ranks draw differently
+        ours, one = (seen[0][name], groups) if name == "say" else map(without_ids, (seen[0][name], groups))
+        assert ours == one, name
+    with cpu_shim():
+        check_parts(session, rank)
+    for group in {*session._rank_groups}:
+        group.lockstep.close()
+
+
+def check_parts(session: Any, rank: int) -> None:
+    """One part draws nothing, or the two of a data-parallel rank refuse: the other ranks' calls end."""
+    is_wrong = rank // 2 == 0
+    with session.generating() as roll:
+        groups = roll.collect(1, PROMPTS, PARAMS, oversample=1.0)
+        assert [group.prompt_ids for group in groups] == PROMPTS[:1]
+        with pytest.raises(InvalidPrompt, match="outside the vocabulary") if is_wrong else nullcontext():
+            roll.generate([PROMPTS[0], [999]] if is_wrong else PROMPTS, PARAMS)
+
+        def stops(progress: Any) -> None:
+            if rank == 1:
+                raise KeyError("the progress bar")
+
+        error = {0: OtherRankFailed, 1: KeyError}.get(rank)
+        with nullcontext() if error is None else pytest.raises(error, match="the progress bar"):
+            roll.generate(PROMPTS, PARAMS, on_progress=stops)
+        own = PROMPTS[rank : rank + 2]
+        assert [group.prompt_ids for group in roll.generate(own, PARAMS)] == own
+        queue = RolloutQueue(roll, PROMPTS * 2, PARAMS, groups_per_step=4, lag=1)
+    drawn = []
+    for _ in range(3):
+        with session.generating():
+            drawn += [group.prompt_ids for group in queue.next_batch()]
+        session.update_weights()
+    assert sorted(drawn) == sorted(PROMPTS * 2)
+    with session.generating():
+        queue.close()
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)])
+def test_context_parallel_ranks_with_own_requests_divide_prompts(tmp_path: Path, size: int) -> None:
+    run_on_ranks(on_expert_parts, size, tmp_path)
 
 
 def on_loss(rank: int, size: int, folder: Path) -> None:

@@ -358,7 +358,6 @@ def refusals_on_rank(rank: int, size: int, folder: Path) -> None:
     groups = engine.rank_group.groups
     assert (groups.dp_rank, groups.dp_size) == (rank, size), "seeds, and shares of prompts"
     calls: dict[str, Callable[[], object]] = {
-        "follow": engine.follow,
         "AsyncLLM": lambda: EngineThread(engine),
         "replica or server with adapters": lambda: info_of(adapting),
     }

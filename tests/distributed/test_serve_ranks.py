@@ -78,11 +78,12 @@ def test_ranks_of_one_engine_compute_prompts_and_those_of_another_go_on(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_expert_parallel_ranks_with_own_requests_serve_behind_one_port(tmp_path):
+@pytest.mark.parametrize(("size", "layout"), [("2", ("--ep", "2")), ("4", ("--tp", "2", "--ep", "2"))])
+def test_expert_parallel_ranks_with_own_requests_serve_behind_one_port(tmp_path, size, layout):
     """The tokens of a server of one rank, before and after a pause of both."""
     random_model("qwen3_moe").save_pretrained(tmp_path / "moe")
     engine = ("--dtype", "float32", "--max-sequence-length", "128", "--buffer-size-gb", "0.05", "--control")
-    launcher, own = (*LAUNCHER[:-1], "2"), ("--ep", "2", "--dp-attention", "true")
+    launcher, own = (*LAUNCHER[:-1], size), (*layout, "--dp-attention", "true")
     found = []
     for arguments, how in (((), {}), (own, {"launcher": launcher})):
         command = Command(str(tmp_path / "moe"), *engine, *arguments, **how)
