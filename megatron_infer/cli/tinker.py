@@ -45,8 +45,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--durable",
         action=argparse.BooleanOptionalAction,
+        default=True,
         help="each optim_step is in --state-dir when its call ends, 12 bytes a parameter, and a server that is started "
-        "again has the clients (default: on in one process, not supported over several)",
+        "again has the clients (default: on)",
     )
     parser.add_argument(
         "--tenants",
@@ -89,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.full and args.lora_rank:
         raise ConfigError("--full with --lora-rank: there are no adapters; leave one of them out")
-    if args.durable and is_job:
-        raise ConfigError("--durable over several ranks is not supported; take save_state")
     keys = dict[str, str]()
     if args.tenants:
         if args.full:
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         model_name=name,
         state_dir=Path(args.state_dir),
         keys=keys,
-        durable=not is_job if args.durable is None else args.durable,
+        durable=args.durable,
         note=note,
     )
     if is_job:

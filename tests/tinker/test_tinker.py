@@ -181,6 +181,8 @@ def served(
             running(server, config) as case,
             httpx.Client(base_url=case.url, timeout=60) as http,
         ):
+            for one in services.values():
+                trainer.submit(one.load).result(60)
             case.http, case.trainer, case.services, case.service = http, trainer, services, services.get("")
             yield case
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -113,7 +114,8 @@ def test_what_cannot_go_on_is_named_at_the_start(tmp_path, monkeypatch):
 
     def start(live=None):
         trainer = LiveTrainer(LiveModel(*live_session(live)))
-        TinkerService(trainer, model_name="tiny", state_dir=tmp_path, durable=True).close()
+        with contextlib.closing(TinkerService(trainer, model_name="tiny", state_dir=tmp_path, durable=True)) as held:
+            held.load()
 
     with serving(tmp_path, durable=True) as case:
         api = Api(case.http)

@@ -19,8 +19,10 @@ from test_command import ROOT, Command
 from test_tinker import TOKENS, Api, live_session, served
 
 from megatron_infer.cli.main import main
+from megatron_infer.errors import ConfigError
 from megatron_infer.rl.updates import apply
 from megatron_infer.server.tinker.ranks import JobRanks
+from megatron_infer.server.tinker.service import TinkerService
 from megatron_infer.server.tinker.training import Datum, LiveModel, LiveTrainer
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -78,7 +80,7 @@ def on_ranks(rank, size, folder, tp, kind):
 
 
 @contextlib.contextmanager
-def served_by(rank, local, folder):
+def served_by(rank, local, folder, **settings):
     """The server on rank 0; None on another rank, whose part has ended."""
     ranks, address = JobRanks(local), [""]
     if rank:
@@ -90,7 +92,7 @@ def served_by(rank, local, folder):
     def tell(found):
         torch.distributed.broadcast_object_list([found], src=0)
 
-    with served(LiveTrainer(local, ranks=ranks), folder / "state of ranks", on_coordinator=tell) as case:
+    with served(LiveTrainer(local, ranks=ranks), folder / "state of ranks", on_coordinator=tell, **settings) as case:
         yield case
 
 
@@ -145,6 +147,73 @@ def test_an_operation_that_fails_on_one_rank_is_an_error_and_ranks_stay_equal(tm
         assert torch.equal(one, other)
 
 
+def goes_on(api, id, first):
+    """After a restart: `first` is the reply of operation 2; the gradients of operations 3 and 4 are lost."""
+    assert api.result(api.step(id, 2)) == first, "the reply that may not have arrived"
+    assert "[3, 4] were lost" in api.result(api.step(id, 5))["error"]
+
+
+def durable_twice(serve):
+    """What a client sees of two durable servers, one after the other. serve(): a server."""
+    with serve() as case:
+        if case is not None:
+            api = Api(case.http)
+            session, id = api.session, api.train()
+            api.batch(id, 1, "cross_entropy", BATCH)
+            first = api.result(api.step(id, 2))
+            api.batch(id, 3, "cross_entropy", BATCH)
+            api.batch(id, 4, "cross_entropy", BATCH)
+    with serve() as case:
+        if case is None:
+            return None
+        api = Api(case.http)
+        api.session = session
+        assert api.train() == id
+        goes_on(api, id, first)
+        loss, scores = api.batch(id, 6, "cross_entropy", BATCH)
+        metrics = api.result(api.step(id, 7))["metrics"]
+        return np.concatenate([[loss, metrics["grad_norm"], metrics["version"]], *scores])
+
+
+def durable_on_ranks(rank, size, folder, tp, kind):
+    new_groups(tensor_model_parallel_size=tp)
+
+    def serve():
+        live = tiny_gpt(tensor_model_parallel_size=tp, **MODELS.get(kind, {}))
+        apply(live, torch.load(folder / "weights.pt"))
+        local = LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
+        return served_by(rank, local, folder, durable=True)
+
+    seen = durable_twice(serve)
+    if rank:
+        return
+    np.save(folder / "seen.npy", seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dp", "tp"),
+    [
+        pytest.param("adapters", 1, 2, marks=pytest.mark.long),
+        pytest.param("adapters", 2, 2, marks=pytest.mark.slow),
+        pytest.param("all weights", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_clients_of_durable_ranks_go_on_as_in_one_process(tmp_path, kind, dp, tp):
+    def model():
+        return tiny_gpt(seed=3, **MODELS.get(kind, {}))
+
+    torch.save(weights_of(model()), tmp_path / "weights.pt")
+    want = durable_twice(
+        lambda: served(LiveTrainer(LiveModel(*live_session(model(), **KINDS[kind]))), tmp_path / "one", durable=True)
+    )
+    run_on_ranks(durable_on_ranks, dp * tp, tmp_path, tp, kind)
+    np.testing.assert_allclose(np.load(tmp_path / "seen.npy"), want, atol=1e-4, rtol=1e-4)
+    layout = LiveTrainer(LiveModel(*live_session(model(), **KINDS[kind])))
+    ranks = tmp_path / "state of ranks"
+    with pytest.raises(ConfigError, match=rf"--tp {tp}, this server has 1; .*--state-dir"):
+        TinkerService(layout, model_name="tiny", state_dir=ranks, durable=True).load()
+
+
 CASES = [(kind, dp, tp) for kind in KINDS for dp, tp in ((2, 2), (2, 1), (1, 2))]
 LONG = [("adapters", 2, 2), ("all weights", 2, 2)]
 
@@ -181,7 +250,7 @@ def process_of(rank):
 @pytest.mark.long
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(not small_model.installed(), reason="make installs the model that the small one is made of")
-def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tmp_path, monkeypatch):
+def test_a_rank_that_dies_ends_the_job_by_its_number_and_clients_go_on_with_the_next_server(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TEST", str(os.getpid()))
     small_model.write_package(tmp_path)
     engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--lora-rank", "8")
@@ -192,11 +261,11 @@ def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tm
     try:
         with httpx.Client(base_url=job.wait_ready(), timeout=60) as http:
             api = Api(http)
-            id = api.train()
+            session, id = api.session, api.train()
             api.batch(id, 1, "cross_entropy", BATCH)
-            api.step(id, 2)
-            path = api.result(api.call("save_weights", model_id=id, seq_id=3, path="one"))["path"]
-            want = api.batch(id, 4, "cross_entropy", BATCH, forward_only=True)[1]
+            first = api.result(api.step(id, 2))
+            api.batch(id, 3, "cross_entropy", BATCH)
+            want = api.batch(id, 4, "cross_entropy", BATCH)[1]
             os.kill(process_of(1), signal.SIGKILL)
             assert job.process.wait(60) != 0
     finally:
@@ -206,11 +275,11 @@ def test_a_rank_that_dies_ends_the_job_by_its_number_and_what_was_saved_stays(tm
     try:
         with httpx.Client(base_url=alone.wait_ready(), timeout=60) as http:
             api = Api(http)
-            id = api.train(seed=1)
-            api.result(api.call("load_weights", model_id=id, seq_id=1, path=path, optimizer=True))
-            got = api.batch(id, 2, "cross_entropy", BATCH, forward_only=True)[1]
+            api.session = session
+            assert api.train() == id
+            goes_on(api, id, first)
+            got = api.batch(id, 6, "cross_entropy", BATCH, forward_only=True)[1]
             np.testing.assert_allclose(np.concatenate(got), np.concatenate(want), atol=1e-5)
-        assert (tmp_path / "state" / "lock").exists(), "one process is durable, if the command does not say otherwise"
     finally:
         assert alone.end() == 0
 

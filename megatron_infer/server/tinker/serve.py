@@ -79,6 +79,7 @@ def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable
             log.exception("the engine's thread has failed")
             failures.append(error)
         finally:
+            trainer.close()
             on_failed()
 
     thread = threading.Thread(target=run, name="megatron-infer-live")
@@ -88,8 +89,8 @@ def served_engine(trainer: LiveTrainer, coordinator: str, *, on_failed: Callable
     finally:
         replica.stop()
         thread.join()
-    for failure in failures:
-        raise failure
+        for failure in failures:
+            raise failure
 
 
 def serve(
@@ -113,7 +114,6 @@ def serve(
         ServerFolder() as folder,
         running(Coordinator(folder.coordinator, CoordinatorOptions(max_queue=settings.max_queue))),
     ):
-        on_coordinator(folder.coordinator)
         made = partial(TinkerService, trainer, model_name=model_name, durable=durable, num_tenants=len(folders))
         services = {
             tenant: stack.enter_context(contextlib.closing(made(state_dir=path))) for tenant, path in folders.items()
@@ -125,5 +125,8 @@ def serve(
             model=model_name,
             modules=(TinkerRoutes(services, keys),),
         )
+        on_coordinator(folder.coordinator)
         with served_engine(trainer, folder.coordinator, on_failed=server.shut_down):
+            for service in services.values():
+                trainer.submit(service.load).result()
             server.run(listening, on_ready=lambda url: note(f"serving {model_name} at {url}"))

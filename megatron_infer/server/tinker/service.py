@@ -112,9 +112,8 @@ class TinkerService:
         durable: bool = False,
         num_tenants: int = 1,
     ) -> None:
-        """durable: training clients are in state_dir as each operation that changes them leaves them, and those that an
-        earlier server has left there go on. num_tenants: of the server; each has a service, and an equal part of each
-        limit. Raises ConfigError for a client that cannot go on."""
+        """durable: training clients are in state_dir as each operation that changes them leaves them; see `load`.
+        num_tenants: of the server; each has a service, and an equal part of each limit."""
         self.trainer, self.model_name, self.state_dir = trainer, model_name, state_dir
         self._num_tenants = num_tenants
         self._max_models = self._part(max_models)
@@ -134,7 +133,11 @@ class TinkerService:
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
         self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
         """Tasks by id, and when each ended, on the monotonic clock."""
-        for kept in () if self._kept is None else self._kept.load(trainer):
+
+    def load(self) -> None:
+        """The clients that an earlier server has left in state_dir go on; in the engine's thread. Raises ConfigError
+        for one that cannot."""
+        for kept in () if self._kept is None else self._kept.load(self.trainer):
             self._sessions[kept.id.partition(":")[0]] = time.monotonic()
             self._models[kept.id] = Model(
                 kept.id,

@@ -9,6 +9,7 @@ TrainingClient            values, gradients and AdamW of one client, of an adapt
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import secrets
 import threading
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import AdapterInUse, ConfigError, LockstepError, RankFailure, RequestError
 from megatron_infer.kernels.freed_weights import unpacked
@@ -42,6 +44,8 @@ MOST_DEBT_S = 5.0
 PIECE_TOKENS = 65_536
 """Tokens of one operation in the engine's thread, about: a longer batch is several, and requests are served between."""
 STATE, SAMPLER = "tinker training state", "tinker sampler of all weights"
+LAYOUT, PART = ("tp", "pp", "ep"), "rank{}."
+"""Of a state: the ranks of an engine that share it, and how names of a rank's part begin."""
 BASE = "base"
 """The content of weights that no client has trained."""
 TORN = "torn"
@@ -304,13 +308,13 @@ class TrainingClient:
         for i, one in enumerate(self.parameters):
             for name, value in self._optimizer.state.get(one, {}).items():
                 tensors[f"optimizer.{i}.{name}"] = torch.as_tensor(value)
-        if groups.tp is not None:
-            each = {name: _parts(value, groups.tp) for name, value in tensors.items()}
-            tensors = {f"tp{place}.{name}": part for name, parts in each.items() for place, part in enumerate(parts)}
-        if not groups.tp_rank:
+        if groups.engine is not None:
+            parts = _of_all_ranks(tensors, self._model.session.engine.rank_group, self.values[0].device)
+            tensors = {PART.format(rank) + name: one for rank, part in enumerate(parts) for name, one in part.items()}
+        if not groups.engine_rank:
             path.parent.mkdir(parents=True, exist_ok=True)
             known = {"kind": STATE, "rank": self.rank, "version": self.version, "content": self._model.content}
-            known |= {"tp": groups.tp_size, "base": self._model.base}
+            known |= {"base": self._model.base, **{name: getattr(groups, f"{name}_size") for name in LAYOUT}}
             file_format.write(path, {**known, **about}, tensors)
 
     def load(self, path: str | Path, *, optimizer: bool) -> None:
@@ -319,16 +323,16 @@ class TrainingClient:
         about, tensors = file_format.read(Path(path))
         if about.get("kind") != STATE:
             raise RequestError("the file is no state of a training client")
-        if (saved := about.get("tp", 1)) != self._groups.tp_size:
-            raise RequestError(f"the state was saved with --tp {saved}, this server has {self._groups.tp_size}")
-        if self._groups.tp is not None:
-            prefix = f"tp{self._groups.tp_rank}."
+        for name in LAYOUT:
+            if (saved := about.get(name, 1)) != (size := getattr(self._groups, f"{name}_size")):
+                raise RequestError(f"the state was saved with --{name} {saved}, this server has {size}")
+        if self._groups.engine is not None:
+            prefix = PART.format(self._groups.engine_rank)
             tensors = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
         values = [tensors.get(f"parameter.{i}") for i in range(len(self.parameters))]
         if any(value is None or value.shape != own.shape for own, value in zip(self.parameters, values, strict=True)):
             raise RequestError("the saved client has another rank, or is of another model")
-        is_other = not self._groups.tp_rank and about.get("base", self._model.base) != self._model.base
-        if self._model.session.engine.rank_group.any_rank(is_other):
+        if about.get("base", self._model.base) != self._model.base:
             raise RequestError("the saved client was trained on other base weights than this server has")
         with self._changing():
             with torch.no_grad():
@@ -354,7 +358,7 @@ class TrainingClient:
         if self._model.adapter is not None:
             with self._model.lent(self):
                 self._model.adapter.save(path)
-        elif not self._groups.dp_rank and not self._groups.tp_rank:
+        elif not self._groups.dp_rank and not self._groups.engine_rank:
             path.parent.mkdir(parents=True, exist_ok=True)
             about = {"kind": SAMPLER, "content": self._model.content, "version": self.version}
             file_format.write(path, about, {"none": torch.zeros(0)})
@@ -384,12 +388,22 @@ def _is_finite(gradient: Tensor | None) -> bool:
     return gradient is None or bool(torch.isfinite(gradient).all())
 
 
-def _parts(tensor: Tensor, tp: Any) -> list[Tensor]:
-    """The parts of all tensor-parallel ranks, on the host. A tensor without dimensions is the same on each rank."""
-    parts = [tensor.clone() for _ in range(tp.size())]
-    if tensor.dim():
-        dist.all_gather(parts, tensor.contiguous(), group=tp)
-    return [part.cpu() for part in parts]
+def _of_all_ranks(tensors: Mapping[str, Tensor], ranks: RankGroup, device: torch.device) -> list[Mapping[str, Tensor]]:
+    """On the first rank of an engine the fp32 tensors of each of its ranks, on the host; [] on the others."""
+    group, own = ranks.groups.engine, json.dumps({name: list(one.shape) for name, one in tensors.items()})
+    each = [json.loads(text) for text in ranks.lockstep.gather("the parts of a state", own)]
+    if ranks.groups.engine_rank:
+        for one in tensors.values():
+            dist.send(one.to(device).contiguous(), dst=ranks.ranks[0], group=group)
+        return []
+    found = [{name: one.cpu() for name, one in tensors.items()}]
+    for rank, shapes in zip(ranks.ranks[1:], each[1:], strict=True):
+        found.append({})
+        for name, shape in shapes.items():
+            part = torch.empty(shape, device=device)
+            dist.recv(part, src=rank, group=group)
+            found[-1][name] = part.cpu()
+    return found
 
 
 def _digest_of_base(model: nn.Module, adapter: AttachedLoRA) -> str:
@@ -415,8 +429,9 @@ class LiveModel:
         self.clients: dict[str, TrainingClient] = {}
         self.content = BASE
         """A name of all weights as they are, which a saved state has too."""
-        self.base = "" if adapter is None else _digest_of_base(session.model, adapter)
-        """A digest of this rank's part of the base weights; "": all weights train."""
+        base = "" if adapter is None else _digest_of_base(session.model, adapter)
+        self.base = "".join(session.engine.rank_group.lockstep.gather("digests of the base weights", base))
+        """Digests of the base weights, of each rank's part; "": all weights train."""
         self.together: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """What ranks compute on their own: it succeeds on all or fails on all. `JobRanks` has another."""
         self._outdated: list[str] = []
@@ -505,6 +520,7 @@ class LiveTrainer:
         """Its operations run on every rank."""
         self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._debt = 0.0
         """Seconds that training has had beyond its share."""
         self.wake: Callable[[], None] = lambda: None
@@ -525,9 +541,20 @@ class LiveTrainer:
         """Queue an operation; from any thread."""
         future: Future[_R] = Future()
         with self._lock:
-            self._queue.append((work, future))
+            if self._is_closed:
+                future.cancel()
+            else:
+                self._queue.append((work, future))
         self.wake()
         return future
+
+    def close(self) -> None:
+        """No operation runs any more: those that wait, and later ones, are cancelled."""
+        with self._lock:
+            self._is_closed = True
+            for _, future in self._queue:
+                future.cancel()
+            self._queue.clear()
 
     @property
     def has_work(self) -> bool:
