@@ -17,7 +17,6 @@ from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.protocol import EngineInfo, EngineNow
 from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
-from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.embeddings import flattened
 from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
 from megatron_infer.outputs.schema import (
@@ -72,7 +71,7 @@ class ServedEngine(Protocol):
         *,
         salt: str = "",
         caller: int = 0,
-    ) -> bool: ...
+    ) -> None: ...
 
     def prefix_events(self) -> PrefixEvents | None: ...
 
@@ -185,9 +184,6 @@ class _SentSequence:
     def __init__(self, kept: protocol.Kept | None) -> None:
         self.num_tokens = 0 if kept is None else len(kept.tokens) // 4
         self.has_ended = kept is not None and kept.finish_reason is not None
-        self.skip_tokens: list[int] = []
-        """Tokens sampled by another replica that this one has to sample again, without sending them."""
-        self.skip_chars = 0
 
 
 class ServedRequest:
@@ -265,11 +261,8 @@ class ServedRequest:
         if run.kept:
             assert ids is not None, "a continued request has token ids"
             drawn = [_drawn(one) for one in run.kept]
-            if engine.continue_request(self.id, ids, params, drawn, salt=run.salt, caller=run.caller):
-                return
-            for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
-                sequence.skip_tokens = bytes_to_ids(bytes(kept.tokens))
-                sequence.skip_chars = kept.num_chars
+            engine.continue_request(self.id, ids, params, drawn, salt=run.salt, caller=run.caller)
+            return
         prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
         if run.salt:
             prompt["cache_salt"] = run.salt
@@ -324,27 +317,12 @@ class ServedRequest:
         sequence = self._sequences[one.index]
         if sequence.has_ended:
             return None
-        tokens, first, first_char = one.token_ids, 0, 0
-        if sequence.skip_tokens or sequence.skip_chars:
-            first, first_char = min(len(tokens), len(sequence.skip_tokens)), sequence.skip_chars
-            if tokens[:first] != sequence.skip_tokens[:first]:
-                raise ResampledDifferently(
-                    f"drew tokens {tokens[:first]} where another replica drew {sequence.skip_tokens[:first]}: do both "
-                    "have the same weights, and a model that computes the same in every batch?"
-                )
-            sequence.skip_tokens = sequence.skip_tokens[first:]
-            sequence.skip_chars = max(0, sequence.skip_chars - len(one.text))
-        num_new = len(tokens) - first
-        if not num_new and len(one.text) <= first_char and one.finish_reason is None:
+        if not one.token_ids and not one.text and one.finish_reason is None:
             return None
-        piece = piece_of(one, offset=sequence.num_tokens, first=first, first_char=first_char)
-        sequence.num_tokens += num_new
+        piece = piece_of(one, offset=sequence.num_tokens)
+        sequence.num_tokens += len(one.token_ids)
         sequence.has_ended = one.finish_reason is not None
         return piece
-
-
-class ResampledDifferently(InferenceError):
-    """A request that moved to another replica sampled other tokens than those its client already has."""
 
 
 def params_of(run: protocol.Run) -> SamplingParams:

@@ -176,7 +176,8 @@ def build_engine(
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     rank = rank_group.sharing.rank
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox, rank)
-    relay = CommandRelay(rank_group, outbox, loop, scheduler, queue=intake.queue, submit=intake.submit)
+    executed = {"queue": intake.queue, "continue_from": intake.continue_from, "submit": intake.submit}
+    relay = CommandRelay(rank_group, outbox, loop, scheduler, **executed)
     lifecycle = Lifecycle()
     model_runner = setup.model_runner
     profiler = make_profiler(

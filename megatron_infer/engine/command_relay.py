@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -21,6 +21,7 @@ from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.lockstep import FOLLOW, Meeting
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of, report_of, sources_of
+from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, LockstepError, NotLeader, PromptsDiffer, RankFailure, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
@@ -67,6 +68,13 @@ class Outbox:
     def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: Any) -> None:
         if self._is_used:
             self._pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
+
+    def continue_from(
+        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], **how: Any
+    ) -> None:
+        if self._is_used:
+            every = list(map(asdict, drawn))
+            self._pass_on("continue", id=request_id, ids=ids, params=params.to_dict(), drawn=every, **how)
 
     def read(self, prompt: Any, params: Params) -> None:
         """The caller has given this prompt, which the ranks that share it compare with their own."""
@@ -126,9 +134,11 @@ class CommandRelay:
         scheduler: Scheduler,
         *,
         queue: Callable[..., str],
+        continue_from: Callable[..., None],
         submit: Callable[..., None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
+        continue_from(id, token ids, params, drawn, salt=, caller=): the same of one that another engine began.
         submit(id, text, token ids, params, salt): puts one of another rank into the outbox."""
         self.is_leader = rank_group.groups.is_leader
         self.own_requests = rank_group.groups.own_requests
@@ -142,10 +152,12 @@ class CommandRelay:
         self.outbox = outbox
         self._loop = loop
         self._queue = queue
+        self._continue_from = continue_from
         self._submit = submit
         self._data_rank = rank_group.groups.data_rank
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
+            "continue": self._continue,
             "read": self._compare,
             "abort": self._abort,
             "groups": self._receive,
@@ -366,6 +378,10 @@ class CommandRelay:
             self.addressed.add(given["id"])
         params = SamplingParams.from_dict(given["params"])
         self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"], given["caller"])
+
+    def _continue(self, given: dict[str, Any]) -> None:
+        params, drawn = SamplingParams.from_saved(given["params"]), [DrawnSequence(**one) for one in given["drawn"]]
+        self._continue_from(given["id"], given["ids"], params, drawn, salt=given["salt"], caller=given["caller"])
 
     def _abort(self, given: dict[str, Any]) -> None:
         if "rank" not in given or given["id"] in self._loop.output_processor:  # else it has ended with others

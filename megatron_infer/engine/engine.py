@@ -143,14 +143,12 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
 
     def continue_request(
         self, request_id: str, ids: list[int], params: SamplingParams, drawn: Drawn, *, salt: str = "", caller: int = 0
-    ) -> bool:
-        """Go on with a request that another engine began -> False if this one cannot, having several ranks.
-        Its delta outputs begin behind `drawn`; all else is as if it had not moved. RequestError: it does not fit.
+    ) -> None:
+        """Go on with a request that another engine began, on the leader.
+        Its delta outputs begin after `drawn`; all else is as if it had not moved. RequestError: it does not fit.
         """
-        if self.rank_group.size > 1:  # other ranks receive whole requests only
-            return False
+        self.relay.require_leader("continue_request()")
         self._intake.continue_from(request_id, ids, params, drawn, salt=salt, caller=caller)
-        return True
 
     def hand_out(self, request_id: str, *, whole: bool = False) -> Parcel:
         """Take an unfinished request out of the engine, in any state -> the request with all that is computed of it,

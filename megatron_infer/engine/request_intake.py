@@ -132,7 +132,7 @@ class RequestIntake:
         salt: str,
         caller: int,
     ) -> None:
-        """See `DynamicInferenceEngine.continue_request`."""
+        """See `DynamicInferenceEngine.continue_request`. Every rank of an engine calls it for each request."""
         requests = self._input.build(request_id, ids, params, salt=salt, caller=caller)
         if len(drawn) != len(requests):
             raise RequestError(f"{len(drawn)} sequences to continue, the request has n={len(requests)}")
@@ -157,6 +157,7 @@ class RequestIntake:
             if request.finish_reason is None:
                 self._scheduler.add(request)
         self._snapshots.accepted(state)
+        self._outbox.continue_from(request_id, ids, params, drawn, salt=salt, caller=caller)
 
     def abort(self, request_id: str) -> RequestOutput:
         """See `DynamicInferenceEngine.abort`."""

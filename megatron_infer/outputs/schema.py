@@ -101,19 +101,19 @@ class OutputRecord(msgspec.Struct, gc=False):
 # ---------------------------------------------------------------------- sequences
 
 
-def piece_of(one: CompletionOutput, *, offset: int = 0, first: int = 0, first_char: int = 0) -> Piece:
-    """The tokens of `one` from token `first` and character `first_char` on. offset: see Piece."""
+def piece_of(one: CompletionOutput, *, offset: int = 0) -> Piece:
+    """The tokens of `one`. offset: see Piece."""
     return Piece(
         one.index,
         offset,
-        ids_to_bytes(one.token_ids[first:] if first else one.token_ids),
-        one.text[first_char:],
+        ids_to_bytes(one.token_ids),
+        one.text,
         one.finish_reason,
         one.stop_reason,
         one.cumulative_logprob,
-        None if one.logprobs is None else [logprob_record(entry) for entry in one.logprobs[first:]],
+        None if one.logprobs is None else [logprob_record(entry) for entry in one.logprobs],
         one.spans,
-        {output.name: output.pack(value, first) for output, value in values_in(one)},
+        {output.name: output.pack(value) for output, value in values_in(one)},
     )
 
 

@@ -109,16 +109,16 @@ class TokenOutput(ABC):
         return ""
 
     @abstractmethod
-    def columns(self, value: Any, first: int = 0) -> Columns:
-        """A value from token `first` on; of positions always all of it."""
+    def columns(self, value: Any) -> Columns:
+        """A value as arrays."""
 
     @abstractmethod
     def of_columns(self, columns: Columns) -> Any:
         """The value that `columns` was given."""
 
-    def pack(self, value: Any, first: int = 0) -> TokenValues:
+    def pack(self, value: Any) -> TokenValues:
         """`columns` as bytes."""
-        entries, counts, vocab_size = self.columns(value, first)
+        entries, counts, vocab_size = self.columns(value)
         return TokenValues(entries.dtype.name, list(entries.shape[1:]), entries.tobytes(), bytes(counts), vocab_size)
 
     def unpack(self, values: TokenValues) -> Any:
@@ -168,17 +168,17 @@ class NumberOutput(TokenOutput):
     given: ClassVar[Any] = 0.0
     drawn_elsewhere: ClassVar[Any] = math.nan
 
-    def columns(self, value: Any, first: int = 0) -> Columns:
+    def columns(self, value: Any) -> Columns:
         import numpy as np
 
-        return Columns(np.array(value[first:], dtype=self.dtypes[0]))
+        return Columns(np.array(value, dtype=self.dtypes[0]))
 
     def of_columns(self, columns: Columns) -> list[float]:
         numbers: list[float] = columns.entries.tolist()
         return numbers
 
-    def pack(self, value: Any, first: int = 0) -> TokenValues:
-        return TokenValues(self.dtypes[0], [], array("f", value[first:] if first else value).tobytes())
+    def pack(self, value: Any) -> TokenValues:
+        return TokenValues(self.dtypes[0], [], array("f", value).tobytes())
 
     def unpack(self, values: TokenValues) -> list[float]:
         numbers = array("f")
@@ -213,8 +213,8 @@ class IdSetOutput(TokenOutput):
     def counts_column(self) -> str:
         return f"{self.key}_counts"
 
-    def columns(self, value: Any, first: int = 0) -> Columns:
-        offsets = value.offsets[first:]
+    def columns(self, value: Any) -> Columns:
+        offsets = value.offsets
         words = value.ids[offsets[0] :].astype("int32", copy=False)
         counts = (offsets[1:] - offsets[:-1]).astype("int32", copy=False)
         return Columns(words, counts, value.vocab_size)
@@ -266,7 +266,7 @@ class PositionOutput(TokenOutput):
     def counts_column(self) -> str:
         return f"{self.key}_counts"
 
-    def columns(self, value: Any, first: int = 0) -> Columns:
+    def columns(self, value: Any) -> Columns:
         return Columns(value)
 
     def of_columns(self, columns: Columns) -> np.ndarray:

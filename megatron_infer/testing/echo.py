@@ -198,10 +198,9 @@ class EchoEngine:
         *,
         salt: str = "",
         caller: int = 0,
-    ) -> bool:
-        """Go on behind tokens that another engine drew."""
+    ) -> None:
+        """Go on after tokens that another engine drew."""
         self._queue(request_id, ids, params, [list(one.token_ids) for one in drawn], salt)
-        return True
 
     def _queue(
         self, request_id: str, prompt: list[int], params: SamplingParams, drawn: list[list[int]], salt: str

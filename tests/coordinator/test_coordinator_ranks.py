@@ -8,7 +8,7 @@ import time
 
 import pytest
 from coordinator_case import coordinator, serve_roles, wait_for
-from engine_ranks import account, make_engine, part_of_model, whole_model, workload
+from engine_ranks import account, assert_same_account, make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
 
 from megatron_infer.coordinator import parcel_transfer
@@ -69,15 +69,20 @@ def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_pa
     run_on_ranks(serve, 2, tmp_path, timeout_s, idle_s)
 
 
+def of_each(outputs):
+    """The account of each output, by its place."""
+    return {place: one for place, output in enumerate(outputs) for one in account([output]).values()}
+
+
 def compute_and_go_on(rank, size, folder):
     """Ranks 0 and 1 compute prompts, ranks 2 and 3 go on with the requests."""
     new_groups(tensor_model_parallel_size=2)
     cache = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
     engine = make_engine(part_of_model("attention", str(folder), rank % 2, 2), **cache)
     prompts, params = map(list, zip(*work(), strict=True))
-    want = [list(account([output]).values()) for output in engine.generate(prompts, params)]
+    want = of_each(engine.generate(prompts, params))
     engine.reset_prefix_cache()
-    num_prefilled = engine.stats().counters["prefill_tokens"]
+    num_prefilled, num_drawn = engine.stats().counters["prefill_tokens"], [engine.figures().output_tokens]
 
     def decoding(client):
         (replica,) = (one for one in client.stats()["replicas"] if one["role"] == "decode_only")
@@ -85,12 +90,14 @@ def compute_and_go_on(rank, size, folder):
 
     def compare(client, *, with_memory):
         outputs = client.generate(prompts, params)
-        tokens = [[one[:2] for one in each] for each in want]
-        found = [list(account([output]).values()) for output in outputs]
-        assert found == want if with_memory else [[one[:2] for one in each] for each in found] == tokens
+        assert_same_account(of_each(outputs), want)
+        assert of_each(outputs) == want or not with_memory
         wait_for(lambda: decoding(client)["num_free_blocks"] == decoding(client)["num_blocks"])
         computed = decoding(client)["counters"]["prefill_tokens"] - num_prefilled
         assert (computed == 0) is with_memory, computed
+        counts = [len(one.token_ids) for output in outputs for one in output.outputs]
+        num_drawn.append(decoding(client)["figures"]["output_tokens"])
+        assert num_drawn[-1] - num_drawn[-2] == sum(counts) - len(counts), "all but the first ones, each once"
 
     def talk(one, client):
         compare(client, with_memory=True)
@@ -104,5 +111,5 @@ def compute_and_go_on(rank, size, folder):
 
 @pytest.mark.long
 def test_requests_move_between_replicas_of_two_ranks_with_what_each_rank_has_computed(tmp_path):
-    """To the bit; where the memory is lost, by their tokens."""
+    """To the bit; where the memory is lost, they go on after the tokens that their client has."""
     run_on_ranks(compute_and_go_on, 4, tmp_path)
