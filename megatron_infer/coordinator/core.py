@@ -195,7 +195,13 @@ class CoordinatorCore:
         if register.takes_commands and replica.name in self._drained:
             replica.is_drained_by_client, replica.moves = True, self._drained[replica.name]
         replica.free_rows = info.capacity
-        replica.view = router.join(replica.peer, capacity=info.capacity, block_size=info.block_size, root=info.now.root)
+        replica.view = router.join(
+            replica.peer,
+            capacity=info.capacity,
+            block_size=info.block_size,
+            root=info.now.root,
+            num_blocks=info.limits.get("num_blocks"),
+        )
         log.info("replica %s joined: %s, %d requests at once", replica.name, info.model, info.capacity)
         is_new = self.broadcasts.catch_up(replica)
         self._update_availability(None if is_new else [replica])
@@ -351,8 +357,9 @@ def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
         return "its weights are described as none can be"
     if not (1 <= info.capacity <= MAX_SIZE and 1 <= info.block_size <= MAX_SIZE):
         return f"capacity {info.capacity}, block size {info.block_size}; both are 1 to {MAX_SIZE:,}"
-    if info.limits and not all(info.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):
-        return "limits without max_sequence_length and vocab_size, which are at least 1"
+    limits = ("max_sequence_length", "vocab_size", "num_blocks")
+    if info.limits and not all(info.limits.get(name, 0) > 0 for name in limits):
+        return f"limits without {', '.join(limits)}, which are at least 1"
     if not all(math.isfinite(stamp) for stamp, _ in register.adapter_changes.values()):
         return "changes of adapters whose stamps are no finite numbers"
     if info.policy not in {policy.value for policy in Policy} or not 0.0 <= info.alpha <= 1.0:

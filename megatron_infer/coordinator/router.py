@@ -24,7 +24,9 @@ from megatron_infer.errors import ConfigError, UnknownRequest
 from megatron_infer.scheduler.context.block_digest import TOKEN_SIZE, adapted, digest_of, salted
 
 MAX_DIGESTS = 1 << 17
-"""Most digests per replica, oldest forgotten first: 2 million tokens in blocks of 16."""
+"""Most digests of a replica that does not say how many blocks it has, the oldest forgotten first."""
+MAX_BLOCKS = 1 << 22
+"""Most digests of one that does: 64 million tokens in blocks of 16."""
 MAX_LOOKED_AT = 32
 """Replicas that a choice looks at, of those that hold equally much of a prompt: they take turns to be looked at."""
 
@@ -140,7 +142,8 @@ class PrefixTable:
                 self._index.discard(digest, self._owner)
 
     def match(self, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of `chain` the replica has or will have; fewer where this table has dropped some.
+        """How many leading blocks of `chain` the replica has or will have; fewer where this table has dropped some,
+        which it does only of a cache with more blocks than its limit.
 
         The last one of them is in the table, and the replica's cache drops a parent after its children.
         """
@@ -289,14 +292,17 @@ class Router:
         rank = _rank_in_turn if self.policy is Policy.ROUND_ROBIN else _rank_by_room
         self._rankings = {one: Ranking(rank) for one in (Availability.OPEN, Availability.RESERVE)}
 
-    def join(self, key: Hashable, *, capacity: int, block_size: int, root: bytes) -> ReplicaView:
-        """Add a replica; its table is empty until it reports."""
+    def join(
+        self, key: Hashable, *, capacity: int, block_size: int, root: bytes, num_blocks: int | None = None
+    ) -> ReplicaView:
+        """Add a replica; its table is empty until it reports. num_blocks: of its cache, None: not known."""
         if key in self.replicas:
             raise ConfigError(f"replica {key!r} is there already")
         if capacity < 1 or block_size < 1:
             raise ConfigError(f"replica {key!r}: capacity {capacity}, block size {block_size}; both are at least 1")
         index = self._num_joined
-        table = PrefixTable(self.max_digests, self._index, index)
+        limit = self.max_digests if num_blocks is None else min(num_blocks, MAX_BLOCKS)
+        table = PrefixTable(limit, self._index, index)
         view = ReplicaView(key=key, index=index, capacity=capacity, block_size=block_size, root=root, table=table)
         self._num_joined += 1
         self._kinds[root, block_size] += 1
@@ -342,8 +348,9 @@ class Router:
     def set_foreign(self, key: Hashable, count: int) -> None:
         """Requests that a replica has from elsewhere."""
         view = self._view(key)
-        view.foreign = count
-        self._rank_again(view)
+        if view.foreign != count:
+            view.foreign = count
+            self._rank_again(view)
 
     def set_availability(self, key: Hashable, availability: Availability) -> None:
         view = self._view(key)

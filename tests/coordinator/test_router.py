@@ -161,6 +161,18 @@ def test_a_prompt_is_dropped_after_what_was_generated_from_it():
     assert router.choose(prompt).matched == table.match(chain) == 6
 
 
+def test_the_table_of_a_replica_that_says_how_many_blocks_it_has_drops_none_of_them():
+    router = make_router(1, max_digests=8)
+    router.join("large", capacity=8, block_size=BLOCK, root=ROOT, num_blocks=24)
+    prompt = packed(range(24 * BLOCK + 1))
+    chain = chain_of(ROOT, "", prompt, BLOCK)
+    for start in range(0, len(chain), 3):
+        for key in router.replicas:
+            router.report(key, published=chain[start : start + 3])
+    small, large = (view.table for view in router.replicas.values())
+    assert large.match(chain) == 24 > small.match(chain), "the small one has dropped parents of blocks that it kept"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PROMPTS, min_size=1, max_size=12), st.integers(1, 6))
 def test_a_full_table_never_matches_more_than_the_cache_holds(prompts, limit):

@@ -40,7 +40,7 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
     protocol.Control(9, "reset_prefix_cache", {}, 0.1),
     protocol.Query(10),
 )
-LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000}
+LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000, "num_blocks": 64}
 NOW = protocol.EngineNow(root=b"root")
 SIZES = {"block_size": 16, "capacity": 4, "model": "tiny", "policy": "first_prefix_block", "alpha": 0.5}
 REGISTER = protocol.Register(1, protocol.EngineInfo(**SIZES, limits=LIMITS, now=NOW))
