@@ -278,7 +278,8 @@ class CoordinatorCore:
     def _drain(self, client: ClientState, drain: protocol.Drain) -> None:
         name = drain.replica
         found = [replica for replica in self._registered() if replica.name == name]
-        if not found:
+        is_known = bool(found) or (drain.end and name in self._drained)  # a drained one may be lost for now
+        if not is_known:
             names = ", ".join(replica.name for replica in self._registered())
             text = f"no replica {name[:60]!r}; there are: {names or 'none'}"
             answer = protocol.Answer(ok=False, kind="ConfigError", message=text)
@@ -295,7 +296,7 @@ class CoordinatorCore:
             self._update_availability(found)
             self._move_on()
             answer = protocol.Answer(ok=True, value={"running": sum(len(replica.running) for replica in found)})
-        answers = {name if found else "coordinator": answer}
+        answers = {name if is_known else "coordinator": answer}
         self._send(client.peer, protocol.ControlResult(drain.id, answers))
 
     def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:

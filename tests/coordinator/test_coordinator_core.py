@@ -552,6 +552,11 @@ def test_a_drain_is_a_command_that_holds_for_all_of_a_name_until_its_end():
     assert states(world)[again] == "running"
     drained(world, "twin")
     assert drained(world, "twin", end=True)[1].ok and set(states(world).values()) == {"running"}
+    drained(world, "twin")
+    world.core.unreachable(b"1")
+    assert drained(world, "twin", end=True)[1].ok, "it is lost for now"
+    again = world.replica(b"1", name="twin", takes_commands=True)
+    assert states(world)[again] == "running"
     world.core.check()
 
 
