@@ -51,6 +51,8 @@ class CoordinatorCore:
         self._drained: dict[str, bool] = {}
         """Replicas for which a client's `Drain` is in force: name -> whether their requests go elsewhere. A loss of the
         replica leaves its name here, the replica's goodbye removes the name."""
+        self._next_look = -math.inf
+        """When peers are looked at for silence again."""
         self._num_entered = 0
         self._started = time.time()
 
@@ -109,6 +111,15 @@ class CoordinatorCore:
 
     def tick(self) -> None:
         """Remove peers that were silent for too long, and end broadcasts at their deadlines."""
+        now = self._clock()
+        if now >= self._next_look:  # with thousands of replicas a look takes milliseconds
+            self._next_look = now + self.options.heartbeat_s / 2
+            self._look_for_silence()
+        if self.broadcasts.tick(now):
+            self._update_availability()
+        self._move_on()
+
+    def _look_for_silence(self) -> None:
         options = self.options
         states: list[PeerState] = [*self._clients.values(), *self._replicas.values()]
         for state in states:
@@ -118,9 +129,6 @@ class CoordinatorCore:
                 self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {limit:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
-        if self.broadcasts.tick(self._clock()):
-            self._update_availability()
-        self._move_on()
 
     def _move_on(self) -> None:
         """Replicas that are emptied hand out what others have room for by now."""
