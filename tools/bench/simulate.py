@@ -6,7 +6,11 @@ Messages are encoded and decoded as on the wire; sockets are left out (`coordina
 has rows, a prefix cache and a speed. Traffic: `chat` are conversations after shared system prompts, with heavy-tailed
 lengths; `families` are single prompts after shared prefixes; --trace reads a recorded one in Mooncake's format (a JSON
 object a line: input_length, output_length, hash_ids of 512 tokens each). --chaos: a tenth of the replicas are lost,
-half of them by silence, and all get new weights in waves that are drained with move. Each token must come once.
+half of them by silence, and all get new weights again and again, in waves that are drained with move. Each token must
+come once.
+
+"core MB" is what the coordinator keeps besides the prefix tables, at the start, at each quarter and after the last
+answer. "table MB" are the prefix tables at the end, "RSS MB" the process with all simulated replicas at its largest.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import heapq
 import json
 import os
 import random
+import resource
 import statistics
 import sys
 import time
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterator
 from itertools import cycle
@@ -32,6 +38,7 @@ import msgspec
 from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
+from megatron_infer.coordinator.router import PrefixIndex, PrefixTable
 from megatron_infer.coordinator.served_engine import stats_of
 from megatron_infer.outputs.schema import Piece
 from megatron_infer.scheduler.context.block_digest import digest_of, root_of, salted
@@ -42,6 +49,8 @@ BLOCK, ROWS, BLOCKS = 64, 64, 8192
 STEP_S, PREFILL_PER_S, MOVE_S, OUTPUT_S = 0.03, 20_000, 0.05, 4.0
 """Seconds of a token, prompt tokens a second, seconds of a move, seconds between two outputs of a request."""
 RESTART_S, TICK_S, BEAT_S, THINK_S, PREFILL_SHARE = 15.0, 0.1, 0.5, 10.0, 0.25
+UPDATE_S = 20.0
+"""Seconds from the end of a weight update to the next one, at least."""
 FIGURES = stats_of(EchoEngine())
 SHARED = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, int, float)
 
@@ -114,6 +123,8 @@ class SimReplica:
     def begin(self) -> None:
         """Start, or start again: another incarnation with an empty cache."""
         self.runs: dict[int, Request] = {}
+        self.drawn: dict[int, tuple[int, float]] = {}
+        """Of the runs that have begun: tokens sent, and when."""
         self.queue: deque[protocol.Run] = deque()
         self.cache: OrderedDict[bytes, None] = OrderedDict()
         self.busy, self.prompts_until, self.is_up = 0, 0.0, True
@@ -144,6 +155,10 @@ class SimReplica:
             self.queue.append(message)
             self.start()
         elif isinstance(message, protocol.HandOut) and message.number in self.runs:
+            sent, when = self.drawn.get(message.number, (0, self.world.clock))
+            left = len(self.runs[message.number].answer) // 4 - sent
+            if (count := min(left - 1, int((self.world.clock - when) / STEP_S))) > 0:
+                self.output(message.number, sent, sent + count)
             self.hand_out(message.number)
         elif isinstance(message, protocol.Command):
             self.send(protocol.Done(message.number, self.incarnation, protocol.Answer(ok=True)))
@@ -189,10 +204,9 @@ class SimReplica:
             return
         total = len(request.answer) // 4
         end = min(total, drawn + count)
-        piece = Piece(0, drawn, request.answer[4 * drawn : 4 * end], "", "length" if end == total else None)
         if end == total or count == 1:
             self.hold(request.talk.chain(self.now().root, len(request.prompt) // 4 + end - 1))
-        self.send(protocol.Output(run.number, self.incarnation, [piece], end == total))
+        self.output(run.number, drawn, end)
         if end == total:
             self.leave(run.number)
         elif run.hands_out:
@@ -201,26 +215,35 @@ class SimReplica:
             more = min(int(OUTPUT_S / STEP_S), total - end)
             self.world.after(more * STEP_S, self.draw, start, run, end, more)
 
+    def output(self, number: int, start: int, end: int) -> None:
+        answer = self.runs[number].answer
+        has_ended = 4 * end == len(answer)
+        self.drawn[number] = end, self.world.clock
+        piece = Piece(0, start, answer[4 * start : 4 * end], "", "length" if has_ended else None)
+        self.send(protocol.Output(number, self.incarnation, [piece], has_ended))
+
     def hand_out(self, number: int) -> None:
         self.send(protocol.HandedOut(number, self.incarnation, "parcel"))
         self.leave(number)
 
     def leave(self, number: int) -> None:
         del self.runs[number]
+        self.drawn.pop(number, None)
         self.busy -= all(run.number != number for run in self.queue)
         self.start()
 
     def lose(self, by_silence: bool) -> None:
         self.is_up = False
         self.runs.clear()
+        self.drawn.clear()
         self.queue.clear()
         if not by_silence:
             self.world.timed("loss", self.world.core.unreachable, self.peer)
         self.world.after(RESTART_S, self.begin)
 
-    def update(self) -> None:
+    def update(self, version: int) -> None:
         """Other weights: nothing that is cached holds."""
-        self.version = 1
+        self.version = version
         self.cache.clear()
         self.send(protocol.PrefixNews(self.incarnation, self.now().root, True, b"", b""))
         self.send(protocol.Beat(self.incarnation, self.now(), ROWS, 0, 0.0, FIGURES))
@@ -239,8 +262,11 @@ class World:
         self.calls: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.published: set[bytes] = set()
+        self.num_updated = 0
+        """Replicas that have got other weights, each time."""
         self.requests: dict[int, Request] = {}
-        self.ended: list[Request] = []
+        self.waited_s, self.first_s = array("d"), array("d")
+        """Of the requests that have ended."""
         options = CoordinatorOptions(policy=args.policy, alpha=args.alpha, max_queue=10**7, max_attempts=100)
         self.core = CoordinatorCore(options, self._send, clock=lambda: self.clock)
         self.clients = [f"client{index}".encode() for index in range(8)]
@@ -305,7 +331,9 @@ class World:
             request.first_s = self.clock - request.came
         if output.finished:
             assert request.num_got * 4 == len(request.answer), "an answer has ended early"
-            self.ended.append(self.requests.pop(output.number))
+            del self.requests[output.number]
+            self.waited_s.append(request.waited_s)
+            self.first_s.append(request.first_s)
             if request.talk.turns:
                 self.after(self.rng.expovariate(1 / THINK_S), self.ask, request.talk)
 
@@ -338,37 +366,47 @@ class World:
         for one in self.rng.sample(list(self.replicas.values()), max(1, len(self.replicas) // 10)):
             self.after(self.rng.uniform(0.2, 0.8) * self.seconds, one.lose, self.rng.random() < 0.5)
 
-    def update_in_waves(self, waves: list[list[SimReplica]]) -> None:
-        """Empty a wave, give it other weights, and go on with the next. At the end the version is in force."""
+    def update_in_waves(self, version: int) -> None:
+        """Empty a wave of replicas, give it other weights, and go on with the next. Then the version is in force."""
+        replicas, size = list(self.replicas.values()), max(1, len(self.replicas) // 16)
+        self._update_wave(version, [replicas[start : start + size] for start in range(0, len(replicas), size)])
+
+    def _update_wave(self, version: int, waves: list[list[SimReplica]]) -> None:
         if not waves:
-            self.to_core(self.clients[0], protocol.Control(0, "set_weight_version", {"version": 1}, 60.0))
+            self.to_core(self.clients[0], protocol.Control(0, "set_weight_version", {"version": version}, 60.0))
+            self.after(max(UPDATE_S, self.seconds / 8), self.update_in_waves, version + 1)
             return
         for one in waves[0]:
             self.to_core(self.clients[0], protocol.Drain(0, one.name, move=True))
-        self.end_wave(waves)
+        self._end_wave(version, waves)
 
-    def end_wave(self, waves: list[list[SimReplica]]) -> None:
+    def _end_wave(self, version: int, waves: list[list[SimReplica]]) -> None:
         if any(one.runs for one in waves[0]):
-            self.after(TICK_S, self.end_wave, waves)
+            self.after(TICK_S, self._end_wave, version, waves)
             return
         for one in waves[0]:
-            one.update()
+            one.update(version)
             self.to_core(self.clients[0], protocol.Drain(0, one.name, end=True))
-        self.update_in_waves(waves[1:])
+        self.num_updated += len(waves[0])
+        self._update_wave(version, waves[1:])
 
 
-def bytes_of(root: Any) -> int:
-    """Of all objects that can be reached from `root`."""
+def bytes_of(root: Any, *, without: tuple[type, ...] = ()) -> int:
+    """Of all objects that can be reached from `root`. without: and not through objects of these classes."""
     seen, todo, total = {id(root)}, [root], 0
     while todo:
         one = todo.pop()
         total += sys.getsizeof(one)
         is_struct = isinstance(one, msgspec.Struct)
         for part in [getattr(one, name) for name in one.__struct_fields__] if is_struct else gc.get_referents(one):
-            if id(part) not in seen and not isinstance(part, SHARED):
+            if id(part) not in seen and not isinstance(part, SHARED + without):
                 seen.add(id(part))
                 todo.append(part)
     return total
+
+
+def core_bytes_of(world: World) -> int:
+    return bytes_of(world.core, without=(PrefixIndex, PrefixTable))
 
 
 def simulate(num_replicas: int, talks: Iterator[Talk], args: argparse.Namespace) -> dict[str, Any]:
@@ -379,16 +417,18 @@ def simulate(num_replicas: int, talks: Iterator[Talk], args: argparse.Namespace)
     world.begin_talks()
     if args.chaos:
         world.lose_some()
-        replicas, size = list(world.replicas.values()), max(1, num_replicas // 16)
-        waves = [replicas[start : start + size] for start in range(0, num_replicas, size)]
-        world.after(world.seconds / 4, world.update_in_waves, waves)
-    world.run(lambda: not world.left)
-    memory = bytes_of(world.core)
+        world.after(world.seconds / 8, world.update_in_waves, 1)
+    core_bytes = [core_bytes_of(world)]
+    for quarter in (3, 2, 1, 0):
+        world.run(lambda: world.left <= quarter * args.requests * num_replicas // 4)  # noqa: B023
+        core_bytes.append(core_bytes_of(world))
     world.run(lambda: not world.requests)
     world.core.check()
-    ns, tokens, counts, ended = world.ns, world.tokens, world.core.counts, world.ended
-    total, upkeep, busy_s = len(ended), ns["Beat"] + ns["tick"], world.clock
-    first = sorted(one.first_s for one in ended)
+    core_bytes.append(core_bytes_of(world))
+    ns, tokens, counts = world.ns, world.tokens, world.core.counts
+    waited, first = sorted(world.waited_s), sorted(world.first_s)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    total, upkeep, busy_s = len(first), ns["Beat"] + ns["tick"], world.clock
     return {
         "replicas": num_replicas,
         "requests": total,
@@ -401,13 +441,17 @@ def simulate(num_replicas: int, talks: Iterator[Talk], args: argparse.Namespace)
         "start_ms": start_ms,
         "hit": tokens["cached"] / tokens["prompt"],
         "ideal": tokens["ideal"] / tokens["prompt"],
-        "wait_p99": sorted(one.waited_s for one in ended)[total * 99 // 100],
+        "wait_p99": waited[total * 99 // 100],
         "first_p50": first[total // 2],
         "first_p99": first[total * 99 // 100],
-        "MB": memory / 1e6,
+        "core MB": " ".join(f"{count / 1e6:.1f}" for count in core_bytes),
+        "table MB": (bytes_of(world.core) - core_bytes[-1]) / 1e6,
+        "blocks": sum(one["cached_blocks"] for one in world.core.stats()["replicas"]),
+        "RSS MB": rss / 1e3,
         "moved": counts.moved,
         "resent": counts.resent,
         "lost": counts.replicas_lost,
+        "updated": world.num_updated,
         "ms": " ".join(f"{kind} {value / 1e6:,.0f}" for kind, value in ns.most_common()),
     }
 
