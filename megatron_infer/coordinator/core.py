@@ -167,6 +167,8 @@ class CoordinatorCore:
                 self._send(replica.peer, protocol.Refused("fenced", "an output was out of turn; say hello again"))
         elif isinstance(message, protocol.HandedOut):
             self.dispatch.handed_out(replica, message)
+        elif isinstance(message, protocol.EvictsNext):
+            self.dispatch.relieve(replica, message.number)
         elif isinstance(message, protocol.Beat):
             self._beat(replica, message)
         elif isinstance(message, protocol.PrefixNews):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -21,11 +22,17 @@ from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.fair_queue import Caller, FairQueue
 from megatron_infer.coordinator.peers import ClientState, Counts, PendingRequest, ReplicaState, caller_share
-from megatron_infer.coordinator.router import Availability, Rank, Ranking, ReplicaView, Route, Router
+from megatron_infer.coordinator.router import (
+    MAX_LOOKED_AT,
+    Availability,
+    Rank,
+    Ranking,
+    ReplicaView,
+    Route,
+    Router,
+)
 from megatron_infer.outputs.schema import Failure, Piece
 
-CHARS_OF_A_TOKEN = 4
-"""Of a text whose tokens are not known yet."""
 HANDED_IN_AGAIN = 8
 """Times max_queue that may wait when clients hand their requests in again after a coordinator was lost: what waited
 there, and what ran at its replicas."""
@@ -146,10 +153,41 @@ class Dispatcher:
         for request in list(replica.running.values()):
             if moving >= room:
                 return
-            if not request.is_moving and not request.aborted and request.prefill is None:
+            if not request.is_moving and not request.aborted and request.leaving is None:
                 request.is_moving = True
                 moving += 1
                 self._send(replica.peer, protocol.HandOut(request.number))
+
+    def relieve(self, replica: ReplicaState, number: int) -> None:
+        """Have a replica hand out a request that it would evict, if another one is at most half full with it.
+
+        A request leaves a replica so once at most: no two replicas hand it back and forth.
+        """
+        request = replica.running.get(number)
+        if request is None or request.is_relieved or request.is_moving or request.aborted or request.leaving:
+            return
+        place = self._half_empty(replica, request)
+        if place is None:
+            return
+        self._move(request, place)
+        request.leaving, request.is_moving, request.is_relieved = replica.peer, True, True
+        place.placed.add(request)
+        self._send(replica.peer, protocol.HandOut(number))
+
+    def _half_empty(self, replica: ReplicaState, request: PendingRequest) -> ReplicaState | None:
+        """Another replica that can use the memory of a request, and has half of its rows and blocks free with it."""
+        assert self.router is not None and replica.view is not None
+        root, size = replica.view.root, replica.view.block_size
+        for view in islice(self.router.with_room(), MAX_LOOKED_AT):
+            one = self._replicas[view.key]
+            is_other = one is not replica and one.role is not ReplicaRole.PREFILL
+            if not (is_other and (view.root, view.block_size) == (root, size) and _has_adapter(view, request)):
+                continue
+            held = (*one.running.values(), *one.placed, request)
+            num_blocks = sum(each.num_tokens // size + len(each.sequences) for each in held)
+            if view.free_share >= 0.5 and 2 * num_blocks <= one.info.limits.get("num_blocks", 0):
+                return one
+        return None
 
     def _room_elsewhere(self, replica: ReplicaState) -> int:
         """How many of a replica's requests others have room for."""
@@ -174,6 +212,7 @@ class Dispatcher:
         request.number, request.parcel, request.is_moving = 0, replica.place_of(message.parcel), False
         self._count_waiting(request, +1)
         place = self._place_of(request)
+        self.counts.relieved += request.is_relieved and place is not None
         if request.aborted:
             self._leave(request)
             self._finish(request)
@@ -269,11 +308,11 @@ class Dispatcher:
             place.placed.remove(request)
         if request.route is not None and self.router is not None:
             self.router.release(request.route)
-        request.route = request.prefill = None
+        request.route = request.leaving = None
 
     def _place_of(self, request: PendingRequest) -> ReplicaState | None:
-        """The replica that keeps a place for a request while it is at a prefill_only one."""
-        if request.prefill is None or request.route is None:
+        """The replica that keeps a place for a request which leaves another one."""
+        if request.leaving is None or request.route is None:
             return None
         return self._replicas.get(request.route.key)
 
@@ -313,7 +352,7 @@ class Dispatcher:
         while (request := self._next_for(replica)) is not None:
             prefill = self._prefill_for(request, replica)
             if prefill is not None:
-                request.prefill = prefill.peer
+                request.leaving = prefill.peer
                 replica.placed.add(request)
             self._start(request, prefill or replica)
 
@@ -321,8 +360,7 @@ class Dispatcher:
         """The prefill_only replica that computes a request's prompt before `replica` goes on; None: `replica` does."""
         if replica.role is ReplicaRole.PREFILL or request.parcel is not None or request.num_moves:
             return None
-        prompt, route = request.prompt, request.route
-        length = len(prompt) // 4 if prompt is not None else len(request.submit.text or "") // CHARS_OF_A_TOKEN
+        length, route = request.num_prompt_tokens, request.route
         cached = 0 if route is None else route.matched * replica.info.block_size
         if length - cached < self._options.role_min_prompt_tokens or any(one.tokens for one in request.sequences):
             return None
@@ -331,9 +369,9 @@ class Dispatcher:
 
     def _start(self, request: PendingRequest, replica: ReplicaState) -> None:
         """Send a waiting request to a replica; its prompt alone where it keeps a place at another one."""
-        if request.prefill is not None and replica.peer != request.prefill:
+        if request.leaving is not None and replica.peer != request.leaving:
             replica.placed.remove(request)
-            request.prefill = None
+            request.leaving = None
         self._count_waiting(request, -1)
         self._num_sent += 1
         request.number = self._num_sent
@@ -354,7 +392,7 @@ class Dispatcher:
             [one.copy() for one in request.sequences] if has_tokens else [],
             request.caller_number,
             request.parcel,
-            request.prefill is not None,
+            request.leaving is not None,
         )
         request.parcel = None
         self._send(replica.peer, run)
@@ -395,7 +433,7 @@ class Dispatcher:
             if request.number:
                 self._count_waiting(request, +1)
                 self.counts.resent += 1
-            if request.prefill is not None:
+            if request.leaving is not None:
                 self._leave(request)
             request.number, request.route, request.is_moving = 0, None, False
             if request.aborted:
@@ -408,8 +446,8 @@ class Dispatcher:
                 self._assign(request)
 
     def _replica_of(self, request: PendingRequest) -> ReplicaState:
-        if request.prefill is not None:
-            return self._replicas[request.prefill]
+        if request.leaving is not None:
+            return self._replicas[request.leaving]
         assert request.route is not None
         return self._replicas[request.route.key]
 
@@ -426,9 +464,9 @@ class Dispatcher:
         assert len(held) == len(waiting) + len(running), "a request is in two places"
         for replica in replicas:
             backlog = sum(not request.ended for request in replica.backlog)
-            own = sum(request.prefill is None for request in replica.running.values())
-            at_prefill = ((one, one.route) for one in running if one.prefill is not None)
-            placed = {one for one, route in at_prefill if route is not None and route.key == replica.peer}
+            own = sum(request.leaving is None for request in replica.running.values())
+            leaving = ((one, one.route) for one in running if one.leaving is not None)
+            placed = {one for one, route in leaving if route is not None and route.key == replica.peer}
             assert replica.placed == placed, f"places of {replica.name}"
             is_counted = replica.view is None or replica.view.load == own + len(replica.placed) + backlog
             assert is_counted, f"load of {replica.name}"

@@ -52,6 +52,10 @@ FETCHES = 4
 MAX_WAITING_BYTES = 4 << 30
 """Most bytes of all parcels that wait at a replica to be fetched, and of those that wait there for rows; the tokens of
 further requests move alone."""
+S_PER_BYTE = 5e-9
+"""Seconds that a byte of a parcel takes, until some are measured: 1,024 tokens of SmolLM2, see docs/roles.md."""
+SMOOTHING = 0.2
+"""Weight of a new reading."""
 _POLL_MS = 200
 _MAX_DIGITS = 15
 """Of a number in a message."""
@@ -68,12 +72,14 @@ class _Sending:
 
     parcel_id: str
     content: memoryview
+    began: float
     sent: int = 0
 
 
 @dataclass(slots=True)
 class _Waiting:
     parcel: Parcel
+    copy_s: float
     until: float = field(default_factory=lambda: time.monotonic() + TRANSFER_TIMEOUT_S)
 
 
@@ -117,6 +123,8 @@ class ParcelTransfer:
         self._stopping = False
         self.address = ""
         """Where others fetch, from `start` on."""
+        self.s_per_byte = S_PER_BYTE
+        """What a byte takes from one engine to another, as measured with parcels of a part or more."""
 
     def start(self) -> None:
         """Listen. Raises ConfigError."""
@@ -139,13 +147,14 @@ class ParcelTransfer:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def offer(self, parcel: Parcel) -> str | None:
-        """Keep a parcel until it is fetched, TRANSFER_TIMEOUT_S at most -> its id. None: too much waits already."""
+    def offer(self, parcel: Parcel, *, copy_s: float = 0.0) -> str | None:
+        """Keep a parcel until it is fetched, TRANSFER_TIMEOUT_S at most -> its id. None: too much waits already.
+        copy_s: what it took to hand it out; to take it in takes about as long."""
         parcel_id = secrets.token_hex(16)
         with self._lock:
             if parcel.num_bytes + sum(one.parcel.num_bytes for one in self._waiting.values()) > MAX_WAITING_BYTES:
                 return None
-            self._waiting[parcel_id] = _Waiting(parcel)
+            self._waiting[parcel_id] = _Waiting(parcel, copy_s)
         return parcel_id
 
     def fetch(self, place: ParcelPlace, *, num_published: int, max_bytes: int) -> Future[Parcel | None]:
@@ -235,8 +244,12 @@ class ParcelTransfer:
         elif frames == [b"more"] and peer in self._sending:
             self._send_part(peer)
         elif frames == [b"done"] and peer in self._sending:
+            sent = self._sending.pop(peer)
             with self._lock:
-                self._waiting.pop(self._sending.pop(peer).parcel_id, None)
+                waiting = self._waiting.pop(sent.parcel_id, None)
+            if waiting is not None and len(sent.content) >= PART_BYTES:
+                seconds = time.monotonic() - sent.began + 2 * waiting.copy_s
+                self.s_per_byte += SMOOTHING * (seconds / len(sent.content) - self.s_per_byte)
 
     def _begin(self, peer: bytes, parcel_id: str, num_published: int) -> None:
         waiting = self._waiting.get(parcel_id)
@@ -247,13 +260,14 @@ class ParcelTransfer:
             del self._sending[other]  # one copy of each parcel, which MAX_WAITING_BYTES bounds: the last to ask has it
             if other != peer:
                 self._send(other, b"gone", b"")
+        began = time.monotonic()
         try:
             content = memoryview(waiting.parcel.without(num_published).to_bytes())
         except Exception:  # such as a lack of memory: this request goes on from its tokens, and others are served
             log.exception("a parcel cannot be sent")
             self._send(peer, b"gone", b"")
             return
-        self._sending[peer] = _Sending(parcel_id, content)
+        self._sending[peer] = _Sending(parcel_id, content, began)
         self._send(peer, b"size", str(len(content)).encode())
         for _ in range(WINDOW):
             self._send_part(peer)

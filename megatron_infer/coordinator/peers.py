@@ -12,6 +12,9 @@ from megatron_infer.coordinator.protocol import EngineInfo, EngineNow, Kept, Par
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
 
+CHARS_OF_A_TOKEN = 4
+"""Of a text whose tokens are not known yet."""
+
 
 def caller_share(max_queue: int) -> int:
     """Most waiting requests of one caller: an eighth of the queue is left to others."""
@@ -34,14 +37,28 @@ class PendingRequest:
     attempts: int = 0
     num_moves: int = 0
     """Attempts that another replica handed on."""
-    prefill: bytes | None = None
-    """The prefill_only replica that it is at, while `route` keeps a place at another one."""
+    leaving: bytes | None = None
+    """The replica that it is at while `route` keeps a place at another one: a prefill_only one, or one that lacks
+    blocks."""
+    is_relieved: bool = False
+    """It has left a replica that lacked blocks."""
     parcel: ParcelPlace | None = None
     """Where its memory waits, for the next attempt."""
     is_moving: bool = False
     """Its replica was told to hand it out."""
     aborted: bool = False
     ended: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """About as many, of a text whose tokens are not known yet."""
+        text = self.submit.text or ""
+        return len(text) // CHARS_OF_A_TOKEN if self.prompt is None else len(self.prompt) // 4
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, and those that its client has."""
+        return self.num_prompt_tokens + sum(len(one.tokens) // 4 for one in self.sequences)
 
     @property
     def priority(self) -> int:
@@ -110,7 +127,7 @@ class ReplicaState(PeerState):
     moves: bool = False
     """And its requests go elsewhere."""
     placed: set[PendingRequest] = field(default_factory=set)
-    """Requests that it keeps a place for while they are at a prefill_only replica."""
+    """Requests that it keeps a place for while they leave another replica."""
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,6 +190,8 @@ class Counts:
     """Refused because the queue was full."""
     moved: int = 0
     """Handed from replica to replica."""
+    relieved: int = 0
+    """Those of `moved` that left a replica which would have evicted them."""
     resent: int = 0
     """Sent again because a replica was lost."""
     replicas_lost: int = 0

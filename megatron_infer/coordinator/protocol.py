@@ -8,6 +8,7 @@
       <---------------- Output             <---- Output, Beat, PrefixNews
                                            HandOut ----------------->
                                            <---- HandedOut; the next Run says where its parcel is
+                                           <---- EvictsNext: blocks run out, a HandOut would help
       Control ----------------->           Command ----------------->
       <--------- ControlResult             <---- Done
 
@@ -36,7 +37,7 @@ if find_spec("zmq") is None:
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
     )
 
-SCHEMA = 11
+SCHEMA = 12
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
@@ -267,6 +268,14 @@ class HandedOut(_Message):
     parcel: str | None = None
 
 
+class EvictsNext(_Message):
+    """A replica's: its blocks run out, and it would evict this request next, which costs more than to move it. The
+    answer is a HandOut, or nothing."""
+
+    number: int
+    incarnation: int
+
+
 class Drain(_Message):
     """A client's: a replica takes no more requests. move: those it has go elsewhere. end: it takes requests again.
     The answer is a ControlResult."""
@@ -432,6 +441,7 @@ Message = (
     | Cancel
     | HandOut
     | HandedOut
+    | EvictsNext
     | Drain
     | Goodbye
     | Register

@@ -114,6 +114,8 @@ class Replica:
         self._stopping = self._draining = False
         self._failure: BaseException | None = None
         self._next_flush = self._next_stats = 0.0
+        self._next_look = 0.0
+        """When another replica is asked for room again; at once after a request was handed out."""
         self._stats: dict[str, Any] = {}
         self.connection = CoordinatorConnection(
             coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s
@@ -353,13 +355,16 @@ class Replica:
         if (held := request.take_held()) is not None:
             self._send(held)
         del self._requests[request.id], self._numbers[number]
+        self._next_look = 0.0
         self.connection.send(protocol.HandedOut(number, self._incarnation, parcel_id))
 
     def _offer(self, request_id: str) -> str | None:
         """Take a request out of the engine -> the id of the parcel that waits; None: its tokens move alone."""
         if self._parcels is not None and moves_memory(self.engine):
             try:
-                return self._parcels.offer(self.engine.hand_out(request_id, whole=True))
+                began = time.monotonic()
+                parcel = self.engine.hand_out(request_id, whole=True)
+                return self._parcels.offer(parcel, copy_s=time.monotonic() - began)
             except (WrongState, OtherRankFailed) as error:
                 log.info("request %s moves by its tokens: %s", request_id, error)
         self.engine.abort(request_id)
@@ -402,16 +407,23 @@ class Replica:
                     self._deliver(request, output)
                     if request.run.hands_out and not output.finished and any(one.token_ids for one in output.outputs):
                         self._hand_out(request.run.number)
+            self._look_for_room()
             self._report_changes()
 
+    def _look_for_room(self) -> None:
+        """Ask whether another replica has room for the request that this one would evict next."""
+        engine = self.engine
+        if self._parcels is None or not moves_memory(engine) or not engine.is_short_of_blocks:
+            return
+        if (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + HOLD_S
+        request = self._requests.get(engine.next_to_move(self._parcels.s_per_byte) or "")
+        if request is not None:
+            self.connection.send(protocol.EvictsNext(request.run.number, self._incarnation))
+
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
-        try:
-            message = request.message(output)
-        except InferenceError as error:
-            if not output.finished:
-                self.engine.abort(request.id)
-            run = request.run
-            message = protocol.Output(run.number, run.incarnation, [], True, error=failure_of(error))
+        message = request.message(output)
         if message is None:
             return
         if request.held is not None or not (request.run.stream or message.finished):

@@ -81,6 +81,11 @@ class MovingEngine(ServedEngine, Protocol):
 
     def hand_out(self, request_id: str, *, whole: bool = False) -> Parcel: ...
 
+    @property
+    def is_short_of_blocks(self) -> bool: ...
+
+    def next_to_move(self, transfer_s_per_byte: float) -> str | None: ...
+
 
 def moves_memory(engine: Any) -> TypeGuard[MovingEngine]:
     """Whether an engine hands requests out with what is computed of them, and takes them in so."""

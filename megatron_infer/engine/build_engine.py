@@ -140,8 +140,7 @@ def build_engine(
     output_processor = OutputProcessor(tokenizer, token_events=events["token"], pause_events=events["pause"])
     synthetic = make_synthetic(config)
     context = context_for(config, setup.agreed, publishes=synthetic is None, num_draft_states=max_drafts_of(config))
-    swaps = context.swap is not None
-    costs = agreed_costs(runner.store, rank_group) if swaps else None
+    costs = None if context.swap is None else agreed_costs(runner.store, rank_group)
     loaded = None if context.adapters is None else context.adapters.versions
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     grammars = input_processor.grammars
@@ -165,7 +164,7 @@ def build_engine(
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.groups)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
-    observers = _observers(setup, scheduler, stat_logger, outbox, swaps=swaps)
+    observers = _observers(setup, scheduler, stat_logger, outbox)
     verifier = None if drafts is None else Verifier(drafts, synthetic)
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
@@ -211,15 +210,13 @@ def build_engine(
     )
 
 
-def _observers(
-    setup: ModelSetup, scheduler: Scheduler, stat_logger: StatLogger, outbox: Outbox, *, swaps: bool
-) -> list[StepObserver]:
+def _observers(setup: ModelSetup, scheduler: Scheduler, stat_logger: StatLogger, outbox: Outbox) -> list[StepObserver]:
     """What hears of each step. The leader of several ranks sends what it measures to all of them through the outbox."""
     config = setup.config
     is_leader = setup.rank_group.groups.is_leader
     is_alone = not setup.rank_group.groups.shares_requests
     observers: list[StepObserver] = [stat_logger]
-    if swaps and is_leader:
+    if is_leader:
         set_costs = scheduler.set_costs if is_alone else outbox.set_costs
         observers = [CostMeter(setup.runner.store, set_costs), stat_logger]
     if config.ce_delay_ms:

@@ -96,6 +96,17 @@ class PreemptionPolicy:
         now = admitted_requests.stats.steps
         self._paused_since = {request: self._paused_since.get(request, now) for request in admitted_requests.paused}
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the free blocks do not last for another block of each request that decodes."""
+        admitted_requests = self._admitted_requests
+        return bool(admitted_requests.paused) or self._context.num_free_blocks < len(admitted_requests.decoding)
+
+    def next_victim(self) -> tuple[Request, float] | None:
+        """The request that is evicted next if blocks run out, and how many seconds that costs; None: none can be."""
+        victims = self._victims((), num_needed=self._admitted_requests.num_live)
+        return (victims[0], self._seconds(victims[0])) if victims else None
+
     def make_way(self, among: Collection[Request] | None) -> bool:
         """Evict one request, as none of `among` (None: all) can run and nothing is in flight; False: it would not help.
 
@@ -154,7 +165,7 @@ class PreemptionPolicy:
         make a victim cheaper.
         """
         live = self._admitted_requests.live()
-        oldest = min(live, key=sort_key_of)
+        oldest = min(live, key=sort_key_of, default=None)
         priced = []
         for request in live:
             if request is oldest or is_ending(request):
@@ -170,13 +181,17 @@ class PreemptionPolicy:
     def _price(self, request: Request, num_gained: int) -> float:
         now = self._admitted_requests.stats.steps
         return policy.eviction_price(
-            self.costs.swap_s(self._num_stored(request))
-            if self._prefers_swap(request)
-            else self.costs.recompute_s(request.scheduled),
+            self._seconds(request),
             num_gained=num_gained,
             num_evictions=request.history.num_evictions,
             steps_paused=now - self._paused_since.get(request, now),
         )
+
+    def _seconds(self, request: Request) -> float:
+        """What it costs until an evicted request has its memory again."""
+        if self._prefers_swap(request):
+            return self.costs.swap_s(self._num_stored(request))
+        return self.costs.recompute_s(request.scheduled)
 
     # ------------------------------------------------------------------ out and back in
 

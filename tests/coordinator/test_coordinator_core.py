@@ -44,12 +44,16 @@ class World:
         self.core.enter(peer, "client", name, os.urandom(8))
         return peer
 
-    def replica(self, peer, *, name="", capacity=2, version=0, state="running", adapters=None, role="", **more):
+    def replica(
+        self, peer, *, name="", capacity=2, version=0, state="running", adapters=None, role="", num_blocks=None, **more
+    ):
         incarnation = self.core.enter(peer, "replica", name or peer.decode(), os.urandom(8))
         if role:
             more["role"] = ReplicaRole(role)
         now = protocol.EngineNow(root=ROOT, weight_version=version, state=state, adapters=adapters or {})
         sizes = {"block_size": 4, "capacity": capacity, "model": "m", "policy": "longest_prefix", "alpha": 0.5}
+        if num_blocks is not None:
+            sizes["limits"] = {"max_sequence_length": 1000, "vocab_size": 1000, "num_blocks": num_blocks}
         self.core.receive(peer, protocol.Register(incarnation, protocol.EngineInfo(now=now, **sizes), **more))
         return incarnation
 
@@ -94,7 +98,7 @@ class Worker:
 
     def __init__(self, world, peer) -> None:
         self.world, self.peer = world, peer
-        self.incarnation = world.replica(peer, capacity=3)
+        self.incarnation = world.replica(peer, capacity=3, num_blocks=50)
         self.runs: dict[int, list] = {}
 
     def read(self):
@@ -106,9 +110,13 @@ class Worker:
                 run, drawn = self.runs.pop(message.number)
                 if not message.silent:
                     self.send(run, drawn, [], "abort")
+            elif isinstance(message, protocol.HandOut) and self.runs.pop(message.number, None):
+                self.tell(protocol.HandedOut(message.number, self.incarnation))
 
     def work(self, rng):
         self.read()
+        if self.runs and rng.random() < 0.3:
+            self.tell(protocol.EvictsNext(rng.choice(list(self.runs)), self.incarnation))
         for number, (run, drawn) in list(self.runs.items()):
             if rng.random() < 0.5:
                 continue
@@ -122,9 +130,11 @@ class Worker:
 
     def send(self, run, drawn, new, reason):
         piece = Piece(0, len(drawn), ids_to_bytes(new), "", reason)
-        output = protocol.Output(run.number, self.incarnation, [piece], reason is not None)
+        self.tell(protocol.Output(run.number, self.incarnation, [piece], reason is not None))
+
+    def tell(self, message):
         if self.world.core.knows(self.peer):
-            self.world.core.receive(self.peer, output)
+            self.world.core.receive(self.peer, message)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -588,6 +598,76 @@ def test_parcels_are_at_the_address_that_their_replica_has_registered():
     world.core.receive(b"prefill", protocol.HandedOut(run.number, prefill, "x"))
     (run,) = world.runs(b"decode")
     assert run.parcel == protocol.ParcelPlace("tcp://10.0.0.1:7", "x")
+    world.core.check()
+
+
+def short_of_blocks(**more):
+    """A world in which replica "a" runs a request and lacks blocks -> (world, its incarnation, its run)."""
+    world = World()
+    world.client()
+    incarnation = world.replica(b"a", capacity=8, num_blocks=4, **more)
+    world.submit(1)
+    (run,) = world.runs(b"a")
+    return world, incarnation, run
+
+
+def ask_for_room(world, peer, incarnation, run):
+    """-> whether the replica is to hand the request out."""
+    world.take(peer)
+    world.core.receive(peer, protocol.EvictsNext(run.number, incarnation))
+    world.core.check()
+    return protocol.HandOut(run.number) in world.take(peer)
+
+
+def test_a_request_that_would_be_evicted_goes_once_to_a_replica_that_is_half_empty():
+    world, one, run = short_of_blocks()
+    other = world.replica(b"b", capacity=8, num_blocks=4)
+    assert ask_for_room(world, b"a", one, run)
+    assert not ask_for_room(world, b"a", one, run), "it is on its way"
+    world.core.receive(b"a", protocol.HandedOut(run.number, one, "x"))
+    (again,) = world.runs(b"b")
+    assert bytes_to_ids(again.prompt) == bytes_to_ids(run.prompt)
+    counts = world.core.counts
+    assert (counts.moved, counts.relieved, counts.resent) == (1, 1, 0)
+    assert not ask_for_room(world, b"b", other, again), "the first one is empty now, and the request has moved"
+    world.core.receive(b"b", protocol.Output(again.number, other, [Piece(0, 0, b"", "", "length")], True))
+    world.core.check()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_blocks": 1},
+        {"num_blocks": None},
+        {"version": 1},
+        {"role": "prefill_only"},
+        {"state": "paused"},
+        {"capacity": 1},
+    ],
+    ids=str,
+)
+def test_a_request_that_would_be_evicted_stays_where_no_other_has_room_or_can_use_its_memory(other):
+    world, one, run = short_of_blocks()
+    world.submit(2)
+    world.replica(b"b", **{"capacity": 8, "num_blocks": 4} | {k: v for k, v in other.items() if k != "version"})
+    if "version" in other:
+        world.beat(b"b", world.core._replicas[b"b"].incarnation, root=root_of(model="m", weight_version=1))
+    if other.get("capacity") == 1:
+        world.submit(3)
+    assert not ask_for_room(world, b"a", one, run)
+    assert not ask_for_room(world, b"a", one, protocol.HandOut(77)), "no request of this number"
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_request_that_would_be_evicted_is_answered_whichever_side_is_lost(lost):
+    world, one, run = short_of_blocks()
+    other = world.replica(b"b", capacity=8, num_blocks=4)
+    assert ask_for_room(world, b"a", one, run)
+    world.core.unreachable(lost.encode())
+    world.core.check()
+    if lost == "b":
+        world.core.receive(b"a", protocol.HandedOut(run.number, one, "x"))
+    assert world.served(*((b"b", other) if lost == "a" else (b"a", one))) == [1]
     world.core.check()
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from coordinator_case import cluster, coordinator, replica, wait_for
-from durable_case import PROMPT, make_engine, make_model
+from durable_case import PROMPT, make_engine, make_model, pool_of
 from ports import free_port
 from zmq.utils import z85
 
@@ -265,6 +265,30 @@ def test_a_move_that_fails_on_a_rank_costs_no_request(model, expected, call):
         left = {"p", "e"} if call == "take_in" else {"p", "d", "e"}
         wait_for(lambda: {replica["name"] for replica in client.stats()["replicas"]} == left)
         is_empty(one, engines.values())
+
+
+def test_an_engine_over_its_capacity_hands_requests_to_an_empty_one_before_it_evicts_them(model):
+    """Alone it evicts, and computes tokens again."""
+    small = {"prefix": "lru", "max_requests": 8, "buffer_size_gb": pool_of(model, 40)}
+    params = [dataclasses.replace(PARAMS[i % 2], n=1, seed=i, max_tokens=120 + i) for i in range(8)]
+    prompts = [[i + 1, *PROMPT] for i in range(len(params))]
+    want = [answer(one) for one in make_engine(model).generate(prompts, params)]
+    alone = make_engine(model, **small)
+    same_tokens(alone.generate(prompts, params), want)
+    engines = [make_engine(model, **small), make_engine(model, prefix="lru", max_requests=20)]
+    with cluster(engines=engines) as (one, _, client):
+        client.drain("r1")
+        futures = [client.submit(*pair) for pair in zip(prompts, params, strict=True)]
+        client.drain("r1", end=True)
+        same_tokens([future.result(60) for future in futures], want)
+        stats = client.stats()
+        assert 1 <= stats["relieved"] <= len(params) and stats["moved"] == stats["relieved"] and not stats["resent"]
+        assert recomputed(*engines) < recomputed(alone)
+        is_empty(one, engines)
+
+
+def recomputed(*engines) -> int:
+    return sum(engine.stats().counters["recomputed_tokens"] for engine in engines)
 
 
 def test_engines_that_move_no_memory_move_tokens():

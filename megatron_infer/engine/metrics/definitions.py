@@ -212,6 +212,7 @@ COORDINATOR = _specs(
     ("coordinator_finished_total", "counter", "requests", "Requests that ended on a replica"),
     ("coordinator_refused_total", "counter", "requests", "Requests refused because the queue was full"),
     ("coordinator_moved_total", "counter", "requests", "Requests handed from one replica to another"),
+    ("coordinator_relieved_total", "counter", "requests", "Those of them that would have been evicted"),
     ("coordinator_resent_total", "counter", "requests", "Requests sent again after a replica was lost"),
     ("coordinator_replicas_lost_total", "counter", "replicas", "Replicas lost"),
     ("coordinator_fenced_total", "counter", "messages", "Dropped messages of earlier incarnations"),
@@ -323,6 +324,6 @@ def coordinator_families(stats: Mapping[str, Any] | None) -> list[Family]:
     for name in ("waiting", "clients"):
         metrics.gauge(f"coordinator_{name}").set(stats[name])
     metrics.gauge("coordinator_replicas").set(len(stats["replicas"]))
-    for name in ("submitted", "finished", "refused", "moved", "resent", "replicas_lost", "fenced"):
+    for name in ("submitted", "finished", "refused", "moved", "relieved", "resent", "replicas_lost", "fenced"):
         metrics.counter(f"coordinator_{name}_total").inc(stats[name])
     return metrics.families()

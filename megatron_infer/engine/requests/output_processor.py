@@ -61,6 +61,10 @@ class OutputProcessor:
         found = (self._requests.get(one) for one in request_ids)
         return {sequence.request for state in found if state is not None for sequence in state.sequences}
 
+    def state_of(self, request: Request) -> RequestState:
+        """The open request that a sequence is of."""
+        return self._sequences[request.id][0]
+
     # ------------------------------------------------------------------ coming and going
 
     def open(

@@ -118,7 +118,10 @@ def test_prices_are_what_was_measured(model, kind):
     costs = inspect(engine).scheduler.preemption.costs
     assert first.copy_s_per_state != costs.copy_s_per_state or kind == "attention", "it follows what moves take"
     assert costs.prefill_s_per_token != first.prefill_s_per_token and costs.prefill_s_per_token > 0
-    assert inspect(make_engine(model, swap=0)).cost_meter is None
+    without = make_engine(model, swap=0)
+    without.generate(PROMPTS, PARAMS)
+    costs = inspect(without).scheduler.preemption.costs
+    assert costs.prefill_s_per_token != first.prefill_s_per_token, "a coordinator compares it with a move"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def figures():
 
 def exported():
     """Metric families of an engine and of a server with a replica and a worker, by name."""
-    counts = ("submitted", "finished", "refused", "moved", "resent", "replicas_lost", "fenced", "waiting", "clients")
+    counts = "submitted finished refused moved relieved resent replicas_lost fenced waiting clients".split()
     replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
     replica["stats"] = {"figures": figures().to_dict()}
     meter = ServerMeter()

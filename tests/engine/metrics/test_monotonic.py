@@ -68,7 +68,7 @@ def test_absent_sources_are_forgotten_beyond_a_limit(monkeypatch):
 
 def test_counts_do_not_decrease_when_a_coordinator_restarts_or_is_silent():
     meter = ServerMeter()
-    names = ("submitted", "finished", "refused", "moved", "resent", "replicas_lost", "fenced", "waiting", "clients")
+    names = "submitted finished refused moved relieved resent replicas_lost fenced waiting clients".split()
     seen = []
     for started, submitted in ((1.0, 4), (None, 0), (2.0, 1), (2.0, 3)):
         stats = {**dict.fromkeys(names, 0), "submitted": submitted, "replicas": [], "started": started}
