@@ -14,7 +14,7 @@ from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, given, giv
 from megatron_infer.cli.loading import add_model_options, note, positive_int, run_options
 from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.server_config import ServerConfig, server_config_from
 from megatron_infer.server.tinker.tenants import read_keys
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -63,14 +63,14 @@ def add_parser(subparsers: Any) -> None:
     )
     layout = parser.add_argument_group("layout", "number of processes, which torchrun starts")
     add_flags(parser, layout, Layout, "")
-    group = parser.add_argument_group("server")
+    group = parser.add_argument_group("server", "also as MEGATRON_INFER_NAME in the environment")
     add_flags(parser, group, ServerConfig, SERVER_PREFIX)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises InferenceError when it cannot serve."""
-    settings = ServerConfig(**given_flags(args, ServerConfig, SERVER_PREFIX))
+    settings = server_config_from(given_flags(args, ServerConfig, SERVER_PREFIX), os.environ, {})
     if settings.api_key is not None and not settings.api_key.startswith("tml-"):
         raise ConfigError("api_key: the Tinker SDK sends keys that begin with tml-; choose such a one")
     if settings.api_key is None and not settings.is_local:

@@ -153,3 +153,6 @@ def test_a_file_of_tenants_that_is_wrong_is_refused_without_its_keys(tmp_path, c
     for arguments, why in {("--full",): "--full with --tenants", (): "without api_key"}.items():
         assert main(["tinker", "smollm2", "--tenants", os.fspath(path), *arguments]) == 2
         assert why in capsys.readouterr().err
+    monkeypatch.setenv("MEGATRON_INFER_API_KEY", "secret")
+    assert main(["tinker", "smollm2"]) == 2
+    assert "keys that begin with tml-" in capsys.readouterr().err, "the key of the environment is the server's"
