@@ -19,7 +19,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     reasoning = REASONING[settings.reasoning_parser]
 
     async def split(body: ChatBody, asked: GenerationRequest) -> None:
-        keep_special_marks(client.tokenizer, asked, reasoning.starts + reasoning.ends + reasoning.answers, "reasoning")
+        keep_special_marks(client.tokenizer, asked, reasoning.marks, "reasoning")
         make_inner = asked.make_splitter
 
         def make() -> Splitter:

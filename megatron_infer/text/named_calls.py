@@ -1,6 +1,6 @@
-"""Tool calls that write their name between marks, and their arguments as JSON or as one field each.
+"""Tool calls that write their name between marks, and their arguments as JSON, with bare keys, or as one field each.
 
-TEXT --- the opening mark ---> HEAD --- the mark before a name ---> NAME --- the mark after it ---> JSON or FIELDS
+TEXT --- the opening mark ---> HEAD --- the mark before a name ---> NAME --- the mark after it ---> JSON, BARE, FIELDS
   ^                                                                                                    |    ^
   |                                                                                                    v    |
   +--- the closing mark, or anything else --- AFTER <--- the last mark of the call             KEY, then VALUE
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_infer.text.stop_strings import partial_length
 from megatron_infer.text.tool_call_formats import CallFormat, NamedFormat
-from megatron_infer.text.tool_json import SPACE, ValueScan
+from megatron_infer.text.tool_json import SPACE, BareScan, ValueScan
 from megatron_infer.text.tool_parsers import CallParser, TextAndCalls
 
 _NAME_END = re.compile(r"[^\w.:-]|$")
@@ -58,15 +58,15 @@ class NamedCallParser(TextAndCalls):
         self._is_text = self._is_json = False
         """Whether the argument is text, or its mark says that it is JSON; else the schema tells at its end."""
         self._part = ""
-        self._scan = ValueScan()
+        self._scan, self._bare_scan = ValueScan(), BareScan(one.quote)
 
     @property
     def _in_call(self) -> bool:
-        return self._is_announced and self._state in ("json", "fields", "key", "value", "broken")
+        return self._is_announced and self._state in ("json", "bare", "fields", "key", "value", "broken")
 
     @property
     def is_cut(self) -> bool:
-        return self._state in ("name", "json", "fields", "key", "value")
+        return self._state in ("name", "json", "bare", "fields", "key", "value")
 
     def _text(self) -> bool:
         marks = (*self._openings, *self._named.dropped)
@@ -120,19 +120,36 @@ class NamedCallParser(TextAndCalls):
                 self._reject()
                 return True
             self._skip(len(self._held) - len(rest) + len(mark))
-            self._state, self._scan = "fields" if self._named.fields else "json", ValueScan()
+            self._state = "fields" if self._named.fields else "bare" if self._named.quote else "json"
+            self._scan, self._bare_scan = ValueScan(), BareScan(self._named.quote)
         return True
 
-    def _json(self) -> bool:
-        if not self._scan.first:
-            text = self._held.lstrip(SPACE)
-            if text and text[0] != "{":
-                self._reject()
-                return True
-            self._skip(len(self._held) - len(text))
-            if not text:
-                return False
+    def _begins_object(self) -> bool:
+        """Whether the object of the arguments begins with what is held; what is none makes no call."""
+        text = self._held.lstrip(SPACE)
+        if text and text[0] != "{":
+            self._reject()
+            return False
+        self._skip(len(self._held) - len(text))
+        if text:
             self._begin()
+        return bool(text)
+
+    def _bare(self) -> bool:
+        if not self._is_begun and not self._begins_object():
+            return self._state == "text"
+        end, written = self._bare_scan.read(self._held)
+        self._emit(written)
+        self._skip(end)
+        if self._bare_scan.failed:
+            self._fail()
+        elif self._bare_scan.done:
+            self._end()
+        return self._state != "bare"
+
+    def _json(self) -> bool:
+        if not self._is_begun and not self._begins_object():
+            return self._state == "text"
         end = self._scan.read(self._held, 0)
         self._emit(self._held[:end])
         self._skip(end)

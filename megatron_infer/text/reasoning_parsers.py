@@ -21,8 +21,14 @@ class ReasoningFormat:
     """Marks before an answer without reasoning, at the beginning of the output; they belong to neither."""
     kept: Mapping[str, str] | None = None
     """Ends of which a part is the answer's: that part by the mark."""
+    wrap: tuple[str, str] | None = None
+    """Marks that may stand around the answer after reasoning; they belong to neither."""
     is_implied: bool = False
     """The output begins with reasoning even without a mark, unless the prompt ends with an end mark."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*self.starts, *self.ends, *self.answers, *(self.wrap or ()))
 
 
 REASONING: dict[str, ReasoningFormat] = {}
@@ -46,6 +52,10 @@ register(
         name="kimi_k2", starts=("<think>",), ends=("</think>", _KIMI_CALLS), kept={_KIMI_CALLS: _KIMI_CALLS}
     )
 )
+register(ReasoningFormat(name="ernie45", is_implied=True, wrap=("<response>", "</response>"), **_THINK))
+register(ReasoningFormat(name="hunyuan_a13b", wrap=("<answer>", "</answer>"), **_THINK))
+register(ReasoningFormat(name="gemma4", starts=("<|channel>thought",), ends=("<channel|>",)))
+register(ReasoningFormat(name="mistral", starts=("[THINK]",), ends=("[/THINK]",)))
 register(
     ReasoningFormat(
         name="granite",
@@ -88,7 +98,9 @@ class ReasoningParser:
         self._is_inside = end.endswith(reasoning_format.starts) or (
             reasoning_format.is_implied and not end.endswith(reasoning_format.ends)
         )
-        self._state = "answer" if end.endswith(reasoning_format.ends) else "start"
+        self._answers = "opening" if reasoning_format.wrap else "answer"
+        """The state in which an answer begins."""
+        self._state = self._answers if end.endswith(reasoning_format.ends) else "start"
         self._held = ""
         self._is_at_start = True
 
@@ -102,7 +114,14 @@ class ReasoningParser:
             out.append(self._reasoning())
         if self._state == "break":
             self._held = self._held.lstrip("\r\n")
-            self._state = "answer" if self._held else "break"
+            self._state = self._answers if self._held else "break"
+        if self._state == "opening":
+            self._open()
+        if self._state == "wrapped":
+            out.append(ReasoningDelta(content=self._wrapped()))
+        if self._state == "after":
+            self._held = self._held.lstrip("\r\n")
+            self._state = "answer" if self._held else "after"
         if self._state == "answer":
             out.append(ReasoningDelta(content=self._held))
             self._held = ""
@@ -123,7 +142,31 @@ class ReasoningParser:
         if mark is not None:
             self._state, self._held = "reasoning" if mark in self._format.starts else "answer", text[len(mark) :]
         elif not any(one.startswith(text) for one in marks):
-            self._state = "reasoning" if self._is_inside else "answer"
+            self._state = "reasoning" if self._is_inside else self._answers
+
+    def _open(self) -> None:
+        assert self._format.wrap is not None
+        text, mark = self._held.lstrip(), self._format.wrap[0]
+        if text.startswith(mark):
+            self._held, self._state, self._is_at_start = text[len(mark) :], "wrapped", True
+        elif not mark.startswith(text):
+            self._state = "answer"
+
+    def _wrapped(self) -> str:
+        """The next piece of an answer that stands between marks."""
+        assert self._format.wrap is not None
+        if self._is_at_start:
+            self._held = self._held.lstrip("\r\n")
+            self._is_at_start = not self._held
+        mark = self._format.wrap[1]
+        at = self._held.find(mark)
+        end = at if at >= 0 else len(self._held) - partial_length(self._held, (mark,))
+        shown = self._held[:end].rstrip("\r\n")
+        if at >= 0:
+            self._held, self._state = self._held[at + len(mark) :], "after"
+        else:
+            self._held = self._held[len(shown) :]
+        return shown
 
     def _reasoning(self) -> ReasoningDelta:
         if self._is_at_start:

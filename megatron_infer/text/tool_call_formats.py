@@ -89,6 +89,8 @@ class NamedFormat(CallFormat):
     """Marks after the name: the first is written, each is read."""
     fields: FieldMarks | None = None
     """None: the arguments are one JSON object."""
+    quote: str = ""
+    """Arguments are an object whose keys are bare and whose texts stand between two of this mark; "": see `fields`."""
     tail: str = ""
     """The mark after a call."""
     joint: str = "\n"
@@ -107,7 +109,7 @@ class NamedFormat(CallFormat):
         fields = self.fields
         inner = () if fields is None else (fields.before, fields.after_key, fields.before_value, fields.after_value)
         outer = (self.opening, *self.other_openings, self.closing, *self.dropped)
-        return (*outer, self.before, *self.after, self.tail, *inner)
+        return (*outer, self.before, *self.after, self.tail, self.quote, *inner)
 
     @property
     def holds_strict(self) -> bool:
@@ -131,6 +133,8 @@ class NamedFormat(CallFormat):
         return self.joint.join(f"{self.opening}{text}{self.closing}" for text in texts)
 
     def _arguments(self, values: Any) -> str:
+        if self.quote:
+            return bare_text(values, self.quote)
         if self.fields is None or not isinstance(values, Mapping):
             return json.dumps(values, ensure_ascii=False)
         written, marks = "", self.fields
@@ -140,6 +144,17 @@ class NamedFormat(CallFormat):
             text = value if is_text else json.dumps(value, ensure_ascii=False)
             written += f"{marks.before}{key}{after_key}{marks.before_value}{text}{marks.after_value}"
         return written
+
+
+def bare_text(value: Any, quote: str) -> str:
+    """JSON with bare keys, and texts between two `quote`."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{bare_text(one, quote)}' for key, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(bare_text(one, quote) for one in value)}]"
+    return json.dumps(value)
 
 
 FORMATS: dict[str, CallFormat] = {}
@@ -204,22 +219,32 @@ for _row in (
         closing="</minimax:tool_call>",
         is_section=True,
     ),
-    NamedFormat(
-        name="deepseek_v32",
-        shown=(_DSML, "function_calls"),
-        opening=f"<{_DSML}function_calls>\n",
-        before=f'<{_DSML}invoke name="',
-        after=('">\n',),
-        fields=FieldMarks(
-            before=f'<{_DSML}parameter name="',
-            after_key='" string="true">',
-            other='" string="false">',
-            after_value=f"</{_DSML}parameter>\n",
-        ),
-        tail=f"</{_DSML}invoke>\n",
-        joint="",
-        closing=f"</{_DSML}function_calls>",
-        is_section=True,
+    *(
+        NamedFormat(
+            name=name,
+            shown=(_DSML, section),
+            opening=f"<{_DSML}{section}>\n",
+            before=f'<{_DSML}invoke name="',
+            after=('">\n',),
+            fields=FieldMarks(
+                before=f'<{_DSML}parameter name="',
+                after_key='" string="true">',
+                other='" string="false">',
+                after_value=f"</{_DSML}parameter>\n",
+            ),
+            tail=f"</{_DSML}invoke>\n",
+            joint="",
+            closing=f"</{_DSML}{section}>",
+            is_section=True,
+        )
+        for name, section in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    ),
+    *(
+        NamedFormat(name=name, opening=opening, before="call:", after=("",), quote=quote, joint="", closing=closing)
+        for name, opening, quote, closing in (
+            ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>"),
+            ("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>"),
+        )
     ),
     NamedFormat(
         name="deepseek_v3",
@@ -273,6 +298,7 @@ for _row in (
     CallFormat(name="hermes", opening="<tool_call>", closing="</tool_call>"),
     CallFormat(name="mistral", opening="[TOOL_CALLS]", is_listed=True, takes_bare_names=True, id_length=9),
     CallFormat(name="granite", opening="<|tool_call|>", is_listed=True),
+    CallFormat(name="hunyuan_a13b", opening="<tool_calls>", closing="</tool_calls>", is_listed=True),
     CallFormat(name="nemotron", opening="<TOOLCALL>", closing="</TOOLCALL>", is_listed=True),
     CallFormat(name="llama3_json", opening="<|python_tag|>", is_marked=False, key="parameters"),
     CallFormat(name="json", opening="```json", closing="```", is_marked=False),

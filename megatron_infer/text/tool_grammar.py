@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
+from megatron_infer.text.bare_grammar import BareRules, any_value, object_parts
 from megatron_infer.text.grammar import inline_schema, lark_of
 from megatron_infer.text.json_schema import plain
 from megatron_infer.text.named_calls import followed, kinds_of
@@ -126,7 +127,10 @@ class _Marks:
             rules.append(f"tool_{place}: {head} arguments_{place} {tail}\n")
             kinds.append(f"tool_{place}")
             schema = arguments_schema(tool.get("parameters"))
-            if named.fields is None:
+            if named.quote:
+                bare = BareRules(f"arguments_{place}", schema, self._mark(named.quote), named.name)
+                rules.append(bare.text)
+            elif named.fields is None:
                 inner = inline_schema({"x-guidance": spacing, **plain(schema)})
                 rules.append(f"arguments_{place}: {inner}\n")
             else:
@@ -134,6 +138,9 @@ class _Marks:
         return f"body: {' | '.join(kinds)}\n{''.join(rules)}{self._text_rules()}"
 
     def _text_rules(self) -> str:
+        if self._named is not None and self._named.quote:
+            text = "VALUE: /(.|\\n)*/\n" + self.text_until(self._named.quote, "value").replace("TEXT", "VALUE")
+            return f"{text}{any_value(self._mark(self._named.quote))}"
         if self._named is None or self._named.fields is None:
             return ""
         marks, before = self._named.fields, f"{self._mark(self._named.fields.before)} /[A-Za-z0-9_.-]{{1,64}}/"
@@ -149,17 +156,7 @@ class _Marks:
 
         Raises RequestError for a schema that fields cannot be held to.
         """
-        schema = plain(followed(root, root))
-        if not isinstance(schema, dict):
-            raise RequestError(f"parameters: {schema!r} is no schema of an object")
-        unknown = sorted(schema.keys() - _OBJECT_KEYS)
-        if unknown:
-            raise RequestError(f"parameters: {unknown[0]}: the format {self._format.name} cannot be held to it")
-        properties, required, more = (schema.get(key) for key in ("properties", "required", "additionalProperties"))
-        if not isinstance(properties, dict | None) or not isinstance(required, list | None) or isinstance(more, dict):
-            raise RequestError(
-                "parameters: properties is an object, required a list, additionalProperties true or false"
-            )
+        properties, required, more = object_parts(root, root, self._format.name)
         if not properties:
             return f"{name}: {'any_field*' if more is not False else ''}\n"
         held = plain(root)
@@ -172,7 +169,7 @@ class _Marks:
                 value = f"{inline_schema(inner)} {self._mark(marks.after_value)}"
             term = f"{self._mark(marks.before)} {json.dumps(key)} {self._mark(after_key)} "
             term += f"{self._mark(marks.before_value)} {value}"
-            terms.append(term if key in (required or ()) else f"({term})?")
+            terms.append(term if key in required else f"({term})?")
         return f"{name}: {' '.join(terms)}\n"
 
     def _value(self, key: str, schema: Any, root: Mapping[str, Any]) -> str | None:
@@ -190,9 +187,6 @@ class _Marks:
         if not _has_no_bounds(schema):
             raise RequestError(f"{key}: in the format {self._format.name} what may be text has no bounds but a choice")
         return "value"
-
-
-_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 
 
 def _has_no_bounds(schema: Any) -> bool:

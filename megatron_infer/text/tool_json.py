@@ -6,12 +6,18 @@ import json
 import re
 from typing import Any
 
+from megatron_infer.text.stop_strings import partial_length
+
 SPACE = " \t\r\n"
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 _IN_STRING = re.compile(r'["\\]')
 _IN_NESTED = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[^\w.+-]")
+_BARE_SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_BARE_END = re.compile(r"[:,{}\[\]]")
+_LONGEST_BARE = 1000
+"""Characters of a key or value without quotes."""
 
 
 class ValueScan:
@@ -175,6 +181,98 @@ class CallObject:
         if key in NAME_KEYS and self._name is None:
             return "name"
         return "arguments" if key in ARGUMENT_KEYS and not self._has_arguments else ""
+
+
+class BareScan:
+    """Reads an object whose keys are bare and whose texts stand between two marks, in pieces, and writes JSON.
+
+    A bare value that is no JSON is text. Commas before a closing bracket are dropped.
+    """
+
+    __slots__ = ("_brackets", "_needs_comma", "_quote", "_state", "_text_of", "done", "failed")
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        self._brackets = ""
+        """The open ones."""
+        self._state = "value"
+        self._text_of = ""
+        """Within a text: the state that it belongs to."""
+        self._needs_comma = False
+        self.done = self.failed = False
+
+    def read(self, text: str) -> tuple[int, str]:
+        """(the characters that are read, their JSON). Others wait for more text, unless it is done or has failed."""
+        at, written = 0, ""
+        while at < len(text) and not self.done and not self.failed:
+            end, piece = self._read_text(text, at) if self._text_of else self._read_token(text, at)
+            written += piece
+            if end == at:
+                break
+            at = end
+        return at, written
+
+    def _read_text(self, text: str, at: int) -> tuple[int, str]:
+        close = text.find(self._quote, at)
+        end = close if close >= 0 else len(text) - partial_length(text[at:], (self._quote,))
+        written = json.dumps(text[at:end], ensure_ascii=False)[1:-1]
+        if close < 0:
+            return end, written
+        self._state, self._text_of = "colon" if self._text_of == "key" else "comma", ""
+        return close + len(self._quote), f'{written}"'
+
+    def _read_token(self, text: str, at: int) -> tuple[int, str]:
+        char = text[at]
+        if char in SPACE:
+            return at + 1, ""
+        if char in "}]":
+            return at + 1, self._close(char)
+        if self._state in ("colon", "comma"):
+            return at + 1, self._separate(char)
+        comma = ", " if self._needs_comma else ""
+        if text.startswith(self._quote, at):
+            self._text_of, self._needs_comma = self._state, False
+            return at + len(self._quote), f'{comma}"'
+        if self._quote.startswith(text[at:]):
+            return at, ""
+        if char in "{[" and self._state == "value":
+            self._brackets += char
+            self._state, self._needs_comma = "key" if char == "{" else "value", False
+            return at + 1, comma + char
+        return self._read_bare(text, at, comma)
+
+    def _read_bare(self, text: str, at: int, comma: str) -> tuple[int, str]:
+        found = _BARE_END.search(text, at)
+        end = found.start() if found else len(text)
+        is_key = self._state == "key"
+        if end - at > _LONGEST_BARE or (found and (end == at or is_key != (found[0] == ":"))):
+            self.failed = True
+            return at, ""
+        if found is None:
+            return at, ""
+        word = text[at:end].strip()
+        self._state, self._needs_comma = "colon" if is_key else "comma", False
+        is_json = not is_key and _BARE_SCALAR.fullmatch(word) is not None
+        return end, comma + (word if is_json else json.dumps(word, ensure_ascii=False))
+
+    def _close(self, char: str) -> str:
+        is_after_colon = self._state == "value" and self._brackets[-1:] == "{"
+        if self._brackets[-1:] + char not in ("{}", "[]") or self._state == "colon" or is_after_colon:
+            self.failed = True
+            return ""
+        self._brackets = self._brackets[:-1]
+        self._state, self._needs_comma, self.done = "comma", False, not self._brackets
+        return char
+
+    def _separate(self, char: str) -> str:
+        if char != {"colon": ":", "comma": ","}[self._state]:
+            self.failed = True
+            return ""
+        if self._state == "colon":
+            self._state = "value"
+            return ": "
+        self._state, self._needs_comma = "key" if self._brackets[-1] == "{" else "value", True
+        return ""
 
 
 def _parsed(raw: str) -> Any:

@@ -151,7 +151,10 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
         assert not matches(f"I look. {call_format.write([wrong])}")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if tool_call_formats.FORMATS[name].fields])
+FIELDS = [name for name in NAMED if tool_call_formats.FORMATS[name].fields or tool_call_formats.FORMATS[name].quote]
+
+
+@pytest.mark.parametrize("name", FIELDS)
 def test_grammar_and_parser_of_fields_agree(name):
     """What may be text is written as it is, and only calls that are held pass the opening mark."""
     form, grammars = tool_call_formats.FORMATS[name], GrammarCache(tokenizer(), 0)

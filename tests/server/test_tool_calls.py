@@ -256,6 +256,12 @@ def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
             "</tool_call>",
             "call_",
         ),
+        (
+            "<|tool_call>",
+            "gemma4",
+            "<|channel>thought\nHm.\n<channel|><|tool_call>call:add{a:1}<tool_call|>",
+            "call_",
+        ),
     ],
 )
 def test_the_template_tells_the_format_and_its_calls_come_back_as_text(engine, shown, thoughts, text, id):

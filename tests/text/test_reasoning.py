@@ -62,6 +62,16 @@ CASES = [
     ),
     ("kimi_k2", "<think>", "Hm.<|tool_calls_section_begin|>...", "Hm.", "<|tool_calls_section_begin|>..."),
     ("granite", "", "", "", ""),
+    ("ernie45", "<think>\n", "Hm.\n</think>\n\n\n<response>\nYes\n\nno\n</response>\n", "Hm.", "Yes\n\nno"),
+    ("ernie45", "", "Hm.</think>\nYes </response>", "Hm.", "Yes </response>"),
+    ("ernie45", "</think>\n", "<response>\nYes</resp", "", "Yes</resp"),
+    ("ernie45", "", "Hm.</think>\n\n<resp", "Hm.", "<resp"),
+    ("ernie45", "", "Hm.</think><response>Yes</response>\n<tool_call>", "Hm.", "Yes<tool_call>"),
+    ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nYes\n</answer>", "Hm.", "Yes"),
+    ("hunyuan_a13b", "", "\n<answer>Yes", "", "Yes"),
+    ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>Yes", "Hm.", "Yes"),
+    ("gemma4", "<|channel>thought\n<channel|>", "Yes", "", "Yes"),
+    ("mistral", "", "[THINK]Hm.[/THINK]Yes", "Hm.", "Yes"),
 ]
 
 
@@ -85,6 +95,8 @@ def test_any_text_at_all_is_split_the_same_for_every_cut():
         "Here's my response:",
         "Here is my thought process:",
         "b\n\n",
+        "<answer>",
+        "</answer>",
     ]
     for _ in range(500):
         text = "".join(draw.choices(fragments, k=draw.randrange(1, 10)))

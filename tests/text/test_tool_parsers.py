@@ -137,6 +137,26 @@ CASES = [
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>None.", "None.", []),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f"
      "<|tool_call_argument_begin|>{}", "", [("f", "{}")]),
+    ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">[5]'
+     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "", [("f", '{"a": [5]}')]),
+    ("hunyuan_a13b", f"So.\n<tool_calls>[{ADD}, {QUOTE}]</tool_calls>", "So.",
+     [("add", ADD_ARGUMENTS), ("f", QUOTE_ARGUMENTS)]),
+    ("gemma4", 'I look.<|tool_call>call:get_weather{city:<|"|>New\n"York", {a:1}<|"|>,days:3,place:{a:[1,<|"|>b<|"|>,],'
+     '<|"|>c d<|"|>:null}}<tool_call|><|tool_call>call:f{}<tool_call|>', "I look.",
+     [("get_weather", r'{"city": "New\n\"York\", {a:1}", "days": 3, "place": {"a": [1, "b"], "c d": null}}'),
+      ("f", "{}")]),
+    ("gemma4", "<|tool_call>call:f{ a : New York , b : [ -1.5e3 , nan, 01,true ] ,}<tool_call|>Yes", "Yes",
+     [("f", '{"a": "New York", "b": [-1.5e3, "nan", "01", true]}')]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>b <|', "", [("f", '{"a": "b ')]),
+    ("gemma4", "<|tool_call>call:f{a:tr", "", [("f", '{"a": ')]),
+    ("gemma4", "<|tool_call>call:f{a:[1}}<tool_call|>Yes", "Yes", [("f", '{"a": [1')]),
+    ("gemma4", "<|tool_call>call:f{a:}<tool_call|>Yes", "Yes", [("f", '{"a": ')]),
+    ("gemma4", "<|tool_call>call:f{:1}<tool_call|>Yes", "Yes", [("f", "{")]),
+    ("gemma4", "<|tool_call>call:f{" + "a" * 1001 + ":1}<tool_call|>Yes", "Yes", [("f", "{")]),
+    ("gemma4", "<|tool_call>call:f a{}<tool_call|>", "<|tool_call>call:f a{}<tool_call|>", []),
+    ("gemma4", "<|tool_call>f{}", "<|tool_call>f{}", []),
+    ("functiongemma", "<start_function_call>call:get_weather{city:<escape>Bonn<escape>}<end_function_call>", "",
+     [("get_weather", '{"city": "Bonn"}')]),
     ("gpt_oss", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
      '<|constrain|>json<|message|>{"a": 1}<|call|>', "I look.", [("f", '{"a": 1}')]),
     ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", [("f", '{"a": 1}')]),
@@ -157,15 +177,16 @@ def test_every_way_of_cutting_a_text_gives_the_same_message(name, text, content,
         assert message(name, pieces) == (content, calls), pieces
 
 
-def test_any_text_at_all_is_the_same_message_for_every_cut():
+@pytest.mark.parametrize("rounds", [60, pytest.param(400, marks=pytest.mark.long)])
+def test_any_text_at_all_is_the_same_message_for_every_cut(rounds):
     """Texts of the formats' own marks and fragments in any order: mostly no calls, never an error."""
-    draw = random.Random(7)
+    draw = random.Random(rounds)
     marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"]
     named = [mark for one in FORMATS.values() if isinstance(one, NamedFormat) for mark in one.marks if mark]
     words = ["f", "add", "null", '"name"', '"arguments"', " ", "\n", ",", ":", "; ", "[", "]", "{", "}", '"', "\\"]
     fragments = [*marks, *words, ADD, QUOTE]
     num_calls = 0
-    for _ in range(300):
+    for _ in range(rounds):
         text = "".join(draw.choices(fragments, k=draw.randrange(1, 14)))
         text = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.3 else text
         own = draw.choices([*named, *words], k=draw.randrange(1, 14))
@@ -244,6 +265,11 @@ def test_text_within_marks_streams_and_calls_keep_the_ids_that_were_written():
         ("{{ tools }} within <tool_call></tool_call>", True, "hermes"),
         ("{{ tools }} [TOOL_CALLS]", True, "mistral"),
         ("{{ tools }} <|tool_call|>", True, "granite"),
+        ("{{ tools }} <|tool_call>call:", True, "gemma4"),
+        ("{{ tools }} <start_function_call>call:", True, "functiongemma"),
+        ("{{ tools }} <tool_calls>[", True, "hunyuan_a13b"),
+        ("{{ tools }} ｜DSML｜ function_calls, tool_calls", True, "deepseek_v32"),
+        ("{{ tools }} ｜DSML｜ tool_calls", True, "deepseek_v4"),
         ("{{ tools }} <|python_tag|>", True, "llama3_json"),
         ('{{ tools }} ipython {"name": function name, "parameters": ...}', True, "llama3_json"),
         ("{{ tools }} <tool_call>\n<function=f>", True, "qwen3_coder"),
