@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import importlib.util
 import inspect
 import re
@@ -130,6 +131,30 @@ def test_the_table_has_the_sampling_fields_of_the_installed_class():
     assert known - declared <= later | {"streaming", "streaming_interval", "do_kv_handoff"}
     default = MegatronSamplingParams()
     assert SamplingParams.from_megatron(default) == SamplingParams(max_tokens=default.num_tokens_to_generate)
+
+
+CALLED = {
+    "engines.dynamic_engine": "DynamicInferenceEngine",
+    "inference_client": "InferenceClient",
+    "inference_request": "InferenceRequest DynamicInferenceRequest DynamicInferenceRequestRecord FinishedRequestRecord",
+    "apis.llm": "MegatronLLM",
+    "apis.async_llm": "MegatronAsyncLLM",
+    "apis.serve_config": "ServeConfig",
+}
+"""Module of megatron.core.inference -> classes whose methods and fields scripts use."""
+
+
+def test_each_call_of_the_installed_release_has_a_row():
+    page = (PAGE.parent / "megatron_calls.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"[a-z]\w+", page.replace("add_event...", "")))
+    for path, classes in CALLED.items():
+        if importlib.util.find_spec(f"megatron.core.inference.{path.partition('.')[0]}") is None:
+            continue  # of a later release
+        module = importlib.import_module(f"megatron.core.inference.{path}")
+        for kind in filter(None, (getattr(module, name, None) for name in classes.split())):
+            own = [*vars(kind), *getattr(kind, "__annotations__", {})]
+            lacking = {name for name in own if not name.startswith(("_", "add_event"))} - known
+            assert not lacking, (kind.__name__, lacking)
 
 
 # ---------------------------------------------------------------------- a config

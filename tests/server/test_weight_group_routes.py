@@ -10,10 +10,11 @@ import time
 
 import pytest
 import torch
-from control_case import WEIGHTS, call, get, safetensors, serving_with_control, state_of, wait_for
+from broadcasting_trainer import Trainer
+from control_case import GREEDY, WEIGHTS, call, get, safetensors, serving_with_control, state_of, wait_for
 from engines import make_engine
-from ports import free_port
 from server_case import tiny_model
+from torch.distributed import TCPStore
 
 from megatron_infer.errors import ConfigError, WeightUpdateError
 from megatron_infer.rl.trainer_group import GroupAddress, checked_specs, tensors
@@ -273,11 +274,25 @@ def test_group_that_no_engine_can_be_in_is_refused_by_name():
 
 
 @pytest.mark.long
-def test_trainer_that_does_not_come_is_waited_for_a_limited_time_and_named():
+@pytest.mark.parametrize(
+    ("trainer", "world_size", "reason"),
+    [
+        ("none", 2, "nothing listens at"),
+        ("ends before the group stands", 2, "joining the group 'g'"),
+        ("of more ranks than come", 3, "joining the group 'g'"),
+    ],
+)
+def test_trainer_that_does_not_come_is_waited_for_a_limited_time_and_named(trainer, world_size, reason):
     engine = make_engine(tiny_model(), collective_timeout_s=4)
     with serving_with_control(engine, commands_of=lambda one: WeightReceiver(one).commands()) as case:
-        port, began = free_port(), time.monotonic()
-        body = {**JOIN, "master_port": port, "world_size": 2}
+        other, began = Trainer(world_size=world_size), time.monotonic()
+        if trainer.startswith("ends"):
+            store = TCPStore("127.0.0.1", other.port, is_master=True, wait_for_workers=False)
+        elif trainer != "none":
+            other.begin()
+        body = {**JOIN, "master_port": other.port, "world_size": world_size}
         error = call(case, "/init_weights_update_group", body, expected=400)["error"]["message"]
-        assert f"nothing listens at 127.0.0.1:{port}" in error and time.monotonic() - began < 60
-        assert state_of(case) == "SERVING"
+        assert reason in error and str(other.port) in error and time.monotonic() - began < 60
+        assert state_of(case) == "SERVING" and call(case, "/v1/completions", {**GREEDY, "max_tokens": 2})
+        if trainer.startswith("ends"):
+            del store
