@@ -65,12 +65,13 @@ $(VENV)/.load-tools: $(VENV)/.installed requirements/load.txt
 # dependencies. tools/frameworks.py runs what is the framework's own code, and prints a table. What no index has is a
 # checkout: MEGATRON_LM=, NEMO_RL=, SLIME=.
 FRAMEWORKS ?=
+FRAMEWORKS_FOLDER ?= $(VENV)/frameworks
 export MEGATRON_LM NEMO_RL SLIME
 
 frameworks: $(VENV)/.installed
-	$(TEST_ENV) $(BIN)/python tools/frameworks.py --folder $(VENV)/frameworks $(FRAMEWORKS)
+	$(TEST_ENV) $(BIN)/python tools/frameworks.py --folder $(FRAMEWORKS_FOLDER) $(FRAMEWORKS)
 
-$(VENV)/frameworks/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
+$(FRAMEWORKS_FOLDER)/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python -r $<
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \

@@ -79,10 +79,11 @@ class Result:
 
 def made(name: str, folder: str) -> tuple[Path, str]:
     """The framework's interpreter, and why there is none."""
-    folder = f"{folder}/{SHARED.get(name, name)}"
-    done = subprocess.run(["make", "-s", f"{folder}/.installed"], cwd=ROOT, capture_output=True, text=True)
+    own = f"{folder}/{SHARED.get(name, name)}"
+    command = ["make", "-s", f"FRAMEWORKS_FOLDER={folder}", f"{own}/.installed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = (done.stderr or done.stdout).strip().splitlines()
-    return ROOT / folder / "bin" / "python", "" if done.returncode == 0 else (lines or ["make failed"])[0]
+    return ROOT / own / "bin" / "python", "" if done.returncode == 0 else (lines or ["make failed"])[0]
 
 
 def with_path(*variables: str) -> dict[str, str]:

@@ -100,7 +100,7 @@ class EngineRollout(BaseRollout):
         if how.get("peft_config") is not None:
             raise WeightUpdateError(f"{NAME} takes whole weights: set actor_rollout_ref.model.lora.merge=True")
         if self._host is None:
-            self._host = await asyncio.to_thread(self._start, getattr(weights, "module", None))
+            self._host = await asyncio.to_thread(self._start, weights if hasattr(weights, "module") else None)
         session = self._host.session
         work = self._host.update(lambda: self._update(session, weights, global_steps))
         self.report = await asyncio.wrap_future(work)
@@ -109,7 +109,8 @@ class EngineRollout(BaseRollout):
             await self.resume(["kv_cache"])
 
     def _start(self, live: Any) -> EngineHost:
-        """live: the trainer's model, if that is to generate. Raises ConfigError before anything of it is changed."""
+        """live: `live.LiveWeights`, if the trainer's model is to generate. Raises ConfigError before anything of it is
+        changed."""
         model_config = self.model_config
         dicts = [
             None if one is None else one.to_dict() for one in (model_config.hf_config, model_config.generation_config)
@@ -118,15 +119,17 @@ class EngineRollout(BaseRollout):
         tokenizer_end = getattr(model_config.tokenizer, "eos_token_id", None)
         ends = {*plan.eos_ids, *([] if tokenizer_end is None else [tokenizer_end])}
         if live is not None:
-            num_ranks = ParallelGroups.of(None, wrapper_chain(live)[-1]).engine_size
+            num_ranks = ParallelGroups.of(None, wrapper_chain(live.module)[-1]).engine_size
             if num_ranks != self._num_ranks:
                 raise ConfigError(
                     f"the trainer's model has {num_ranks} ranks, a replica of the rollout has {self._num_ranks}; set "
                     "rollout.tensor_model_parallel_size and pipeline_model_parallel_size to the trainer's"
                 )
-        model = self._built(plan) if live is None else live
+        model = self._built(plan) if live is None else live.module
         mode = KVCacheManagementMode.RECOMPUTE if self.config.free_cache_engine else KVCacheManagementMode.PERSIST
         session = RolloutSession(model, self._options, suspend_mode=mode, eos_ids=sorted(ends), meter=None)
+        if live is not None and session.engine.config.batch_invariant:
+            live.score_exactly()
         host = EngineHost(session)
         if host.is_leader:
             ServerCalls(host, self.config, ray.get_actor(server_name(self.replica_rank)))
