@@ -177,8 +177,10 @@ def compare_ranks(rank, size, folder, kind, count, settings):
 
     def talk(one, client):
         compare_served(one, client, *case, exactly=is_native(engine))
+        (decoding,) = (each["stats"] for each in client.stats()["replicas"] if each["role"] == "decode_only")
+        assert decoding["counters"]["prefill_tokens"] == 0, "a prompt was computed again"
 
-    serve_roles(rank, engine, folder, talk, role_min_prompt_tokens=4)
+    serve_roles(rank, engine, folder, talk, role_min_prompt_tokens=1)
 
 
 def compare_tensor_parallel(folder, kind, count, settings):
@@ -203,7 +205,7 @@ def test_200_mixed_requests_over_engines_of_all_numbers_answer_as_those_of_one(k
 
 @pytest.mark.long
 def test_mixed_requests_over_two_engines_of_two_ranks_answer_as_those_of_one(tmp_path):
-    compare_tensor_parallel(tmp_path, "attention", 22, SETTINGS["plain"])
+    compare_tensor_parallel(tmp_path, "attention", len(KINDS), SETTINGS["plain"])
 
 
 @pytest.mark.slow
