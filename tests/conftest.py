@@ -65,9 +65,7 @@ def pytest_collection_modifyitems(items):
         if turns not in (2, 4) and number % 3 != 1 and len(item.callspec._idlist) > 2:
             item.add_marker(pytest.mark.slow)
     # a layer of both kinds: what attention and recurrences hold alone is repeated in few of its cases
-    parallel = [
-        item for item in items if {"parallel", "fp32 parallel", "bf16 parallel", "parallel bf16"} & {*_values(item)}
-    ]
+    parallel = [item for item in items if {"parallel", "parallel bf16"} & {*_values(item)}]
     for number, item in enumerate(parallel):
         if number % 8:
             item.add_marker(pytest.mark.long if number % 8 == 4 else pytest.mark.slow)
