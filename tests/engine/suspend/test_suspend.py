@@ -34,6 +34,8 @@ from megatron_infer.testing.inspect import inspect
 kind = each_of(KINDS)
 only_attention = pytest.mark.parametrize("kind", ["attention"], indirect=True)
 """For what does not know what a model keeps."""
+each_memory = pytest.mark.parametrize("kind", ["attention", "hybrid", "mamba", "latent"], indirect=True)
+"""For what knows the memory alone: keys and values, states next to them, states alone, one plane of keys."""
 
 
 @pytest.mark.one_in(6)
@@ -64,6 +66,7 @@ def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
         assert (suspender.copied > 0) == (mode == "offload" and situation != "idle")
 
 
+@each_memory
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_added_and_aborted_while_suspended(model, mode):
@@ -86,6 +89,7 @@ def test_requests_added_and_aborted_while_suspended(model, mode):
     assert answers(finish(engine)) == {name: plain[name] for name in ("0", "2", "3", "4")}
 
 
+@each_memory
 def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(model):
     (prompt, params), *_ = workload("greedy")
     plain = make_engine(model).generate([prompt], params)[0].outputs[0].token_ids
@@ -99,6 +103,7 @@ def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(m
     assert done.outputs[0].token_ids == plain and done.num_cached_tokens == 0
 
 
+@each_memory
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", MODES)
@@ -142,6 +147,7 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
     assert faults["suspend"] >= fewest and faults["resume"] >= fewest, faults
 
 
+@each_memory
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
@@ -218,6 +224,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model, kind)
                 parameter.copy_(before[name])
 
 
+@each_memory
 def test_a_suspend_can_go_further_but_not_back(model):
     plain = answers(run(make_engine(model), "greedy"))
 
@@ -304,6 +311,7 @@ def test_a_deadline_that_passes_leaves_the_engine_running(model):
     finish(engine)
 
 
+@each_memory
 def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
     many = {"max_requests": 2000, "max_tokens": 2000} if kind == "mamba" else {}  # its buffer is states alone
     engine = make_engine(model, buffer_size_gb=0.25, static_kv_memory_pointers=True, **many)
@@ -333,6 +341,7 @@ def addresses(store: CacheStore) -> list[int]:
     return [tensor.data_ptr() for tensor in (store.kv_cache, *states)]
 
 
+@each_memory
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_many_cycles_do_not_grow_the_process(model, mode):
@@ -371,6 +380,7 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     finish(engine)
 
 
+@each_memory
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("how", ["suspend", "retract", "version"])
@@ -407,6 +417,7 @@ def all_tokens(outputs: Iterable[RequestOutput]) -> list[list[list[int]]]:
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
+@each_memory
 def test_a_step_takes_one_forward_unless_a_request_is_stuck(model):
     engine = make_engine(model, max_tokens=32, max_requests=4, enable_chunked_prefill=True)
     request = engine.add_request(list(range(4, 124)), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
