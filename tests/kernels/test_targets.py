@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,35 +26,47 @@ from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 pytestmark = pytest.mark.long
-TARGETS = {"haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"}}
+TARGETS = {
+    "haswell": {"avx2", "fma", "bmi2"},
+    "skylake-avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"},
+    "x86-64": {"sse2"},
+    "icelake-server": {"avx512_vnni", "avx512vbmi"},
+    "alderlake": {"avx_vnni", "vaes"},
+}
 """Compiler's name of a CPU -> the flags that this one must have to run its code."""
-SOURCES = (
-    "elementwise.cpp",
-    "linear.cpp",
-    "packed_weight.cpp",
-    "panels.cpp",
-    "int8.cpp",
-    "decode.cpp",
-    "prefill.cpp",
-    "sampling.cpp",
-    "team.cpp",
-)
+BASE = ("packed_weight.cpp", "team.cpp")
+PLAIN = (*BASE, "elementwise.cpp", "decode.cpp", "prefill.cpp", "panels.cpp", "linear.cpp", "sampling.cpp")
+"""Without the scan, whose code takes most of the time."""
+QUANTISED = (*BASE, "int8.cpp", "int4.cpp")
+BOTH = (*PLAIN, "int8.cpp", "int4.cpp")
+"""Of the target whose kernels of both kinds are tested."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def library(request, tmp_path_factory) -> ctypes.CDLL:
-    flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
-    if missing := TARGETS[request.param] - flags:
-        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_build, "SOURCES", SOURCES)  # without the scan, whose code takes most of the time
-        work = tmp_path_factory.mktemp(request.param)
-        try:
-            path = native_build._compile(native_build.find_compiler(), f"-march={request.param}", work)
-        except native_build.NativeUnavailable as error:
-            pytest.skip(str(error))
-    return ctypes.CDLL(str(path))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Callable[..., ctypes.CDLL]:
+    """(compiler's name of a CPU, sources) -> the library, compiled once."""
+
+    @cache
+    def make(target: str, sources: tuple[str, ...]) -> ctypes.CDLL:
+        flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
+        if missing := TARGETS[target] - flags:
+            pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_build, "SOURCES", sources)
+            work = tmp_path_factory.mktemp(target)
+            try:
+                path = native_build._compile(native_build.find_compiler(), f"-march={target}", work)
+            except native_build.NativeUnavailable as error:
+                pytest.skip(str(error))
+        return ctypes.CDLL(str(path))
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["haswell", "skylake-avx512"])
+def library(request, compiled) -> ctypes.CDLL:
+    return compiled(request.param, BOTH if request.param == "haswell" else PLAIN)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,24 +141,9 @@ WIDER = [pytest.param(name, marks=pytest.mark.slow) for name in ("skylake-avx512
 
 
 @pytest.fixture(scope="module", params=["x86-64", "haswell", *WIDER])
-def quantised_library(request, tmp_path_factory) -> ctypes.CDLL:
+def quantised_library(request, compiled) -> ctypes.CDLL:
     """The linears in 8 and 4 bits for a CPU without AVX2, with it, with AVX-512, with VNNI and with AVX-VNNI."""
-    more = {"icelake-server": {"avx512_vnni", "avx512vbmi"}, "alderlake": {"avx_vnni", "vaes"}}
-    flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
-    if missing := (TARGETS | more).get(request.param, {"sse2"}) - flags:
-        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            native_build,
-            "SOURCES",
-            ("int8.cpp", "int4.cpp", "packed_weight.cpp", "panels.cpp", "linear.cpp", "sampling.cpp", "team.cpp"),
-        )
-        work = tmp_path_factory.mktemp(request.param)
-        try:
-            path = native_build._compile(native_build.find_compiler(), f"-march={request.param}", work)
-        except native_build.NativeUnavailable as error:
-            pytest.skip(str(error))
-    library = ctypes.CDLL(str(path))
+    library = compiled(request.param, BOTH if request.param == "haswell" else QUANTISED)
     library.has_fma = request.param != "x86-64"
     return library
 
