@@ -395,8 +395,9 @@ def test_what_a_sender_makes_up_is_a_lost_parcel(model):
 
 
 @pytest.mark.security
-def test_an_address_that_is_a_strangers_learns_neither_key_nor_request():
+def test_an_address_that_is_a_strangers_learns_neither_key_nor_request(monkeypatch):
     """It gets a greeting and a key pair of this connection; what proves the key is sent to who has proved it."""
+    monkeypatch.setattr(parcel_transfer, "TRANSFER_TIMEOUT_S", 8.0)
     key, heard = secrets.token_bytes(32), bytearray()
     one = ParcelTransfer("tcp://127.0.0.1:1", key)
     one.start()
