@@ -241,7 +241,7 @@ def check_scores(session: RolloutSession, samples: list[RolloutSample]) -> None:
 
 @pytest.mark.long
 def test_rollouts_of_own_prompts_follow_weights_of_every_rank(tmp_path: Path) -> None:
-    whole(tmp_path)
+    whole(tmp_path, ["shared expert"])
     run_on_ranks(rollouts_on_rank, 2, tmp_path)
 
 

@@ -126,9 +126,11 @@ WITH_EXPERTS = {
     "experts change": Scenario(CACHED | {"overlap": True}, act=moving_experts),
 }
 EACH = 7
-PLAIN_PARTS = ((0,), (1, 3, 5), (2, 4, 6))
-"""Which scenarios of PLAIN a part has: every EACH-th from these numbers on."""
+PLAIN_PARTS = ((0,), (1, 3, 6), (2, 4, 5))
+"""Which scenarios of PLAIN a part has: every EACH-th from these numbers on. The first two have each with some kind."""
 NUM_PARTS = len(PLAIN_PARTS) + 2
+MARKS = [[], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long], [pytest.mark.long]]
+"""Of the parts."""
 
 
 def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
@@ -138,7 +140,7 @@ def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
         chosen = {"experts": names[first::2], "hybrid of experts": names[1 - first :: 2]}
         return {kind: {name: WITH_EXPERTS[name] for name in chosen[kind]} for kind in chosen}
     found: dict[str, dict[str, Scenario]] = {}
-    for kind, shift in (("attention", 0), ("hybrid", 3), ("latent", 5)):
+    for kind, shift in (("attention", 0), ("hybrid", 3), ("latent", 4)):
         names = [name for name in PLAIN if kind == "attention" or name != "processed"]
         if kind == "attention":  # the kinds beside it have some
             at = PLAIN_PARTS[part][0]
@@ -197,7 +199,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_PARTS))])
+@pytest.mark.parametrize("part", [pytest.param(n, marks=marks) for n, marks in enumerate(MARKS)])
 def test_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
     """Chunks, prefixes, pauses, evictions, swaps, overlap, suspends, and updates, also those that only one rank sees;
     check_invariants compares the ranks' plans in every step."""

@@ -14,7 +14,7 @@ from megatron_infer.models.loading.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models_census.md"
-EACH_KIND = "qwen3_5_moe,gemma3,gpt_oss,nemotron_h,glm_moe_dsa,step3p5"
+EACH_KIND = "qwen3_5_moe,nemotron_h,glm_moe_dsa"
 PACKAGES = os.environ.get("MEGATRON_INFER_CENSUS", str(Path(sys.prefix) / "census"))
 
 
