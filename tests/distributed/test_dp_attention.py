@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from megatron_infer.engine.async_llm import EngineThread
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, OtherRankFailed, RequestError, SnapshotError
 from megatron_infer.models import moe
+from megatron_infer.rl.frameworks.engine_host import EngineHost
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.samples import RolloutSample
@@ -359,6 +361,7 @@ def refusals_on_rank(rank: int, size: int, folder: Path) -> None:
     assert (groups.dp_rank, groups.dp_size) == (rank, size), "seeds, and shares of prompts"
     calls: dict[str, Callable[[], object]] = {
         "AsyncLLM": lambda: EngineThread(engine),
+        "frameworks": lambda: EngineHost(SimpleNamespace(engine=engine)),
         "replica or server with adapters": lambda: info_of(adapting),
     }
     for name, call in calls.items():

@@ -33,6 +33,7 @@ class EngineHost:
 
     def __init__(self, session: RolloutSession) -> None:
         """The engine is suspended until `generating`."""
+        session.engine.relay.require_shared("stepping on a thread, as frameworks do,")
         self.session = session
         self.is_leader = session.engine.relay.is_leader
         self._calls = {BLOCK: self._enter_block, UPDATE: self._run_update}

@@ -59,7 +59,6 @@ class JobRanks:
         """Links the ranks; every rank calls it."""
         self._model = model
         self._engine = model.session.engine
-        self._engine.relay.require_shared("the Tinker API")
         groups, timeout_s = self._engine.rank_group.groups, self._engine.config.collective_timeout_s
         self._world = lockstep_over(dist.group.WORLD, timeout_s=timeout_s)
         self._engines: Lockstep | LocalLockstep = LocalLockstep()
