@@ -19,11 +19,8 @@ from megatron_infer.server.tinker.tenants import read_keys
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 LORA_RANK = 32
-NOT_DIVIDED = {
-    "multi_latent_attention": "megatron-core's gradients of latents are wrong there without sequence parallelism",
-    "num_moe_experts": "megatron-core trains experts there with sequence parallelism only",
-}
-"""Fields of TransformerConfig that the Tinker API does not train with --tp, and why."""
+DIVIDED = ("multi_latent_attention", "num_moe_experts")
+"""Fields of TransformerConfig: over --tp megatron-core trains such a model with sequence parallelism only."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         help="train and sample adapters of one live model by the Tinker API",
         description="Serve the Tinker API to the official SDK and cookbook: TINKER_BASE_URL=http://127.0.0.1:8000 "
         "TINKER_API_KEY=tml-... Base weights are there once; each training client is a LoRA adapter. For several "
-        "processes: torchrun --nproc-per-node N -m megatron_infer tinker MODEL --tp T --dp D.",
+        "processes: torchrun --nproc-per-node N -m megatron_infer tinker MODEL --tp T --pp P --ep E --dp D.",
     )
     add_model_options(parser)
     parser.add_argument("--lora-rank", type=positive_int, help="largest rank of a client's adapter (default 32)")
@@ -79,14 +76,11 @@ def run(args: argparse.Namespace) -> int:
         )
     layout, is_job = Layout(**given_flags(args, Layout, "")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     layout.check()
-    if layout.pp > 1 or layout.ep > 1:
-        raise ConfigError(
-            "the Tinker API over pipeline stages or expert-parallel ranks is not supported; give tp and dp"
-        )
     if layout.world_size > 1 and not is_job:
         ranks = layout.world_size
         raise ConfigError(
-            f"tp x dp = {ranks} needs as many processes: torchrun --nproc-per-node {ranks} -m megatron_infer tinker ..."
+            f"dp x tp x pp x ep = {ranks} needs as many processes: torchrun --nproc-per-node {ranks} -m megatron_infer "
+            "tinker ..."
         )
     if args.full and args.lora_rank:
         raise ConfigError("--full with --lora-rank: there are no adapters; leave one of them out")
@@ -117,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
 
     device, groups = options.get("device", "auto"), None
     source = open_source(args.model)
-    if layout.tp > 1:
-        _check_divides(source.config().transformer)
+    is_divided = layout.tp > 1 and any(source.config().transformer.get(name) for name in DIVIDED)
+    _check_layout(layout, config, is_divided=is_divided, is_cuda=Device(device).is_cuda)
     if is_job:
         from megatron_infer.server.tinker.ranks import build_job, serve_ranks
         from megatron_infer.server.torchrun import device_of_rank
 
-        groups, device = build_job(dp=layout.dp, tp=layout.tp), device_of_rank(device)
+        groups, device = build_job(layout), device_of_rank(device)
     where = Device(device)
     if not where.is_cuda:
         apply_cpu_settings(options.get("threads"))
@@ -136,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         device=str(where.torch),
         config=config,
         groups=groups,
+        expert_parallel=layout.ep,
+        **({"sequence_parallel": True} if is_divided else {}),
     )
     name = (settings.served_model_name or (source.name,))[0]
     run_server = partial(
@@ -155,10 +151,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_divides(transformer: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a model that does not train over tensor-parallel ranks."""
-    for name, why in NOT_DIVIDED.items():
-        if transformer.get(name):
-            raise ConfigError(
-                f"--tp with a model that has {name} is not supported: {why}; give --dp, and leave --tp out"
-            )
+def _check_layout(layout: Layout, config: Mapping[str, Any], *, is_divided: bool, is_cuda: bool) -> None:
+    """Raises ConfigError for what does not train over these ranks. is_divided: with sequence parallelism."""
+    of_experts = "--tp with experts or multi-latent attention"
+    needs_cuda = {"--pp": layout.pp > 1, "--ep": layout.ep > 1, of_experts: is_divided}
+    if (name := next((name for name, is_asked in needs_cuda.items() if is_asked), None)) and not is_cuda:
+        raise ConfigError(f"{name} on a CPU: megatron-core trains so on CUDA devices only; leave it out, or give --dp")
+    if is_divided and config.get("batch_invariant"):
+        raise ConfigError(
+            f"--batch-invariant and {of_experts}: megatron-core trains them with sequence parallelism, which exact "
+            "mode does not have; leave one of them out"
+        )
+    if config.get("dp_attention", False) is not False:
+        raise ConfigError("--dp-attention: one rank of an engine has all requests of the Tinker API; leave it out")

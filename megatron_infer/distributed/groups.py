@@ -65,6 +65,7 @@ class ParallelGroups:
     cp_rank = property(lambda self: _rank(self.cp))
     cp_size = property(lambda self: _size(self.cp))
     data_rank = property(lambda self: _rank(self.data))
+    data_size = property(lambda self: _size(self.data))
     engine_rank = property(lambda self: _rank(self.engine))
     engine_size = property(lambda self: _size(self.engine))
 

@@ -283,11 +283,12 @@ def check_sums_over(chain: Sequence[Any], shards: Sequence[Any], group: dist.Pro
     )
 
 
-def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:
+def reduce_gradients(chain: Sequence[Any], *, num_ranks: int, moves_biases: bool = True) -> None:
     """What megatron-core does between backward and optimizer: gradients are complete, and equal on all ranks.
 
     Over data-parallel ranks by megatron-core's DDP (torch's has done it in the backward pass); norms of sequence
-    parallelism, tied embeddings of pipeline stages, biases of routers. num_ranks: of one replica.
+    parallelism, tied embeddings of pipeline stages, biases of routers. num_ranks: of one replica. moves_biases:
+    those of routers follow the load of experts, where the model's config says so.
     """
     from megatron.core.distributed import finalize_model_grads
 
@@ -304,7 +305,12 @@ def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:
             )
             for root in (chain[0] if isinstance(chain[0], torch.nn.ModuleList) else [chain[0]])
         ]
-    (config.finalize_model_grads_func or finalize_model_grads)(ddps, None)
+    found = getattr(config, "moe_router_enable_expert_bias", False)
+    try:
+        config.moe_router_enable_expert_bias = found and moves_biases
+        (config.finalize_model_grads_func or finalize_model_grads)(ddps, None)
+    finally:
+        config.moe_router_enable_expert_bias = found
 
 
 def zero_gradients(chain: Sequence[Any], optimizer: Any) -> None:

@@ -52,7 +52,7 @@ def test_one_client_at_a_time_and_one_version_of_the_weights(tmp_path):
         (scores,) = api.batch(id, 5, "cross_entropy", [[5, 9, 2, *tokens]], given=weights, forward_only=True)[1]
         np.testing.assert_allclose(scores[2:], logprobs, atol=1e-4)
         saved = api.result(api.call("save_weights", model_id=id, seq_id=6, path="two"))["path"]
-        api.call("unload_model", model_id=id, seq_id=7)
+        api.result(api.call("unload_model", model_id=id, seq_id=7))
         assert "client that is gone" in api.create(2)["error"]
         body = {"path": saved, "session_id": api.session, "model_seq_id": 3}
         assert api.result(api.call("load_weights", **body))["path"] == saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from pathlib import Path
@@ -13,31 +14,38 @@ import pytest
 import small_model
 import torch
 from engine_ranks import weights_of
-from gloo_ranks import new_groups, run_on_ranks
+from gloo_ranks import new_groups, run_on_ranks, stage_ends
 from hf_models import config_of
+from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 from test_command import ROOT, Command
 from test_tinker import TOKENS, Api, live_session, served
+from training_case import EXPERTS
 
 from megatron_infer.cli.main import main
 from megatron_infer.errors import ConfigError
 from megatron_infer.rl.updates import apply
 from megatron_infer.server.tinker.ranks import JobRanks
 from megatron_infer.server.tinker.service import TinkerService
-from megatron_infer.server.tinker.training import Datum, LiveModel, LiveTrainer
+from megatron_infer.server.tinker.training import Datum, LiveModel, LiveTrainer, TrainingClient
+from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 
 BATCH = [*TOKENS, [4, 4, 17, 20, 21, 22, 1]]
 
 
-MODELS = {"all weights": {"qk_layernorm": True}}
-"""Of each kind -> options of the model."""
 KINDS = {"adapters": {}, "all weights": {"full": True}, "exact": {"batch_invariant": True}}
 """What trains, and how -> options of the session."""
+MODELS = {
+    "heads": {"qk_layernorm": True},
+    "tied": {"share_embeddings_and_output_weights": True},
+    "experts": {"qk_layernorm": True, **EXPERTS},
+}
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 
 
 def calls(api, kind):
     """What a client sees, by name."""
-    full = kind == "all weights"
+    full = KINDS[kind].get("full")
     seen, samplers = {}, []
     for place in range(1 if full else 2):
         id = api.train(place, rank=4 + 4 * place)
@@ -49,7 +57,9 @@ def calls(api, kind):
         seen[f"{place} forward"] = np.concatenate(api.batch(id, 5, "dro", BATCH, forward_only=True)[1])
         nan = api.send_batch(id, 6, "cross_entropy", TOKENS[:1], given={"weights": np.full(4, np.nan, "<f4")}).json()
         assert "not finite" in api.result(nan)["error"]
-        samplers.append(api.sampler(id, 7, path="named")["path"])
+        made = api.sampler(id, 7, path="named")
+        assert "path" in made, made
+        samplers.append(made["path"])
     state = api.result(api.call("save_weights", model_id=id, seq_id=8, path="state"))["path"]
     prompts = [[5, 9, 2], [1, 2, 3, 4], [30, 31]]
     sent = [(path, api.send_sample(prompt, model_path=path)) for prompt in prompts for path in samplers]
@@ -69,11 +79,28 @@ def calls(api, kind):
     return seen
 
 
-def on_ranks(rank, size, folder, tp, kind):
-    new_groups(tensor_model_parallel_size=tp)
-    live = tiny_gpt(tensor_model_parallel_size=tp, **MODELS.get(kind, {}))
+def part_of(folder, kind, model, **sizes):
+    """This rank's part of the model in `folder`, and its clients."""
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
+    is_divided = TP in sizes and model == "experts"
+    if is_divided or PP in sizes or EP in sizes:  # of which megatron-core trains the parts on CUDA alone
+        compute = TrainingClient.forward_backward
+
+        def on_a_cpu(*args, **options):
+            with cpu_shim(4):
+                return compute(*args, **options)
+
+        TrainingClient.forward_backward = on_a_cpu
+    stages = stage_ends(get_pipeline_model_parallel_rank(), sizes[PP]) if PP in sizes else {}
+    with cpu_shim(4):
+        live = tiny_gpt(**sizes, **stages, **MODELS[model], **({"sequence_parallel": True} if is_divided else {}))
     apply(live, torch.load(folder / "weights.pt"))
-    local = LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
+    return LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
+
+
+def on_ranks(rank, size, folder, kind, model, sizes):
+    new_groups(**sizes)
+    local = part_of(folder, kind, model, **sizes)
     with served_by(rank, local, folder) as case:
         if case is not None:
             torch.save(calls(Api(case.http), kind), folder / "seen.pt")
@@ -175,60 +202,69 @@ def durable_twice(serve):
         return np.concatenate([[loss, metrics["grad_norm"], metrics["version"]], *scores])
 
 
-def durable_on_ranks(rank, size, folder, tp, kind):
-    new_groups(tensor_model_parallel_size=tp)
-
-    def serve():
-        live = tiny_gpt(tensor_model_parallel_size=tp, **MODELS.get(kind, {}))
-        apply(live, torch.load(folder / "weights.pt"))
-        local = LiveModel(*live_session(live, collective_timeout_s=60, **KINDS[kind]))
-        return served_by(rank, local, folder, durable=True)
-
-    seen = durable_twice(serve)
-    if rank:
-        return
-    np.save(folder / "seen.npy", seen)
+def durable_on_ranks(rank, size, folder, kind, model, sizes):
+    new_groups(**sizes)
+    seen = durable_twice(lambda: served_by(rank, part_of(folder, kind, model, **sizes), folder, durable=True))
+    if not rank:
+        np.save(folder / "seen.npy", seen)
 
 
 @pytest.mark.parametrize(
-    ("kind", "dp", "tp"),
+    ("kind", "model", "dp", "sizes"),
     [
-        pytest.param("adapters", 1, 2, marks=pytest.mark.long),
-        pytest.param("adapters", 2, 2, marks=pytest.mark.slow),
-        pytest.param("all weights", 2, 2, marks=pytest.mark.slow),
+        pytest.param("adapters", "heads", 1, {TP: 2}, marks=pytest.mark.long),
+        pytest.param("adapters", "heads", 2, {TP: 2}, marks=pytest.mark.slow),
+        pytest.param("all weights", "heads", 2, {TP: 2}, marks=pytest.mark.slow),
+        pytest.param("adapters", "tied", 1, {PP: 2}, marks=pytest.mark.slow),
+        pytest.param("all weights", "experts", 1, {EP: 2}, marks=pytest.mark.slow),
     ],
 )
-def test_clients_of_durable_ranks_go_on_as_in_one_process(tmp_path, kind, dp, tp):
-    def model():
-        return tiny_gpt(seed=3, **MODELS.get(kind, {}))
+def test_clients_of_durable_ranks_go_on_as_in_one_process(tmp_path, kind, model, dp, sizes):
+    def alone():
+        return LiveTrainer(LiveModel(*live_session(tiny_gpt(seed=3, **MODELS[model]), **KINDS[kind])))
 
-    torch.save(weights_of(model()), tmp_path / "weights.pt")
-    want = durable_twice(
-        lambda: served(LiveTrainer(LiveModel(*live_session(model(), **KINDS[kind]))), tmp_path / "one", durable=True)
-    )
-    run_on_ranks(durable_on_ranks, dp * tp, tmp_path, tp, kind)
+    torch.save(weights_of(tiny_gpt(seed=3, **MODELS[model])), tmp_path / "weights.pt")
+    want = durable_twice(lambda: served(alone(), tmp_path / "one", durable=True))
+    run_on_ranks(durable_on_ranks, dp * math.prod(sizes.values()), tmp_path, kind, model, sizes)
     np.testing.assert_allclose(np.load(tmp_path / "seen.npy"), want, atol=1e-4, rtol=1e-4)
-    layout = LiveTrainer(LiveModel(*live_session(model(), **KINDS[kind])))
-    ranks = tmp_path / "state of ranks"
-    with pytest.raises(ConfigError, match=rf"--tp {tp}, this server has 1; .*--state-dir"):
-        TinkerService(layout, model_name="tiny", state_dir=ranks, durable=True).load()
-
-
-CASES = [(kind, dp, tp) for kind in KINDS for dp, tp in ((2, 2), (2, 1), (1, 2))]
-LONG = [("adapters", 2, 2), ("all weights", 2, 2)]
+    (name,) = sizes
+    with (
+        contextlib.closing(
+            TinkerService(alone(), model_name="tiny", state_dir=tmp_path / "state of ranks", durable=True)
+        ) as one,
+        pytest.raises(ConfigError, match=rf"--{name[0]}p 2, this server has 1; .*--state-dir"),
+    ):
+        one.load()
 
 
 @pytest.mark.parametrize(
-    ("kind", "dp", "tp"),
-    [pytest.param(*one, marks=getattr(pytest.mark, "long" if one in LONG else "slow")) for one in CASES],
+    ("kind", "model", "dp", "sizes"),
+    [
+        pytest.param("adapters", "heads", 2, {TP: 2}, marks=pytest.mark.long),
+        pytest.param("all weights", "heads", 2, {TP: 2}, marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("exact", "heads", 2, {TP: 2}),
+                *((kind, "heads", 2, {}) for kind in KINDS),
+                *((kind, "heads", 1, {TP: 2}) for kind in KINDS),
+                ("adapters", "tied", 2, {PP: 2}),
+                ("all weights", "tied", 1, {PP: 2}),
+                ("adapters", "experts", 2, {EP: 2}),
+                ("all weights", "experts", 1, {EP: 2}),
+                ("adapters", "experts", 1, {TP: 2}),
+                ("all weights", "experts", 2, {TP: 2}),
+            ]
+        ),
+    ],
 )
-def test_ranks_train_and_sample_as_one_process(tmp_path, kind, dp, tp):
-    live = tiny_gpt(seed=3, **MODELS.get(kind, {}))
+def test_ranks_train_and_sample_as_one_process(tmp_path, kind, model, dp, sizes):
+    live = tiny_gpt(seed=3, **MODELS[model])
     torch.save(weights_of(live), tmp_path / "weights.pt")
     alone = LiveTrainer(LiveModel(*live_session(live, **KINDS[kind])))
     with served(alone, tmp_path / "state") as case:
         want = calls(Api(case.http), kind)
-    run_on_ranks(on_ranks, dp * tp, tmp_path, tp, kind)
+    run_on_ranks(on_ranks, dp * math.prod(sizes.values()), tmp_path, kind, model, sizes)
     got = torch.load(tmp_path / "seen.pt", weights_only=False)
     assert got.keys() == want.keys()
     for name, values in want.items():
@@ -287,20 +323,26 @@ def test_a_rank_that_dies_ends_the_job_by_its_number_and_clients_go_on_with_the_
 def test_layouts_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
     for arguments, why in {
         ("--tp", "2"): "torchrun --nproc-per-node 2",
-        ("--pp", "2"): "pipeline stages",
+        ("--pp", "2"): "torchrun --nproc-per-node 2",
         ("--full", "--lora-rank", "4"): "leave one of them out",
         ("--training-share", "1"): "below 1",
     }.items():
         assert main(["tinker", "smollm2", *arguments]) == 2
         assert why in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for name, why in {
-        "llama": "3 processes",
-        "deepseek_v3": "multi_latent_attention",
-        "qwen3_moe": "num_moe_exp",
-    }.items():
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    on_a_cpu = "on a CPU: megatron-core trains so on CUDA devices only"
+    for name, layout, why in (
+        ("llama", ("--tp", "2"), "3 processes"),
+        ("llama", ("--pp", "2"), f"--pp {on_a_cpu}"),
+        ("llama", ("--dp-attention", "true"), "all requests"),
+        ("qwen3_moe", ("--ep", "2"), f"--ep {on_a_cpu}"),
+        ("qwen3_moe", ("--tp", "2"), on_a_cpu),
+        ("deepseek_v3", ("--tp", "2"), on_a_cpu),
+        ("deepseek_v3", ("--tp", "2", "--device", "cuda", "--batch-invariant"), "sequence parallelism"),
+    ):
         config = config_of(name)
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
         config.save_pretrained(tmp_path / name)
-        assert main(["tinker", str(tmp_path / name), "--tp", "2"]) == 2
+        assert main(["tinker", str(tmp_path / name), *layout]) == 2
         assert why in capsys.readouterr().err

@@ -140,6 +140,10 @@ class AttachedLoRA:
         self.alpha = alpha
         self.scale = scale_of(alpha, rank, rslora=self._rslora)
         for parameter, value in zip(self.parameters(), values, strict=True):
+            if parameter.shape != value.shape:
+                # megatron-core's dispatchers of tokens keep a graph, whose end has the shape from before; torch makes
+                # another end only where the type changes
+                parameter.data = value.new_empty(0, dtype=torch.float64)
             parameter.data = value
         for pair in self._pairs.values():
             pair.rank, pair.scaling = rank, self.scale

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_infer.config.layout import Layout
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.distributed.groups import build_groups, lockstep_over
 from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
@@ -186,25 +187,35 @@ def _of_job(ranks: Sequence[int]) -> Iterator[None]:
         raise RankFailure(ranks[failure.rank], failure.phase, failure.reason, is_of_job=True) from failure
 
 
-def build_job(*, dp: int, tp: int) -> Any:
+def build_job(layout: Layout) -> Any:
     """The process groups of all ranks. Raises ConfigError for a launcher's numbers that do not fit."""
     world = int(os.environ["WORLD_SIZE"])
-    if dp * tp != world:
-        raise ConfigError(f"{world} processes, but dp x tp = {dp} x {tp} = {dp * tp}; start as many")
+    if layout.world_size != world:
+        raise ConfigError(f"{world} processes, but dp x tp x pp x ep = {layout.world_size}; start as many")
     if os.environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world):
         raise ConfigError("the Tinker API over ranks of several machines is not supported; start all on one")
     if dist.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
         end_with_parent()
-    return build_groups(tensor_parallel=tp)
+    return build_groups(tensor_parallel=layout.tp, pipeline_parallel=layout.pp, expert_parallel=layout.ep)
 
 
 def serve_ranks(model: LiveModel, *, training_share: float, serve: Callable[..., None]) -> None:
     """Serve on this rank until rank 0 ends. serve(trainer, on_coordinator=): on rank 0. Raises RankFailure."""
     ranks, address = JobRanks(model), [""]
-    if dist.get_rank() == 0:
-        trainer = LiveTrainer(model, training_share=training_share, ranks=ranks)
-        serve(trainer, on_coordinator=lambda found: dist.broadcast_object_list([found], src=0))
+    if dist.get_rank():
+        ignore_signals()  # rank 0 ends the job
+        dist.broadcast_object_list(address, src=0)
+        if address[0]:
+            ranks.join(address[0])
         return
-    ignore_signals()  # rank 0 ends the job
-    dist.broadcast_object_list(address, src=0)
-    ranks.join(address[0])
+
+    def announce(found: str) -> None:
+        address[0] = found
+        dist.broadcast_object_list(address, src=0)
+
+    trainer = LiveTrainer(model, training_share=training_share, ranks=ranks)
+    try:
+        serve(trainer, on_coordinator=announce)
+    finally:
+        if not address[0]:  # it could not begin
+            announce("")

@@ -40,10 +40,11 @@ def live_model(
     device: str = "cpu",
     config: Mapping[str, Any] | None = None,
     groups: Any = None,
+    **how: Any,
 ) -> LiveModel:
     """The model of a source, whose engine samples from copies of the adapter that trains on it. lora_rank None: all
-    weights train. groups: process groups of a job; None: of this process alone."""
-    model = build_model(source, dtype=dtype, device=device, pg_collection=groups)
+    weights train. groups: process groups of a job; None: of this process alone. how: of `build_model`."""
+    model = build_model(source, dtype=dtype, device=device, pg_collection=groups, **how)
     options, adapter = dict(config or {}), None
     if lora_rank is not None:
         adapter = attach_lora(model, rank=lora_rank, alpha=ALPHA, trains_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import secrets
 import threading
@@ -26,15 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
-from megatron_infer.errors import AdapterInUse, ConfigError, LockstepError, RankFailure, RequestError
+from megatron_infer.errors import AdapterInUse, ConfigError, InferenceError, LockstepError, RankFailure, RequestError
 from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.models.lora.attach import AttachedLoRA
 from megatron_infer.models.trainer_step import reduce_gradients
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.server.tinker.losses import LossFunction, loss_named
+
+log = logging.getLogger("megatron_infer.server")
 
 ALPHA = 32.0
 """Of each adapter: its scale is ALPHA / rank, as the API has it."""
@@ -154,25 +158,30 @@ class TrainingClient:
         """(the loss summed over all tokens, log probabilities of each datum's targets). Gradients of the pieces of a
         batch are added up; they count with `take_batch`.
 
-        Data-parallel ranks divide the data; a rank that gets none computes the first, and counts nothing.
+        Data ranks divide the data, and compute as many each: one that has fewer computes the first too, and does not
+        count it.
         """
         self.check_whole()
         groups, session, function = self._groups, self._model.session, loss_named(loss_fn)
-        places = range(groups.dp_rank, len(data), groups.dp_size)
-        own = [data[place] for place in places] or data[:1]
+        places = range(groups.data_rank, len(data), groups.data_size)
+        own = [data[place] for place in places]
+        own += [data[0]] * (-(-len(data) // groups.data_size) - len(own))
         sequences = [datum.sequence for datum in own]
 
         def loss(scores: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-            parts = [own[i].loss(x, function, settings) for x, i in zip(scores, indices, strict=True)]
-            return torch.stack(parts).sum() * bool(places)
+            parts = [
+                own[i].loss(x, function, settings) * (i < len(places)) for x, i in zip(scores, indices, strict=True)
+            ]
+            return torch.stack(parts).sum()
 
         model = self._model
         with model.lent(self):
             with model.together(f"the forward of {loss_fn}"):
                 if backward:
                     with session.training():
-                        report = session.score_and_backward(sequences, loss)
-                    own_loss, scores, gradients = report.loss, report.scores, model.gradients()
+                        report = session.score_and_backward(sequences, loss, auxiliary_losses=False)
+                        gradients = model.gradients()
+                    own_loss, scores = report.loss, report.scores
                 else:
                     scores, gradients = session.score(sequences), []
                     own_loss = float(loss(scores, range(len(own))))
@@ -184,10 +193,12 @@ class TrainingClient:
         return total, scores
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add this rank's gradients, summed over data-parallel ranks, to those of the batch."""
-        for gradient in gradients:
-            if gradient is not None and self._groups.dp is not None:
-                dist.all_reduce(gradient, group=self._groups.dp)
+        """Add this rank's gradients, summed over all data, to those of the batch."""
+        for live, gradient in zip(self._model.parameters(), gradients, strict=True):
+            # an expert's gradient has the tokens of all expert-parallel ranks already
+            group = self._groups.dp if _is_of_experts(live) else self._groups.data
+            if gradient is not None and group is not None:
+                dist.all_reduce(gradient, group=group)
         before = self._batch or [None] * len(gradients)
         self._batch = [_summed(*pair) for pair in zip(before, gradients, strict=True)]
 
@@ -213,8 +224,8 @@ class TrainingClient:
     def _united(
         self, loss: float, scores: Sequence[Tensor], places: range, data: Sequence[Datum]
     ) -> tuple[float, list[Tensor]]:
-        """Loss and scores of all data-parallel ranks. places: in the data, of this one's."""
-        if self._groups.dp is None:
+        """Loss and scores of all data ranks. places: in the data, of this one's."""
+        if self._groups.data is None:
             return loss, [score.detach().cpu() for score in scores]
         lengths = [1, *(len(datum.sequence) - 1 for datum in data)]
         flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.values[0].device)
@@ -222,7 +233,7 @@ class TrainingClient:
         total.fill_(loss)
         for place, score in zip(places, scores, strict=False):
             parts[place].copy_(score.detach())
-        dist.all_reduce(flat, group=self._groups.dp)
+        dist.all_reduce(flat, group=self._groups.data)
         return float(total), [part.float().cpu() for part in parts]
 
     def optim_step(
@@ -276,15 +287,13 @@ class TrainingClient:
             )
 
     def _clipped(self, limit: float) -> float:
-        """Clip the gradients -> their norm, over all tensor-parallel ranks."""
-        parts, whole = list[Tensor](), list[Tensor]()
-        for live, own in zip(self._model.parameters(), self.parameters, strict=True):
-            if own.grad is not None:
-                (parts if getattr(live, "tensor_model_parallel", False) else whole).append(own.grad)
-        square = nn.utils.get_total_norm(parts).square().to(self.values[0].device)
-        if self._groups.tp is not None:
-            dist.all_reduce(square, group=self._groups.tp)
-        norm = (square + nn.utils.get_total_norm(whole).square()).sqrt()
+        """Clip the gradients -> their norm, over all ranks of the engine."""
+        pairs = zip(self._model.parameters(), self.parameters, strict=True)
+        own = [one.grad for live, one in pairs if one.grad is not None and _counts(live, self._groups)]
+        square = nn.utils.get_total_norm(own).square().to(self.values[0].device)
+        if self._groups.engine is not None:
+            dist.all_reduce(square, group=self._groups.engine)
+        norm = square.sqrt()
         nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return float(norm)
 
@@ -384,11 +393,25 @@ def _summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one.add_(other) if one is not None and other is not None else other if one is None else one
 
 
+def _is_of_experts(live: Tensor) -> bool:
+    """Whether expert-parallel ranks have different ones."""
+    return not getattr(live, "allreduce", True)
+
+
+def _counts(live: Tensor, groups: ParallelGroups) -> bool:
+    """Whether the norm has this rank's gradient of a parameter: it is a part, or of the first rank that has it."""
+    if _is_of_experts(live):
+        return True
+    is_first: bool = not groups.tp_rank or getattr(live, "tensor_model_parallel", False)
+    is_first &= groups.divides_experts_within_tp or not groups.ep_rank
+    return is_first and not getattr(live, "shared", False)
+
+
 def _is_finite(gradient: Tensor | None) -> bool:
     return gradient is None or bool(torch.isfinite(gradient).all())
 
 
-def _of_all_ranks(tensors: Mapping[str, Tensor], ranks: RankGroup, device: torch.device) -> list[Mapping[str, Tensor]]:
+def _of_all_ranks(tensors: Mapping[str, Tensor], ranks: RankGroup, device: torch.device) -> list[dict[str, Tensor]]:
     """On the first rank of an engine the fp32 tensors of each of its ranks, on the host; [] on the others."""
     group, own = ranks.groups.engine, json.dumps({name: list(one.shape) for name, one in tensors.items()})
     each = [json.loads(text) for text in ranks.lockstep.gather("the parts of a state", own)]
@@ -478,10 +501,10 @@ class LiveModel:
         return list(self.session.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients of `parameters` from this rank's data, in fp32."""
+        """The gradients of `parameters` from this rank's data, in fp32. Within training(), where tokens are divided."""
         groups = self.session.engine.rank_group.groups
-        if groups.tp is not None:  # norms of queries and keys: each rank has the gradients of its heads
-            reduce_gradients([self.session.model], num_ranks=groups.tp_size)
+        if groups.engine is not None:  # of what several ranks have, with the gradients of their heads, tokens or ends
+            reduce_gradients([self.session.model], num_ranks=groups.engine_size, moves_biases=False)
         return [None if one.grad is None else one.grad.float() for one in self.parameters()]
 
     @contextmanager
@@ -574,6 +597,8 @@ class LiveTrainer:
         try:
             result = work()
         except Exception as error:
+            if not isinstance(error, InferenceError):
+                log.exception("an operation of a training client has failed")
             traceback.clear_frames(error.__traceback__)  # which hold tensors, for as long as the error is held
             future.set_exception(error.with_traceback(None))
             if isinstance(error, RankFailure | LockstepError):  # no operation can follow
