@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_infer.cli.config_flags import add_flags, given_flags
 from megatron_infer.config.coordinator_options import CoordinatorOptions
+from megatron_infer.utils.process_memory import full_collections_by_hand
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 DEFAULT_BIND = "tcp://127.0.0.1:5757"
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = CoordinatorOptions(key=key_from(args), **given_flags(args, CoordinatorOptions, PREFIX))
     log_to_stderr("megatron_infer.coordinator")
-    with Coordinator(args.bind, options) as coordinator:
+    with full_collections_by_hand(), Coordinator(args.bind, options) as coordinator:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: coordinator.stop())
         print(f"coordinator at {coordinator.address}", flush=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.distributed.wire import Link
 from megatron_infer.engine.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.errors import InferenceError
-from megatron_infer.utils.process_memory import loading_for_good
+from megatron_infer.utils.process_memory import full_collections_by_hand, loading_for_good
 from megatron_infer.utils.short_turns import short_turns
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -96,7 +96,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
 
     log_to_stderr("megatron_infer.coordinator")
     options = CoordinatorOptions(max_queue=max_queue, key=None if key is None else key.encode())
-    with Coordinator(bind, options) as one:
+    with full_collections_by_hand(), Coordinator(bind, options) as one:
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         report(ready={"address": one.address})
         ParentHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S

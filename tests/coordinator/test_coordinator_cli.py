@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from gloo_ranks import start_ranks
 from megatron_infer.cli.main import main
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.coordinator import Coordinator
 from megatron_infer.testing.echo import echo_tokens
 
 KEY = b"a key of sixteen bytes"
@@ -36,6 +38,19 @@ def test_coordinator_command_serves_with_a_key_and_ends_on_sigterm(tmp_path):
         process.kill()
         stderr = process.communicate()[1]
     assert "replica echo joined" in stderr and "Traceback" not in stderr
+
+
+def test_the_coordinators_process_is_not_stopped_by_full_collections(tmp_path, monkeypatch):
+    seen, before = [], gc.get_threshold()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(Coordinator, "run", lambda self: seen.append(gc.get_threshold()))
+    try:
+        assert main(["coordinator", "--bind", f"ipc://{tmp_path}/c"]) == 0
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(number, handler)
+    ((*_, oldest),) = seen
+    assert oldest > 1_000_000 and gc.get_threshold() == before
 
 
 def test_short_or_missing_key_file_is_misuse(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections import deque
@@ -11,6 +12,7 @@ import pytest
 from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.core import CoordinatorCore
+from megatron_infer.coordinator.peers import PendingRequest
 from megatron_infer.errors import ConfigError
 from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
 from megatron_infer.scheduler.context.block_digest import root_of
@@ -188,6 +190,31 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas_an
         else:
             assert answers[number] == tokens, f"request {number}"
     assert world.core.stats()["waiting"] == 0
+
+
+def test_what_has_ended_is_freed_without_a_collection():
+    """The coordinator's process does without full collections, which stop it for long."""
+    world = World(max_queue=1000)
+    world.client()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 40):
+            world.submit(number, count=4)
+        workers = [Worker(world, f"w{index}".encode()) for index in range(3)]
+        for number in range(1, 10):
+            world.core.receive(b"client", protocol.Abort(number))
+        rng = random.Random(0)
+        for worker in workers * 40:
+            worker.work(rng)
+        world.core.unreachable(b"w0")
+        for worker in workers[1:] * 400:
+            worker.work(rng)
+        assert world.core.counts.finished > 20 and not world.core.stats()["waiting"]
+        live = [one for one in gc.get_objects() if isinstance(one, PendingRequest)]
+        assert not live
+    finally:
+        gc.enable()
 
 
 def hand_in_again(world, expected, aborted, answers, ended):

@@ -43,6 +43,7 @@ from megatron_infer.coordinator.served_engine import stats_of
 from megatron_infer.outputs.schema import Piece
 from megatron_infer.scheduler.context.block_digest import digest_of, root_of, salted
 from megatron_infer.testing.echo import EchoEngine
+from megatron_infer.utils.process_memory import full_collections_by_hand
 
 BLOCK, ROWS, BLOCKS = 64, 64, 8192
 """Of a replica: tokens of a block, requests at once, blocks of the cache."""
@@ -471,7 +472,8 @@ def main() -> int:
     for count in (int(one) for one in args.replicas.split(",")):
         rng = random.Random(0)
         talks = recorded(args.trace) if args.trace else {"chat": chat, "families": families}[args.traffic](rng)
-        row = simulate(count, talks, args)
+        with full_collections_by_hand():  # as in the coordinator's process
+            row = simulate(count, talks, args)
         print(*(f"{name} {value if isinstance(value, str) else format(value, ',.4g')}" for name, value in row.items()))
     return 0
 
