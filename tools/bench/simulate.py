@@ -50,8 +50,8 @@ BLOCK, ROWS, BLOCKS = 64, 64, 8192
 STEP_S, PREFILL_PER_S, MOVE_S, OUTPUT_S = 0.03, 20_000, 0.05, 4.0
 """Seconds of a token, prompt tokens a second, seconds of a move, seconds between two outputs of a request."""
 RESTART_S, TICK_S, BEAT_S, THINK_S, PREFILL_SHARE = 15.0, 0.1, 0.5, 10.0, 0.25
-UPDATE_S = 20.0
-"""Seconds from the end of a weight update to the next one, at least."""
+LOAD_S, UPDATE_S = 2.0, 20.0
+"""Seconds that an empty replica takes for other weights; from the end of an update to the next one, at least."""
 FIGURES = stats_of(EchoEngine())
 SHARED = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, int, float)
 
@@ -384,7 +384,10 @@ class World:
     def _end_wave(self, version: int, waves: list[list[SimReplica]]) -> None:
         if any(one.runs for one in waves[0]):
             self.after(TICK_S, self._end_wave, version, waves)
-            return
+        else:
+            self.after(LOAD_S, self._load, version, waves)
+
+    def _load(self, version: int, waves: list[list[SimReplica]]) -> None:
         for one in waves[0]:
             one.update(version)
             self.to_core(self.clients[0], protocol.Drain(0, one.name, end=True))
