@@ -24,8 +24,8 @@ from megatron_infer.server.tinker import messages, service, training
 from megatron_infer.server.tinker.routes import PROTOBUF, TinkerRoutes
 from megatron_infer.server.tinker.serve import served_engine
 from megatron_infer.server.tinker.service import TinkerService
-from megatron_infer.server.tinker.training import LiveModel, LiveTrainer, TrainingClient
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.server.tinker.training import Datum, LiveModel, LiveTrainer, TrainingClient
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 TOKENS = [[5, 9, 2, 7, 30], [8, 8, 1]]
@@ -301,6 +301,20 @@ def test_a_client_whose_step_failed_half_way_is_refused_until_it_is_loaded(case,
     api.batch(id, 7, "cross_entropy")
     assert api.result(api.step(id, 8))["metrics"]["version"] == 1
     check_parameters(case.service.model(id).client, plain_loop("cross_entropy", steps=1)[2])
+
+
+def test_a_client_trains_after_one_of_another_rank_on_a_model_with_experts():
+    data = [Datum(ids[:-1], ids[1:], {"weights": np.ones(len(ids) - 1, "<f4")}) for ids in TOKENS]
+    norms = []
+    with torch.compiler.set_stance("force_eager"):  # megatron-core compiles a function of its routers
+        for before in ([], [4]):
+            live = LiveModel(*live_session(tiny_gpt(seed=3, **EXPERTS)))
+            for rank in [*before, 8]:
+                client = live.create(f"rank {rank}", rank=rank, seed=1)
+                client.forward_backward(data, "cross_entropy", {}, backward=True)
+            client.take_batch()
+            norms.append(client.optim_step(**ADAM)["grad_norm"])
+    assert norms[0] == norms[1] > 0
 
 
 def test_targets_of_a_prompt_may_be_anything_where_nothing_counts(case, api):
