@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_infer.errors import RequestError
+
 try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     from google.protobuf.message import DecodeError
 except ImportError as error:  # pragma: no cover
     raise ImportError("the Tinker API needs protobuf: pip install 'megatron-infer[tinker]'") from error
-
-__all__ = ["DTYPES", "DecodeError", "floats", "message", "tensor_of"]
 
 PACKAGE = "megatron_infer.server.tinker"
 
@@ -91,6 +91,16 @@ _pool.Add(_file())
 def message(name: str) -> Any:
     """A new message of the table."""
     return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))()
+
+
+def read(name: str, content: bytes) -> Any:
+    """A message of the table. Raises RequestError."""
+    made = message(name)
+    try:
+        made.ParseFromString(content)
+    except DecodeError as error:
+        raise RequestError(f"body: no {name}: {error}") from None
+    return made
 
 
 def tensor_of(sent: Any) -> np.ndarray[Any, Any]:

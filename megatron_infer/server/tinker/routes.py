@@ -62,9 +62,9 @@ class TinkerRoutes:
         client.meter.sources.append(lambda: families_of(self._rows()))
         client.shown["clients"] = self._rows
         for path, (summary, handler) in {
-            "client/config": ("Flags of the SDK", self._config),
-            "client/dynamic_config": ("Flags of the SDK that may change", self._empty),
-            "telemetry": ("Events of the SDK; they are dropped", self._telemetry),
+            "client/config": ("Flags of the SDK", _giving({"pjwt_auth_enabled": False})),
+            "client/dynamic_config": ("Flags of the SDK that may change", _giving({})),
+            "telemetry": ("Events of the SDK; they are dropped", _giving({"status": "accepted"})),
             "create_session": ("Begin a session", self._create_session),
             "session_heartbeat": ("Keep a session", self._heartbeat),
             "sessions/{id}/finish": ("End a session", self._finish),
@@ -88,21 +88,9 @@ class TinkerRoutes:
         routes.add(
             "GET", PREFIX + "samplers/{id}", _answering(self._get_sampler), "Describe a sampler", statuses=(404,)
         )
-        routes.add("GET", PREFIX + "healthz", _answering(self._healthz), "Whether the server answers")
+        routes.add("GET", PREFIX + "healthz", _answering(_giving({"status": "ok"})), "Whether the server answers")
 
     # ------------------------------------------------------------------ sessions
-
-    async def _config(self, _: Call) -> Any:
-        return {"pjwt_auth_enabled": False}
-
-    async def _empty(self, _: Call) -> Any:
-        return {}
-
-    async def _telemetry(self, _: Call) -> Any:
-        return {"status": "accepted"}
-
-    async def _healthz(self, _: Call) -> Any:
-        return {"status": "ok"}
 
     async def _capabilities(self, _: Call) -> Any:
         assert self._client is not None
@@ -158,11 +146,7 @@ class TinkerRoutes:
         return shown | {"is_lora": model.client.rank > 0, "lora_rank": model.client.rank or None}
 
     async def _forward_backward(self, call: Call) -> Any:
-        sent = messages.message("ForwardBackwardRequest")
-        try:
-            sent.ParseFromString(call.body)
-        except messages.DecodeError as error:
-            raise RequestError(f"body: no ForwardBackwardRequest: {error}") from None
+        sent = messages.read("ForwardBackwardRequest", call.body)
         function = loss_named(sent.loss_fn)
         given = {name: float(value) for name, value in sent.loss_fn_config.items()}
         given |= {name: value.number for name, value in sent.loss_fn_config_v2.items()}
@@ -440,19 +424,24 @@ class TinkerRoutes:
 
 def _place_of(call: Call) -> requests.OfModel | None:
     """A refused call's model and number; None: it names none."""
-    if PROTOBUF in call.request.headers.get("content-type", ""):
-        sent = messages.message("ForwardBackwardRequest")
-        try:
-            sent.ParseFromString(call.body)
-        except messages.DecodeError:
-            return None
-        place = requests.OfModel(model_id=sent.model_id, seq_id=sent.seq_id)
-    else:
-        try:
+    try:
+        if PROTOBUF in call.request.headers.get("content-type", ""):
+            sent = messages.read("ForwardBackwardRequest", call.body)
+            place = requests.OfModel(model_id=sent.model_id, seq_id=sent.seq_id)
+        else:
             place = read(call.body, requests.OfModel)
-        except RequestError:
-            return None
+    except RequestError:
+        return None
     return place if place.seq_id else None
+
+
+def _giving(reply: Any) -> Callable[[Call], Awaitable[Any]]:
+    """Of a route whose reply is always the same."""
+
+    async def answer(_: Call) -> Any:
+        return reply
+
+    return answer
 
 
 def _answering(handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
