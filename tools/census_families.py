@@ -347,6 +347,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "mimo_v2_flash": Family(
         _of("mimo_v2_flash", "MiMoV2FlashForCausalLM", "rms_norm_eps", **MIMO_V2),
+        reference={"sliding_window_size": 7},
+        hub={"sliding_window_size": 7},
+        differs="the bridge's window is sliding_window_size and transformers' is one more: the reference and the "
+        "directory say one less",
     ),
     "step3p5": Family(_of("step3p5", "Step3p5ForCausalLM", "rope_theta", **STEP)),
     "bailing_moe_v2": Family(

@@ -145,7 +145,7 @@ def check_model(model: Any) -> None:
         if "rotary_pos_emb" not in model._modules:
             raise AdoptionError("rotary_pos_emb", f"position_embedding_type={kind!r}, but the model has no such module")
         check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
-        if not is_of(model.rotary_pos_emb, TWO_ROPES):
+        if not is_of(model.rotary_pos_emb, *TWO_ROPES):
             _check_class(model.rotary_pos_emb, "rotary_pos_emb", *ROTARY_CLASSES[kind], TwoRopes)
     name, final_norm = final_norm_of(model)
     if final_norm is not None:

@@ -23,8 +23,11 @@ NORMED_ROW_LINEAR = f"{BRIDGE}common.te_layers.TERowParallelLinearLayerNorm"
 """Transformer Engine's row-parallel linear, and then the norm `post_layernorm`."""
 WHOLE_HEAD_NORM = f"{BRIDGE}minimax_m2.minimax_m2_provider._FullDimRMSNorm"
 """A norm over all heads of all tensor-parallel ranks."""
-TWO_ROPES = f"{BRIDGE}gemma.gemma3_provider.Gemma3RotaryEmbedding"
-TWO_ROPE_ATTENTION = f"{BRIDGE}gemma.gemma3_provider.Gemma3SelfAttention"
+_MIMO_V2 = f"{BRIDGE}mimo_v2_flash.modeling_mimo_v2_flash.MiMoV2Flash"
+TWO_ROPES = (f"{BRIDGE}gemma.gemma3_provider.Gemma3RotaryEmbedding", f"{_MIMO_V2}RotaryEmbedding")
+MIXED_HEADS_ATTENTION = f"{_MIMO_V2}SelfAttention"
+"""Layers with a window have another number of KV heads, and values another width than keys."""
+TWO_ROPE_ATTENTION = (f"{BRIDGE}gemma.gemma3_provider.Gemma3SelfAttention", MIXED_HEADS_ATTENTION)
 WHOLE_HEAD_ATTENTION = f"{BRIDGE}olmoe.olmoe_provider.OLMoESelfAttention"
 """Its norms of queries and keys run over all heads."""
 _FALCON_H1 = f"{BRIDGE}falcon_h1.modeling_falconh1.falconh1_"
@@ -36,9 +39,12 @@ FALCON_H1_LAYER = f"{_FALCON_H1}layer.FalconH1Layer"
 FALCON_H1_ATTENTION = f"{_FALCON_H1}layer.FalconH1SelfAttention"
 FALCON_H1_MIXER = f"{_FALCON_H1}layer.FalconH1MambaMixer"
 FALCON_H1_MLP = f"{_FALCON_H1}layer.FalconH1MLP"
-ATTENTIONS = (TWO_ROPE_ATTENTION, WHOLE_HEAD_ATTENTION, FALCON_H1_ATTENTION)
-PATTERNED_CORE = f"{BRIDGE}gemma.gemma3_provider.Gemma3TEDotProductAttention"
-"""Transformer Engine's attention with a window of its own."""
+ATTENTIONS = (*TWO_ROPE_ATTENTION, WHOLE_HEAD_ATTENTION, FALCON_H1_ATTENTION)
+PATTERNED_CORES = (
+    f"{BRIDGE}gemma.gemma3_provider.Gemma3TEDotProductAttention",
+    f"{_MIMO_V2}TEDotProductAttention",
+)
+"""Transformer Engine's attention with a config of its own, which says the window and the sinks."""
 CAPPED_CORES = tuple(
     f"{BRIDGE}gemma.gemma2_provider.{name}" for name in ("Gemma2FlexDotProductAttention", "Gemma2DotProductAttention")
 )
@@ -87,5 +93,7 @@ def is_capped_output(layer: Any, base: type) -> bool:
 
 
 def is_local(config: Any, layer_number: int) -> bool:
-    """Whether this layer, from 1 on, of Bridge's Gemma 3 has the window and the local rope."""
+    """Whether this layer, from 1 on, of Bridge's models with two ropes has the window and the local rope."""
+    if (pattern := getattr(config, "hybrid_attention_pattern", None)) is not None:
+        return bool(pattern[layer_number - 1] == 1)
     return bool(layer_number % sum(config.interleaved_attn_pattern))

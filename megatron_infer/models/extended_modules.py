@@ -6,6 +6,7 @@ those around its decoder. Parameter names beyond megatron-core's are those of Me
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_infer.models.mcore_compat import (
     RowParallelLinear,
     SelfAttention,
     TransformerConfig,
+    build_module,
     copy_to_tensor_model_parallel_region,
     is_layer_window_attention,
     reduce_from_tensor_model_parallel_region,
@@ -135,6 +137,58 @@ class TwoRopeAttention(SelfAttention):
         return super().forward(
             hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, *args, **kwargs
         )
+
+
+class MixedHeadsAttention(TwoRopeAttention):
+    """Attention whose layers with a window may have another number of KV heads, and alone have sinks; values may have
+    another width than keys, and a factor. Parameters are those of Megatron-Bridge's MiMo-V2-Flash."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any
+    ) -> None:
+        extensions, is_local = extensions_of(config), has_window(config, layer_number)
+        self.most_query_groups = max(config.num_query_groups, extensions.local_query_groups or 0)
+        config = copy.copy(config)
+        if is_local and extensions.local_query_groups is not None:
+            config.num_query_groups = extensions.local_query_groups
+        if not is_local and extensions.local_sinks:
+            config.softmax_type = "vanilla"
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.value_dim = extensions.value_dim or config.kv_channels
+        self.value_scale = extensions.value_scale
+        keys, heads = config.num_query_groups * config.kv_channels, config.num_attention_heads
+        of_linear = {"config": config, "tp_group": self.pg_collection.tp, "is_expert": False}
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            heads * config.kv_channels + keys + config.num_query_groups * self.value_dim,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            **of_linear,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * self.value_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **of_linear,
+        )
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, n, H] queries, [s, b, k, H] keys and [s, b, k, value_dim] values."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        groups, dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        queries = self.num_attention_heads_per_partition // groups * dim
+        query, key, value = mixed.unflatten(-1, (groups, -1)).split([queries, dim, self.value_dim], dim=-1)
+        query = query.unflatten(-1, (-1, dim)).flatten(2, 3)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value * self.value_scale
 
 
 def has_window(config: Any, layer_number: int) -> bool:

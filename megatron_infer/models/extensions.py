@@ -23,6 +23,14 @@ class Extensions:
     """c: logits are c * tanh(logit / c)."""
     local_rotary_base: float | None = None
     """The base of a second rope, unscaled, for the layers with a window."""
+    local_query_groups: int | None = None
+    """KV heads of the layers with a window; None: as many as of the others."""
+    local_sinks: bool = False
+    """Only the layers with a window have the sinks of `softmax_type`."""
+    value_dim: int | None = None
+    """Width of a value; None: that of a key."""
+    value_scale: float = 1.0
+    """Multiplies values."""
     index_interleaved: bool = False
     """The indexers of sparse attention turn neighbouring dims, else dim i with dim i + half."""
     index_norm_epsilon: float | None = None
@@ -53,6 +61,12 @@ class Extensions:
             if length not in (None, len(values)):
                 raise ValueError(f"{name} has {len(values)} numbers, it must have {length}")
             object.__setattr__(self, name, values)
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Whether layers differ in their heads, or keys and values do."""
+        names = ("local_query_groups", "local_sinks", "value_dim", "value_scale")
+        return replace(self, **{name: getattr(Extensions(), name) for name in names}) != self
 
     def has_only(self, names: Iterable[str]) -> bool:
         """Whether no other field than these is on."""

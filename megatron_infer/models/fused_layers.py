@@ -15,9 +15,11 @@ Legend: kernels/base.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
@@ -392,6 +394,18 @@ class AllGather(LayerOp):
         return self.reducer.all_gather(x_TX), residual_TD
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadForm:
+    """How a layer's heads differ from those of the cache, which holds all layers."""
+
+    repeats: int = 1
+    """How often the cache has each of the layer's KV heads: other layers have more."""
+    value_dim: int | None = None
+    """Width of a value, which the cache pads with zeros to that of a key; None: they have one width."""
+    value_scale: float = 1.0
+    """Multiplies values."""
+
+
 class SplitHeads(LayerOp):
     """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
 
@@ -403,8 +417,9 @@ class SplitHeads(LayerOp):
         "k_norm",
         "num_columns",
         "q_norm",
-        "shape_kv",
+        "shape_k",
         "shape_q",
+        "shape_v",
         "strides_kv",
         "strides_q",
     )
@@ -418,9 +433,11 @@ class SplitHeads(LayerOp):
         num_kv_heads: int,
         gathered: Reducer | None,
         is_gated: bool = False,
+        value_dim: int | None = None,
     ) -> None:
         """num_kv_heads: those of all ranks. gathered: ranks that share kv heads and whose columns x holds side by side;
-        this rank takes its own queries of its kv head's group, the key and the value. is_gated: queries have gates."""
+        this rank takes its own queries of its kv head's group, the key and the value. is_gated: queries have gates.
+        value_dim: see `HeadForm`."""
         self.q_norm, self.k_norm = q_norm, k_norm
         # The columns are [K, G + 2, H]: a group's queries, then its key, then its value. Gates follow the queries.
         heads, queries, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
@@ -430,11 +447,12 @@ class SplitHeads(LayerOp):
             num_groups, group = num_kv_heads, queries * sharers
             first_group, first_query = gathered.rank // sharers, gathered.rank % sharers * queries
         before_key = 2 * group if is_gated else group
-        cell = (before_key + 2) * dim
+        value_dim = dim if value_dim is None else value_dim
+        cell = (before_key + 1) * dim + value_dim
         row, at = num_groups * cell, first_group * cell
         self.num_columns = row
         self.shape_q, self.strides_q = (heads, queries, dim), (row, cell, dim, 1)
-        self.shape_kv, self.strides_kv = (heads, dim), (row, cell, 1)
+        self.shape_k, self.shape_v, self.strides_kv = (heads, dim), (heads, value_dim), (row, cell, 1)
         self.at_q = at + first_query * dim
         self.at_k, self.at_v = at + before_key * dim, at + (before_key + 1) * dim
         self.at_gate = self.at_q + group * dim if is_gated else None
@@ -454,8 +472,8 @@ class SplitHeads(LayerOp):
         num_tokens, start = qkv_TX.shape[0], qkv_TX.storage_offset()
         heads = (
             qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_q),
-            qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_k),
-            qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_v),
+            qkv_TX.as_strided((num_tokens, *self.shape_k), self.strides_kv, start + self.at_k),
+            qkv_TX.as_strided((num_tokens, *self.shape_v), self.strides_kv, start + self.at_v),
         )
         if self.at_gate is None:
             return heads
@@ -465,10 +483,11 @@ class SplitHeads(LayerOp):
 class Attend(LayerOp):
     """`Heads` -> paged attention [T, N * H]."""
 
-    __slots__ = ("layer", "spec")
+    __slots__ = ("form", "layer", "spec")
 
-    def __init__(self, layer: int, spec: AttendSpec) -> None:
+    def __init__(self, layer: int, spec: AttendSpec, form: HeadForm | None = None) -> None:
         self.layer, self.spec = layer, spec
+        self.form = form or HeadForm()
 
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, v_TKH = qkv
@@ -486,12 +505,37 @@ class GatedAttend(Attend):
         return step.ops.sigmoid_mul(out_TM, gate_TKGH.flatten(1)), residual_TD
 
 
+class FormedAttend(Attend):
+    """`Heads` in a form of the layer's own -> paged attention [T, N * value_dim]."""
+
+    __slots__ = ()
+
+    def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q_TKGH, k_TKH, v_TKV = qkv
+        repeats, head_dim = self.form.repeats, self.spec.head_dim
+        q_TKGH = q_TKGH.unflatten(2, (repeats, -1)).flatten(1, 2)
+        v_TKH = F.pad(v_TKV * self.form.value_scale, (0, head_dim - v_TKV.shape[-1]))
+        k_TKH, v_TKH = (part.repeat_interleave(repeats, dim=1) for part in (k_TKH, v_TKH))
+        out_TM, residual_TD = super().run(step, (q_TKGH, k_TKH, v_TKH), residual_TD)
+        return out_TM.unflatten(1, (-1, head_dim))[..., : v_TKV.shape[-1]].flatten(1), residual_TD
+
+
 class FusedAttention(LayerOps):
     """Fused projection, norms of heads, paged attention, output projection."""
 
     __slots__ = ("attend",)
 
-    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, tp: Reducer | None) -> None:
+    def __init__(
+        self,
+        attention: Any,
+        name: str,
+        *,
+        layer: int,
+        spec: AttendSpec,
+        tp: Reducer | None,
+        form: HeadForm = HeadForm(),
+    ) -> None:
+        """spec: of the layer's own heads."""
         num_kv_heads = attention.config.num_query_groups
         # Ranks that share a kv head end their parts of the projection inside a group: each takes the whole of it.
         gathered = tp if tp is not None and num_kv_heads < tp.size else None
@@ -503,13 +547,20 @@ class FusedAttention(LayerOps):
             num_kv_heads=num_kv_heads,
             gathered=gathered,
             is_gated=is_gated,
+            value_dim=form.value_dim,
         )
         qkv = FusedLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp, norm_apart=True)
         proj = FusedLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
         rows, wanted = qkv.weight().shape[0], heads.num_columns // (1 if gathered is None else gathered.size)
         if rows != wanted:
             raise AdoptionError(f"{name}.linear_qkv", f"{rows} rows, expected {wanted} of queries, keys and values")
-        self.attend = GatedAttend(layer, spec) if is_gated else Attend(layer, spec)
+        kept = replace(spec, num_kv_heads=spec.num_kv_heads * form.repeats, group_size=spec.group_size // form.repeats)
+        if form == HeadForm():
+            self.attend = GatedAttend(layer, spec) if is_gated else Attend(layer, spec)
+        elif is_gated or gathered is not None or spec.group_size % form.repeats:
+            raise AdoptionError(name, f"gates or shared kv heads, and {form}: not supported together")
+        else:
+            self.attend = FormedAttend(layer, kept, form)
         gather = () if gathered is None else (AllGather(gathered),)
         super().__init__(*qkv.flat(), *gather, heads, self.attend, *proj.flat())
 

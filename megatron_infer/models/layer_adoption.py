@@ -19,14 +19,15 @@ from megatron_infer.models.bridge_modules import (
     FALCON_H1_LAYER,
     FALCON_H1_MIXER,
     FALCON_H1_MLP,
-    PATTERNED_CORE,
+    MIXED_HEADS_ATTENTION,
+    PATTERNED_CORES,
     TWO_ROPE_ATTENTION,
     is_local,
     is_of,
 )
 from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.delta_net import PagedDeltaNet, paged_delta_class
-from megatron_infer.models.extended_modules import TwoRopeAttention, has_window
+from megatron_infer.models.extended_modules import MixedHeadsAttention, TwoRopeAttention, has_window
 from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.fused_layers import (
     AddResidual,
@@ -36,6 +37,7 @@ from megatron_infer.models.fused_layers import (
     FusedLinear,
     FusedMLP,
     FusedNorm,
+    HeadForm,
     LayerOp,
     LayerOps,
 )
@@ -252,7 +254,28 @@ def _attention(
     _check_attention(attention, where)
     if isinstance(attention, mcore.LATENT_ATTENTIONS):
         return FusedLatentAttention(attention, where, layer=index, tp=tp)
-    return FusedAttention(attention, where, layer=index, spec=_attention_spec(layer, name, model), tp=tp)
+    spec, form = _attention_spec(layer, name, model), _head_form(attention, where)
+    return FusedAttention(attention, where, layer=index, spec=spec, tp=tp, form=form)
+
+
+def _head_form(attention: Any, where: str) -> HeadForm:
+    """How the heads of this layer differ from those that one cache keeps of all layers."""
+    config = attention.config
+    if isinstance(attention, MixedHeadsAttention):
+        most, width, scale = attention.most_query_groups, attention.value_dim, attention.value_scale
+    elif is_of(attention, MIXED_HEADS_ATTENTION):
+        most, width = max(config.full_attn_num_query_groups, config.swa_num_query_groups), config.v_head_dim
+        scale = attention.core_attention._attention_value_scale
+    else:
+        return HeadForm()
+    heads, head_dim = config.num_query_groups, config.kv_channels
+    if most % heads or width > head_dim:
+        raise AdoptionError(
+            where,
+            f"{heads} kv heads with values of {width}, where other layers have {most}: one cache of {most} heads of "
+            f"{head_dim} cannot hold them",
+        )
+    return HeadForm(repeats=most // heads, value_dim=width, value_scale=1.0 if scale is None else scale)
 
 
 def _check_attention(attention: Any, where: str) -> None:
@@ -304,7 +327,9 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         window=window,
         softcap=softcap,
         **_rotation_of(attention, getattr(model, "rotary_pos_emb", None), where),
-        sinks=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
+        sinks=_sinks(
+            core, _config_of(core, config), f"{where}.core_attention", num_heads=config.num_attention_heads // size
+        ),
     )
 
 
@@ -314,7 +339,7 @@ def _is_stock_delta(cls: type) -> bool:
 
 
 def _is_known_core(core: Any) -> bool:
-    is_bridge = is_of(core, PATTERNED_CORE, *CAPPED_CORES)
+    is_bridge = is_of(core, *PATTERNED_CORES, *CAPPED_CORES)
     known = (mcore.DotProductAttention, TorchCoreAttention, TorchSparseAttention, mcore.DSAttention)
     return type(core) in known or is_te_attention(core) or is_bridge
 
@@ -335,7 +360,12 @@ def _softmax_of(core: Any, config: Any, number: int, where: str) -> tuple[float,
     softcap = core.softcap if is_own else None
     factors = multipliers_of(config)
     scale *= factors.key_multiplier * factors.attention_in_multiplier**2
-    return scale, _window(core.config if is_of(core, PATTERNED_CORE) else config, number, where), softcap
+    return scale, _window(_config_of(core, config), number, where), softcap
+
+
+def _config_of(core: Any, config: Any) -> Any:
+    """The config that says window and sinks of a core attention. config: that of the layer's attention."""
+    return core.config if is_of(core, *PATTERNED_CORES) else config
 
 
 def _rotation_of(attention: Any, rotary: Any, where: str) -> dict[str, Any]:
@@ -346,7 +376,7 @@ def _rotation_of(attention: Any, rotary: Any, where: str) -> dict[str, Any]:
     ropes = ropes_of(rotary)
     widths, at = [rotary_dim(rope) for rope in ropes], 0
     if len(ropes) > 1:
-        if is_of(attention, TWO_ROPE_ATTENTION):
+        if is_of(attention, *TWO_ROPE_ATTENTION):
             local = is_local(config, number)
         elif isinstance(attention, TwoRopeAttention):
             local = has_window(config, number)

@@ -10,7 +10,13 @@ from typing import Any
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
 from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet, paged_delta_class
-from megatron_infer.models.extended_modules import KeyNorm, NormedRowParallelLinear, QueryNorm, TwoRopeAttention
+from megatron_infer.models.extended_modules import (
+    KeyNorm,
+    MixedHeadsAttention,
+    NormedRowParallelLinear,
+    QueryNorm,
+    TwoRopeAttention,
+)
 from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
 from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
@@ -238,6 +244,10 @@ def layer_spec(
         if num_experts is not None:
             raise ConfigError(f"norms {extensions.norms} experts are not supported")
         attention.linear_proj = submodules_of(layer.mlp).linear_fc2 = NormedRowParallelLinear
+    if extensions.mixes_heads and (extensions.local_rotary_base is None or extensions.whole_head_norms):
+        raise ConfigError(
+            "heads that differ between layers need two ropes (local_rotary_base), and no whole_head_norms"
+        )
     if extensions.local_rotary_base is not None:
-        layer.self_attention.module = TwoRopeAttention
+        layer.self_attention.module = MixedHeadsAttention if extensions.mixes_heads else TwoRopeAttention
     return with_inference(spec)

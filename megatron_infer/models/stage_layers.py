@@ -51,6 +51,11 @@ def stage_span(num_layers: int, num_stages: int, stage: int, asked: Mapping[str,
     return sum(sizes[:stage]), sum(sizes[: stage + 1])
 
 
+def window_layers(num_layers: int, frequency: int | Sequence[int] | None) -> list[bool]:
+    """Which layers have the window: all, all but every n-th, or those with a 1 in a list (`window_attn_skip_freq`)."""
+    return [True] * num_layers if frequency is None else delta_layers(num_layers, frequency)
+
+
 def delta_layers(num_layers: int, frequency: int | Sequence[int] | None) -> list[bool]:
     """Which layers are gated delta nets: all but every n-th, or those with a 1 in a list (`linear_attention_freq`)."""
     if frequency is None:

@@ -13,13 +13,8 @@ from megatron_infer.text.named_calls import followed
 
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_HELD: dict[str, Collection[str]] = {
-    "array": {"items"},
-    "object": _OBJECT_KEYS,
-    "integer": _NUMBERS,
-    "number": _NUMBERS,
-}
-_HELD |= dict.fromkeys(("string", "boolean", "null"), ())
+_HELD: dict[str, Collection[str]] = {"array": {"items"}, "object": _OBJECT_KEYS}
+_HELD |= dict.fromkeys(("integer", "number"), _NUMBERS) | dict.fromkeys(("string", "boolean", "null"), ())
 """Type -> the keywords that its values are held to."""
 _DEEPEST = 8
 """Objects, lists and alternatives within each other."""

@@ -195,6 +195,18 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4MoeConfig", GLM4_MOE | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_bias": ("Glm4MoeConfig", GLM4_MOE | {"attention_bias": True, "first_k_dense_replace": 2}),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "num_attention_heads": 8,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 7,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -87,7 +87,7 @@ WRITTEN = (
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_one_group", "glm4_moe_lite", "glm_moe_dsa_shared"),
     *("mistral_window", "smollm3_yarn", "phi3_longrope_partial", "glm4", "gemma", "gemma2", "gemma2_no_caps"),
     *("gemma3_linear_rope", "gemma3_no_window", "olmo2_bias", "olmo3_yarn", "exaone4", "exaone4_no_window"),
-    *("olmoe", "olmoe_normalised", "minimax_m2", "nemotron_h_time_step", "nemotron_h_latent_experts"),
+    *("olmoe", "olmoe_normalised", "minimax_m2", "mimo_v2_flash", "nemotron_h_time_step", "nemotron_h_latent_experts"),
     *("mamba2_tied", "mamba2_biases", "mamba2_limits", "bamba_tied", "bamba_biases", "bamba_limits"),
 )
 

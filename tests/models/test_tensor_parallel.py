@@ -49,7 +49,7 @@ def run_on_two_ranks(models, saved, tmp_path):
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
-    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "gpt2", "gpt_oss_limit"]
+    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "gpt2", "gpt_oss_limit", "mimo_v2_flash"]
     models = {case: random_model(case) for case in cases}
     models["phi3_mqa"] = random_model("phi3", num_key_value_heads=1)
     run_on_two_ranks(models, "qwen3", tmp_path)

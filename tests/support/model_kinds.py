@@ -61,6 +61,16 @@ SOFTCAPPED: dict[str, Any] = {
     "share_embeddings_and_output_weights": True,
 }
 """As Gemma 2 and 3: every other layer has a window and a rope of its own."""
+MIXED: dict[str, Any] = {
+    "extensions": Extensions(
+        local_rotary_base=100.0, local_query_groups=4, local_sinks=True, value_dim=12, value_scale=0.7
+    ),
+    "softmax_type": "learnable",
+    "qk_layernorm": True,
+    "window_size": (19, 0),
+    "window_attn_skip_freq": 2,
+}
+"""As MiMo-V2-Flash: layers with a window have more KV heads, and sinks; values are narrower than keys."""
 PARALLEL: dict[str, Any] = {
     "extensions": Extensions(
         embedding_multiplier=2.5,
@@ -96,6 +106,8 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
         return tiny_hybrid("P-P-", **PARALLEL | settings)
     if kind == "delta":
         return tiny_delta(**settings)
+    if kind == "mixed":
+        return tiny_gpt(**MIXED | settings)
     if kind == "softcapped":
         return tiny_gpt(**SOFTCAPPED | settings)
     return tiny_mamba(num_layers=3, **settings)

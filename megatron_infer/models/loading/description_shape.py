@@ -36,7 +36,7 @@ def shape_of(
     begin, end = stage_span(description.transformer["num_layers"], pipeline_parallel_size, stage)
     layers = description.transformer
     heads = layers["num_attention_heads"]
-    kv_heads = layers.get("num_query_groups") or heads
+    kv_heads = max(layers.get("num_query_groups") or heads, description.extensions.local_query_groups or 0)
     padded = -(-description.vocab_size // tensor_parallel_size) * tensor_parallel_size
     symbols = _symbols(description, begin, end)
     attends = symbols.count("*")
@@ -131,6 +131,10 @@ def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage:
     if description.hybrid is not None:
         total -= description.hybrid.pattern[begin:end].count("P") * of.norm  # one for both
     total -= sum(description.extensions.index_shared[begin:end]) * of.indexer
+    if description.extensions.mixes_heads:
+        forms = [description.of_layers(has_window=one) for one in (False, True)]
+        sizes = [_layer_parameters(one, begin, end).qkv for one in forms]
+        total += sum(sizes[one] - of.qkv for one in description.window_layers[begin:end])
     if is_first:
         positions = description.max_sequence_length if description.position_embedding == "learned_absolute" else 0
         total += (description.vocab_size + positions) * hidden

@@ -78,6 +78,10 @@ class Window:
     """Whether they also read layer_types."""
     pattern: tuple[str, int] | None = None
     """(key or "", its default) of n: every n-th layer does not slide."""
+    flags: str = ""
+    """The key of a list with 1 for each layer that slides, which counts before layer_types."""
+    before: str = ""
+    """The key of the window without the query's own key, which counts before sliding_window."""
     rotates: bool = False
     """Whether in a model with windows the layers without one do not rotate."""
 
@@ -962,6 +966,86 @@ _GPT_OSS = Family(
     },
     refusals=(_ONE_EXPERT,),
 )
+_MIMO_V2_FLASH = Family(
+    model_type="mimo_v2_flash",
+    fields=_DECODER
+    | EXPERTS
+    | _SIGMOID_ROUTER
+    | _GROUPS
+    | {
+        "num_query_groups": _kv_heads(4),
+        "kv_channels": Key("head_dim", 192),
+        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
+        "max_sequence_length": Key("max_position_embeddings", 131072),
+        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real", null=1.0),
+        "num_moe_experts": Key("n_routed_experts", 256),
+        "moe_router_topk": Key("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
+        "_sparse": Key("moe_layer_freq", None, "any"),
+        "_kinds": Key("mlp_layer_types", None, "any"),
+        "moe_layer_freq": lambda v: [
+            int(v["_sparse"][layer] if v["_sparse"] else v["_kinds"][layer] == "sparse" if v["_kinds"] else layer > 0)
+            for layer in range(v["num_layers"])
+        ],
+        "softmax_type": "learnable",
+        "extensions.local_query_groups": Key("swa_num_key_value_heads", lambda v: 2 * v["num_query_groups"]),
+        "extensions.local_sinks": True,
+        "extensions.value_dim": Key("v_head_dim", 128),
+        "extensions.value_scale": Key("attention_value_scale", 0.707, "real", null=1.0),
+        "_local_heads": Key("swa_num_attention_heads", _same("num_attention_heads")),
+        "_local_dim": Key("swa_head_dim", _same("kv_channels")),
+        "_local_value_dim": Key("swa_v_head_dim", _same("extensions.value_dim")),
+        "_local": lambda v: [v["_local_heads"], v["_local_dim"], v["_local_value_dim"]],
+    },
+    tensors={
+        **{name: named for name, named in _LLAMA_TENSORS.items() if "k_layernorm" not in name and "q_l" not in name},
+        **_GATED_EXPERTS,
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        "self_attention.core_attention.softmax_offset": "self_attn.attention_sink_bias",
+    },
+    marks=("self_attn.attention_sink_bias",),
+    ignored_tensors=("model.mtp.",),  # layers that draft
+    is_written=True,
+    written=_LAYER_TYPES
+    | _SIGMOID_NORMALISED
+    | _GROUPS_WRITTEN
+    | {
+        "moe_layer_freq": _same("moe_layer_freq"),
+        "layernorm_epsilon": _same("layernorm_epsilon"),
+        "add_swa_attention_sink_bias": lambda v: True,
+        "add_full_attention_sink_bias": lambda v: False,
+        "swa_head_dim": _same("kv_channels"),
+        "swa_v_head_dim": _same("extensions.value_dim"),
+        "swa_num_attention_heads": _same("num_attention_heads"),
+    },
+    rope=Rope(base=5e6, percent=0.334, partial=True, local_key="swa_rope_theta", local_base=1e4),
+    window=Window(default=128, writes_types=True, flags="hybrid_layer_pattern", before="sliding_window_size"),
+    ignored_keys=(*_ROUTER_LOSSES, "attention_chunk_size", "aux_loss_alpha", "seq_aux"),
+    renamed_keys={"layernorm_epsilon": "rms_norm_eps"},
+    required={
+        "attention_bias": ((None, False), "the modelling file's linears have no biases"),
+        "add_swa_attention_sink_bias": ((None, True), "the modelling file's layers with a window have sinks"),
+        "add_full_attention_sink_bias": ((None, False), "the modelling file's other layers have no sinks"),
+        "scoring_func": ((None, "sigmoid"), "the modelling file's router has sigmoid scores"),
+        "topk_method": ((None, "noaux_tc"), "the modelling file's router has a correction bias"),
+        "n_shared_experts": ((None, 0), "the modelling file has no shared experts"),
+    },
+    refusals=(
+        _NORMALISED_ALONE,
+        _sums_of_groups(2),
+        (
+            lambda v: v["_local"] != [v["num_attention_heads"], v["kv_channels"], v["extensions.value_dim"]],
+            "heads, head_dim and v_head_dim of layers with a window are {_local}: only kv heads may differ",
+        ),
+        (
+            lambda v: v["num_attention_heads"] % v["extensions.local_query_groups"] != 0,
+            "{num_attention_heads} attention heads cannot share swa_num_key_value_heads evenly",
+        ),
+        (lambda v: v["extensions.value_dim"] > v["kv_channels"], "v_head_dim is larger than head_dim"),
+        (lambda v: "extensions.local_rotary_base" not in v, "no layer has a window, or there is one rope"),
+    ),
+)
+
 # ---------------------------------------------------------------------- latent attention
 
 _LATENT = {
@@ -1775,6 +1859,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": _ERNIE_MOE,
     "NemotronForCausalLM": _NEMOTRON,
     "MiMoForCausalLM": _MIMO,
+    "MiMoV2FlashForCausalLM": _MIMO_V2_FLASH,
     "BailingMoeV2ForCausalLM": _BAILING_MOE_V2,
     "SarvamMoEForCausalLM": _SARVAM_MOE,
     "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
@@ -1821,7 +1906,6 @@ REFUSED = {
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
     "Gemma4ForCausalLM": "its layers have embeddings of their own, and heads of another size where there is no window",
-    "MiMoV2FlashForCausalLM": "its layers with a window have other numbers of heads and another rope than the others",
     "Step3p5ForCausalLM": "its layers with a window have other numbers of heads than the others, and heads have gates",
     "DeepseekV4ForCausalLM": "megatron-core has no attention of its variant (dsv4_hybrid)",
     "Zamba2ForCausalLM": "its attention blocks are shared between layers, adapted by LoRA and fed the embedding beside "

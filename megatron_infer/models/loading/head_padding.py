@@ -46,7 +46,9 @@ def divisible(description: ModelDescription, ranks: int) -> ModelDescription:
     is_fused = isinstance(family_of(description).tensors.get("self_attention.linear_qkv"), str)
     is_latent = bool(description.transformer.get("multi_latent_attention"))
     # of whole heads the norm's mean would count the padding
-    is_one = description.hybrid is not None or is_fused or is_latent or description.extensions.whole_head_norms
+    extensions = description.extensions
+    is_one = description.hybrid is not None or is_fused or is_latent or extensions.whole_head_norms
+    is_one = is_one or extensions.mixes_heads
     if is_one or groups % ranks == 0 or groups < ranks:
         return description
     return pad_groups(description, -(-groups // ranks) * ranks)

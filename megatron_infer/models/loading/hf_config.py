@@ -386,10 +386,13 @@ def _local_rope(keys: Keys, rule: Rope, parameters: dict[str, Any]) -> tuple[flo
         return float(base), parameters
     local = dict(parameters.get("sliding_attention") or {})
     base = local.pop("rope_theta", base)
-    kind = local.pop("rope_type", "default")
+    kind, everywhere = local.pop("rope_type", "default"), dict(parameters.get("full_attention") or {})
+    share = local.pop("partial_rotary_factor", None)
+    if share != everywhere.get("partial_rotary_factor"):
+        raise ModelError(f"config.json: partial_rotary_factor={share} of layers with a window alone is not supported")
     if kind != "default" or local:
         raise ModelError(f"config.json: the rope of layers with a window is scaled ({kind}), which is not supported")
-    return float(base), dict(parameters.get("full_attention") or {})
+    return float(base), everywhere
 
 
 def _longrope(keys: Keys, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -433,6 +436,8 @@ def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]
     """Sliding windows of W keys, the query's own included; megatron-core counts the keys before it."""
     num_layers = values["num_layers"]
     window = keys.get("sliding_window", rule.default)
+    if rule.before and (before := keys.get(rule.before)) is not None:
+        window = before + 1
     if rule.switch and not keys.get(rule.switch, False):
         window = None
     slides = [True] * num_layers
@@ -441,8 +446,14 @@ def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]
         slides = [layer >= first for layer in range(num_layers)]
     elif family.no_rope:
         slides = [bool(unrotated) for unrotated in values["no_rope_freq"]]
-    types = keys.get("layer_types")
-    if types is None and rule.pattern is not None and window is not None:
+    types, flags = keys.get("layer_types"), keys.get(rule.flags) if rule.flags else None
+    if flags is not None:
+        if len(flags) != num_layers:
+            raise ModelError(f"config.json: {rule.flags} has {len(flags)} entries for {num_layers} layers")
+        slides = [bool(one) for one in flags]
+    elif rule.flags and types is None:
+        raise ModelError(f"config.json: neither {rule.flags} nor layer_types says which layers have a window")
+    elif types is None and rule.pattern is not None and window is not None:
         key, default = rule.pattern
         every_full = keys.get(key, default) if key else default
         if not isinstance(every_full, int):
@@ -607,14 +618,13 @@ def _written(family: Family, description: ModelDescription) -> dict[str, Any]:
         if family.rope.local_key:
             local = description.extensions.local_rotary_base or description.rotary_base
             config[family.rope.local_key] = local
-            everywhere = {
-                "rope_theta": description.rotary_base,
-                "rope_type": "default",
-                **config.get("rope_scaling", {}),
-            }
+            shared = {"rope_type": "default"}
+            if family.rope.partial:
+                shared["partial_rotary_factor"] = description.rotary_percent
+            everywhere = {"rope_theta": description.rotary_base, **shared, **config.get("rope_scaling", {})}
             # of transformers 5; earlier ones read the keys above
             config["rope_parameters"] = {
-                "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+                "sliding_attention": {"rope_theta": local, **shared},
                 "full_attention": everywhere,
             }
     if family.window is not None:
@@ -639,6 +649,10 @@ def _written_window(rule: Window, layers: Mapping[str, Any]) -> dict[str, Any]:
         return types if types and not rule.rotates else {"sliding_window": None, **types}
     config = {rule.switch: True} if rule.switch else {}
     config |= {"sliding_window": layers["window_size"][0] + 1}
+    if rule.before:
+        config[rule.before] = layers["window_size"][0]
+    if rule.flags:
+        config[rule.flags] = [int(one) for one in slides or [1] * layers["num_layers"]]
     if rule.writes_types:
         types = {True: "sliding_attention", False: "full_attention"}
         config["layer_types"] = [types[bool(one)] for one in slides or [1] * layers["num_layers"]]

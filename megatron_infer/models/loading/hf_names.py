@@ -99,6 +99,11 @@ class Recipes:
 
     def __init__(self, description: ModelDescription, model: nn.Module, family: Family | None = None) -> None:
         """family: None is the description's."""
+        self._of_window: Recipes | None = None
+        """Those of the layers with a window, where they have other heads."""
+        self._has_window = description.window_layers
+        if description.extensions.local_query_groups is not None:
+            self._of_window = Recipes(description.of_layers(has_window=True), model, family)
         self.description = description
         self.family = family_of(description) if family is None else family
         self._sizes = sizes_of(description)
@@ -113,6 +118,8 @@ class Recipes:
 
     def recipe(self, name: str, layer: int | None = None) -> Recipe | None:
         """None says that the family has no such parameter. layer: from 0 on; `name` is then that within the layer."""
+        if self._of_window is not None and layer is not None and self._has_window[layer]:
+            return self._of_window.recipe(name, layer)
         name = _ALIASES.get(name, name)
         found = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", name)
         name, local = (f"mlp.experts.{found[2]}", int(found[1])) if found else (name, None)

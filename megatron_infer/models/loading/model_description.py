@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.extensions import Extensions
+from megatron_infer.models.stage_layers import window_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,24 @@ class ModelDescription:
             rope_scaling=replace(scaling, kind="factors", factors=factors, long_factors=()),
             max_sequence_length=self.max_sequence_length if is_long else min(original, self.max_sequence_length),
         )
+
+    def of_layers(self, *, has_window: bool) -> ModelDescription:
+        """The description of a model all of whose layers attend as those with a window do, or as the others."""
+        extensions, layers = self.extensions, dict(self.transformer)
+        if has_window and extensions.local_query_groups is not None:
+            layers["num_query_groups"] = extensions.local_query_groups
+        if not has_window and extensions.local_sinks:
+            layers.pop("softmax_type", None)
+        extensions = replace(extensions, local_query_groups=None, local_sinks=False)
+        return replace(self, transformer=layers, extensions=extensions)
+
+    @property
+    def window_layers(self) -> list[bool]:
+        """Which layers have a window."""
+        layers = self.transformer
+        has_window = layers.get("window_size") is not None
+        found = window_layers(layers["num_layers"], layers.get("window_attn_skip_freq"))
+        return [has_window and one for one in found]
 
     @property
     def has_whole_experts(self) -> bool:

@@ -66,7 +66,7 @@ LAYOUTS = {
     "self_attention.q_layernorm": Layout(rows=("q_norm",), cut="whole heads", layers="*P"),
     "self_attention.k_layernorm": Layout(rows=("k_norm",), cut="whole heads", layers="*P"),
     "self_attention.linear_qkv": Layout(
-        rows=("queries", "keys", "keys"), columns=("hidden",), cut="groups", layers="*P", bias="qkv"
+        rows=("queries", "keys", "values"), columns=("hidden",), cut="groups", layers="*P", bias="qkv"
     ),
     "self_attention.core_attention.softmax_offset": Layout(rows=("heads",), layers="*P"),
     "self_attention.core_attention.indexer.linear_wq_b": Layout(
@@ -135,7 +135,8 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
     """Sizes of a whole model by the names that layouts have for them."""
     layers, hybrid = description.transformer, description.hybrid
     heads, mamba_heads = layers["num_attention_heads"], layers.get("mamba_num_heads") or 0
-    queries, keys = (count * layers["kv_channels"] for count in (heads, layers.get("num_query_groups") or heads))
+    groups, value_dim = layers.get("num_query_groups") or heads, description.extensions.value_dim
+    queries, keys = (count * layers["kv_channels"] for count in (heads, groups))
     q_rank, kv_rank = layers.get("q_lora_rank") or 0, layers.get("kv_lora_rank") or 0
     is_latent = bool(layers.get("multi_latent_attention"))
     index_heads, index_key = layers.get("dsa_indexer_n_heads") or 0, layers.get("dsa_indexer_head_dim") or 0
@@ -149,7 +150,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "q_norm": q_rank if is_latent else q_norm,
         "k_norm": k_norm,
         "queries": queries * (2 if layers.get("attention_output_gate") else 1),
-        "mixed": heads * layers["v_head_dim" if is_latent else "kv_channels"],
+        "mixed": heads * (value_dim or layers["v_head_dim" if is_latent else "kv_channels"]),
         "q_rank": q_rank,
         "kv_rank": kv_rank,
         "index_heads": index_heads,
@@ -158,6 +159,7 @@ def sizes_of(description: ModelDescription) -> dict[str, int]:
         "kv_down": kv_rank + layers["qk_pos_emb_head_dim"] if is_latent else 0,
         "kv_up": heads * (layers["qk_head_dim"] + layers["v_head_dim"]) if is_latent else 0,
         "keys": keys,
+        "values": groups * (value_dim or layers["kv_channels"]),
         "ffn": layers["ffn_hidden_size"],
         "experts": layers.get("num_moe_experts") or 0,
         "expert_hidden": layers.get("moe_latent_size") or layers["hidden_size"],
@@ -180,10 +182,11 @@ def check_split(description: ModelDescription, *, tensor: int, expert: int = 1, 
 
     expert, expert_tensor: expert-parallel ranks, and ranks that each expert is split over.
     """
-    layers, hybrid = description.transformer, description.hybrid
+    hybrid, local = description.hybrid, description.extensions.local_query_groups
+    layers = {**description.transformer, "local_query_groups": local}
     symbols = "*-G" if hybrid is None else hybrid.pattern.replace("P", "*M")
     dense = {
-        "*": ("num_attention_heads", "num_query_groups"),
+        "*": ("num_attention_heads", "num_query_groups", "local_query_groups"),
         "-": ("ffn_hidden_size",),
         "M": ("mamba_num_heads", "mamba_num_groups"),
         "G": ("linear_num_key_heads", "linear_num_value_heads"),

@@ -82,7 +82,7 @@ class CappedCore(TorchCoreAttention):
         self.window = self.window_size = config.window_size if layer_number % 2 else None
 
 
-@named(bridge_modules.PATTERNED_CORE)
+@named(bridge_modules.PATTERNED_CORES[0])
 class PatternedCore(TorchCoreAttention):
     def __init__(self, config, layer_number, *args, **kwargs):
         config = copy.copy(config)
@@ -90,7 +90,7 @@ class PatternedCore(TorchCoreAttention):
         super().__init__(config, layer_number, *args, **kwargs)
 
 
-@named(bridge_modules.TWO_ROPE_ATTENTION)
+@named(bridge_modules.TWO_ROPE_ATTENTION[0])
 class TwoRopeAttention(mcore.SelfAttention):
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
         ropes = rotary_pos_emb.chunk(2, dim=-1)
@@ -98,9 +98,50 @@ class TwoRopeAttention(mcore.SelfAttention):
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=chosen, **kwargs)
 
 
-@named(bridge_modules.TWO_ROPES)
+@named(bridge_modules.TWO_ROPES[0])
 class BridgeRopes(TwoRopes):
     """Angles side by side; Bridge's are stacked."""
+
+
+@named(bridge_modules.TWO_ROPES[1])
+class MiMoRopes(TwoRopes):
+    pass
+
+
+@named(bridge_modules.MIXED_HEADS_ATTENTION)
+class MixedHeadsAttention(TwoRopeAttention):
+    """Layers with a window have 4 kv heads, the others 2; values have 12 dims and keys 16."""
+
+    def __init__(self, config, submodules, layer_number, *args, **kwargs):
+        config = copy.copy(config)
+        is_local = bridge_modules.is_local(config, layer_number)
+        config.v_head_dim = 12
+        config.num_query_groups = config.swa_num_query_groups if is_local else config.full_attn_num_query_groups
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        rows = 4 * 16 + config.num_query_groups * (16 + 12)
+        self.linear_qkv.weight = torch.nn.Parameter(0.2 * torch.randn(rows, config.hidden_size))
+        self.linear_proj.weight = torch.nn.Parameter(0.2 * torch.randn(config.hidden_size, 4 * 12))
+
+    def get_query_key_value_tensors(self, hidden_states, *_, **__):
+        groups = self.num_query_groups_per_partition
+        mixed = self.linear_qkv(hidden_states)[0].unflatten(-1, (groups, -1))
+        query, key, value = mixed.split([4 // groups * 16, 16, 12], dim=-1)
+        return query.reshape(*query.shape[:2], 4, 16), key, value
+
+
+@named(bridge_modules.PATTERNED_CORES[1])
+class MixedHeadsCore(TorchCoreAttention):
+    """Layers with a window have sinks. Values have a factor."""
+
+    def __init__(self, config, layer_number, *args, **kwargs):
+        config, is_local = copy.copy(config), bridge_modules.is_local(config, layer_number)
+        config.window_size = (4, 0) if is_local else None
+        config.softmax_type = "learnable" if is_local else "vanilla"
+        super().__init__(config, layer_number, *args, **kwargs)
+        self._attention_value_scale = config.attention_value_scale
+
+    def forward(self, query, key, value, *args, **kwargs):
+        return super().forward(query, key, value * self._attention_value_scale, *args, **kwargs)
 
 
 @named(bridge_modules.WHOLE_HEAD_ATTENTION)
@@ -176,6 +217,22 @@ def gemma3() -> Any:
     return model
 
 
+def mimo_v2_flash() -> Any:
+    fields = {
+        "hybrid_attention_pattern": [0, 1],
+        "full_attn_num_query_groups": 2,
+        "swa_num_query_groups": 4,
+        "attention_value_scale": 0.7,
+    }
+    torch.manual_seed(0)
+    model = model_of(attention=MixedHeadsAttention, slots={"core_attention": MixedHeadsCore}, **fields)
+    model.rotary_pos_emb.__class__ = MiMoRopes
+    model.rotary_pos_emb.rope_local = DeviceAgnosticRotary(
+        kv_channels=model.config.kv_channels, rotary_percent=1.0, rotary_base=100, use_cpu_initialization=True
+    )
+    return model
+
+
 def exaone4() -> Any:
     slots = {"linear_proj": NormedLinear, "linear_fc2": NormedLinear}
     model = model_of(slots=slots, qk_layernorm=True)
@@ -188,6 +245,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "mimo_v2_flash": mimo_v2_flash,
     "exaone4": exaone4,
     "olmoe": lambda: model_of(attention=WholeHeadAttention, qk_layernorm=True),
     "minimax_m2": lambda: model_of(
@@ -214,6 +272,9 @@ def test_steps_compute_what_the_classes_forward_does_before_and_after_adoption(n
     ("gemma3", "embedding"),
     ("gemma3", "rotary_pos_emb"),
     ("gemma3", "decoder.layers.1.self_attention"),
+    ("mimo_v2_flash", "rotary_pos_emb"),
+    ("mimo_v2_flash", "decoder.layers.1.self_attention"),
+    ("mimo_v2_flash", "decoder.layers.1.self_attention.core_attention"),
     ("exaone4", "decoder.layers.1.mlp.linear_fc2"),
     ("olmoe", "decoder.layers.1.self_attention"),
     ("minimax_m2", "decoder.layers.1.self_attention.q_layernorm"),
@@ -230,6 +291,13 @@ def test_a_subclass_of_one_is_another_class(name, where):
 def test_a_description_does_not_leave_out_what_the_classes_add(name):
     with pytest.raises(ModelError, match=r"is a megatron\.bridge\.models\..* cannot express yet"):
         description_from_model(MODELS[name]())
+
+
+def test_heads_that_one_cache_cannot_hold_are_refused():
+    model = mimo_v2_flash()
+    model.decoder.layers[0].self_attention.config.swa_num_query_groups = 3
+    with pytest.raises(AdoptionError, match="2 kv heads with values of 12, where other layers have 3: one cache"):
+        adopt(model)
 
 
 def test_a_stock_core_attention_whose_config_caps_scores_is_refused():

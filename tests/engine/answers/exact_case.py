@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {}),
     "softcapped": ("softcapped", {}),
     "softcapped bf16": ("softcapped", BF16),
+    "mixed bf16": ("mixed", {**EXPERTS, **SIGMOID, **BF16}),
     "norms after": (
         "attention",
         {"extensions": Extensions(norms="after", whole_head_norms=True), "qk_layernorm": True},

@@ -65,7 +65,7 @@ ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and set(pair) !
 PAIRS = [pair for pair in PAIRS if not set(ORDERS) & set(pair)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, pytest.param("mixed", marks=pytest.mark.slow)])
 def kind(request) -> str:
     return request.param
 

@@ -55,7 +55,18 @@ def test_the_base_is_frozen_and_its_state_dict_is_as_before(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "qwen3", "phi3", "gpt2", "nemotron_h_experts", "bamba", "granite_factors", "deepseek_v3", "qwen3_5"],
+    [
+        "llama",
+        "qwen3",
+        "phi3",
+        "gpt2",
+        "nemotron_h_experts",
+        "bamba",
+        "granite_factors",
+        "deepseek_v3",
+        "qwen3_5",
+        "mimo_v2_flash",
+    ],
 )
 def test_a_saved_adapter_is_the_trained_one_in_peft(kind, tmp_path):
     peft = pytest.importorskip("peft")
