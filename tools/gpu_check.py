@@ -31,7 +31,7 @@ for folder in (ROOT, *(ROOT / name for name in ("tools", "tools/bench", "tests/k
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from gpu_checks import report, suite, worker
+from gpu_checks import interpreter, report, suite, worker
 from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, never_run, not_yet
 
 Rows = list[tuple[Check, Result]]
@@ -188,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         from gpu_checks.context import make_context
 
+        if options.rehearse:
+            interpreter.quicken()
         named = {one.name: one for one in checks}
         wanted = [named[name] for name in options.worker]
         worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick), absent)

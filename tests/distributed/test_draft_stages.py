@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
     for kind in ("attention", "hybrid"):
         model = make_model(kind, vocab_size=VOCAB)
         save_checkpoint(model, found / kind)
-        want[kind] = {drawing: run(make_engine(model, kind), drawing) for drawing in ("greedy", "sampled")}
+        want[kind] = {drawing: run(make_engine(model), drawing) for drawing in ("greedy", "sampled")}
         want[f"{kind}, all that a request returns"] = stage_case.generate(stage_case.make_engine(model))
     save_checkpoint(noisy(), found / "guesser")
     (found / "want.json").write_text(json.dumps(want))
@@ -78,11 +78,11 @@ def on_stages_beside(rank: int, size: int, folder: Path) -> None:
     check_guesses(model, folder, want)
     check_live(model, want["attention"]["greedy"], is_last=rank == size - 1)
     with pytest.raises(InferenceError, match="draft_model is one of several pipeline stages"):
-        make_engine(model, "attention", draft=model, collective_timeout_s=60)
+        make_engine(model, draft=model, collective_timeout_s=60)
 
 
 def drafting(model: torch.nn.Module, draft: Path, kind: str = "attention", **settings: Any) -> DynamicInferenceEngine:
-    return make_engine(model, kind, draft=str(draft), collective_timeout_s=60, **settings)
+    return make_engine(model, draft=str(draft), collective_timeout_s=60, **settings)
 
 
 def check_sizes(engine: DynamicInferenceEngine, *, is_last: bool) -> None:
@@ -185,7 +185,7 @@ def check_live(model: torch.nn.Module, want: list[list[int]], *, is_last: bool) 
     """A live model on the last stage, whose drafts are verified by rejection; the first stage's is not looked at."""
     live = make_model("attention", vocab_size=VOCAB) if is_last else model
     speculative = {"method": "draft", "draft_model": live, "verification": "residual", "adaptive": False}
-    engine = make_engine(model, "attention", speculative=speculative, overlap=True, collective_timeout_s=60)
+    engine = make_engine(model, speculative=speculative, overlap=True, collective_timeout_s=60)
     assert run(engine, "greedy") == want
     check_all_kept(engine)
     assert run(engine, "sampled") and engine.spec_decode_metrics().num_accepted > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from load_file import load_file
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -47,6 +48,7 @@ def exact_interpreter():
 
     from bf16_interpreter import exact_bf16
 
+    load_file("tools/gpu_checks/interpreter.py").quicken()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
         with exact_bf16():

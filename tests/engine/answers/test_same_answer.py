@@ -6,12 +6,13 @@ import itertools
 import random
 from typing import Any
 
+import engines
 import pytest
 import torch
-from model_kinds import KINDS, RECURRENT, buffers, make_model, prefix_caching
+from engines import each_of
+from model_kinds import KINDS, RECURRENT
 from rehearsal import DRAFTS, check_drafted, rehearse
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import RequestOutput
@@ -20,15 +21,6 @@ from megatron_infer.testing.inspect import inspect
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""
 VOCAB = 128
-BLOCK = 16
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.008,
-    "block_size_tokens": BLOCK,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
 
 FEATURES: dict[str, dict[str, Any]] = {
     "chunked": {"enable_chunked_prefill": True, "max_tokens": 24},
@@ -65,35 +57,12 @@ ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and set(pair) !
 PAIRS = [pair for pair in PAIRS if not set(ORDERS) & set(pair)]
 
 
-@pytest.fixture(scope="module", params=[*KINDS, pytest.param("mixed", marks=pytest.mark.slow)])
-def kind(request) -> str:
-    return request.param
+kind = each_of([*KINDS, pytest.param("mixed", marks=pytest.mark.slow)])
 
 
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
-    return make_model(kind, vocab_size=VOCAB)
-
-
-def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks; draft: a model that drafts."""
-    settings = {**BASE, **settings}
-    settings.pop("order", None)
-    if (draft := settings.pop("draft", None)) is not None:
-        settings["speculative"] = {"method": "draft", "draft_model": draft, "adaptive": False}
-    if "prefix" in settings:
-        settings |= prefix_caching(kind, settings.pop("prefix"))
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        settings |= buffers(
-            model,
-            blocks=pool,
-            paused_blocks=paused,
-            block_size=BLOCK,
-            max_requests=settings["max_requests"],
-            draft=draft,
-        )
-    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+def make_engine(model: torch.nn.Module, *, order: int | None = None, **settings: Any) -> DynamicInferenceEngine:
+    """order: of the requests; the engine has nothing to do with it."""
+    return engines.make_engine(model, **settings)
 
 
 def workload(drawing: str) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -136,12 +105,12 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def expected(model: torch.nn.Module, kind: str) -> dict[str, list[list[int]]]:
+def expected(model: torch.nn.Module) -> dict[str, list[list[int]]]:
     """One request at a time, nothing switched on."""
     answers = {}
     for drawing in ("greedy", "sampled"):
         prompts, params = workload(drawing)
-        engine = make_engine(model, kind)
+        engine = make_engine(model)
         answers[drawing] = [
             engine.generate([p], [q])[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)
         ]
@@ -153,7 +122,7 @@ def expected(model: torch.nn.Module, kind: str) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, drawing):
     settings = FEATURES[feature]
-    engine = make_engine(model, kind, **settings)
+    engine = make_engine(model, **settings)
     assert run(engine, drawing, settings.get("order"), expected[drawing]) == expected[drawing]
     check_drafted(engine)
     if feature.startswith("tiny_pool") and kind != "mamba":  # whose blocks take no memory
@@ -172,7 +141,7 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
     settings: dict[str, Any] = {}
     for name in pair:
         settings.update(FEATURES[name])
-    engine = make_engine(model, kind, **settings)
+    engine = make_engine(model, **settings)
     assert run(engine, drawing, settings.get("order"), expected[drawing]) == expected[drawing]
     check_drafted(engine)
 
@@ -185,7 +154,7 @@ def test_tokens_are_the_same_in_another_order_with_a_feature(model, kind, expect
 
 
 def test_second_run_hits_the_prefix_cache_and_answers_the_same(model, kind, expected):
-    engine = make_engine(model, kind, **FEATURES["prefix_lru"])
+    engine = make_engine(model, **FEATURES["prefix_lru"])
     assert run(engine, "greedy") == expected["greedy"]
     hits = engine.stats().counters["prefix_hit_tokens"]
     assert run(engine, "greedy") == expected["greedy"]
@@ -194,7 +163,7 @@ def test_second_run_hits_the_prefix_cache_and_answers_the_same(model, kind, expe
 
 def test_first_tokens_equal_the_full_forward_of_the_training_path(model, kind):
     prompts, _ = workload("greedy")
-    engine = make_engine(model, kind, enable_chunked_prefill=True, max_tokens=24)
+    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=24)
     outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = prompt + output.outputs[0].token_ids

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from drafters import MOE, MTP, VOCAB, check_all_kept, guessing, knowing
-from engines import make_engine
+from engines import BASE, make_engine
 from model_kinds import LATENT, make_model
-from test_same_answer import BASE, run, workload
+from test_same_answer import run, workload
 from test_speculative import shown
 
 from megatron_infer.config.inference import InferenceConfig
