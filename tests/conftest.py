@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
+    "triton/test_scan",
     "triton/test_gpu_check",
+    "triton/test_engine",
+    "triton/test_experts",
+    "triton/test_attention",
+    "triton/test_sampling_engine",
     "distributed/test_layouts",
+    "models/test_census",
     "engine/memory/test_late_device",
     "distributed/test_tp_parity",
+    "distributed/test_dp_attention",
+    "kernels/test_targets",
     "distributed/test_reshard",
     "distributed/test_generate_script",
     "engine/answers/test_bit_identical",
@@ -37,6 +45,7 @@ HEAVY = (
     "contract/test_token_outputs",
     "distributed/test_saved_parts",
     "server/test_command",
+    "server/test_recorded_clients",
     "models/test_foreign_models",
 )
 """Files that take long in one go: one that starts last would keep a worker alone."""
