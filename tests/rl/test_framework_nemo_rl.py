@@ -360,12 +360,13 @@ def test_driver_needs_no_megatron_core():
 @pytest.mark.skipif(
     not NEMO or importlib.util.find_spec("ray") is None, reason="make frameworks with NEMO_RL, a checkout of NeMo-RL"
 )
-@pytest.mark.parametrize("case", ["record", "rollouts"])
+@pytest.mark.parametrize("case", ["record", "rollouts", "grpo"])
 def test_nemo_rls_own_code_draws_from_the_live_models_of_ray_actors(case, tmp_path):
     folder = save_tiny_llama(tmp_path)
-    script = {"record": RECORD.with_suffix(".py"), "rollouts": Path(__file__).with_name("nemo_rl_case.py")}[case]
+    scripts = {"record": f"{RECORD.stem}.py", "rollouts": "nemo_rl_case.py", "grpo": "nemo_rl_grpo_case.py"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, folder],
+        [sys.executable, "-W", "ignore", Path(__file__).with_name(scripts[case]), folder, NEMO],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": python_path(NEMO), "RAY_raylet_start_wait_time_s": "300"},
         capture_output=True,
         text=True,
@@ -375,5 +376,10 @@ def test_nemo_rls_own_code_draws_from_the_live_models_of_ray_actors(case, tmp_pa
     if case == "record":
         found = done.stdout[done.stdout.index("{") :]
         assert json.loads(found) == recorded()
-    else:
+    elif case == "rollouts":
         assert "every rank done" in done.stdout
+    else:
+        steps = json.loads(done.stdout.partition("STEPS ")[2].splitlines()[0])
+        assert len(steps) == 3
+        for one in steps:  # exact mode, by NeMo-RL's own loss
+            assert one["gen_kl_error"] == 0 and one["token_mult_prob_error"] == 1 and one["grad_norm"] > 0, steps
