@@ -39,28 +39,28 @@ NORMS = ("_norm", "_activate")
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """A model, what its engine is asked for besides a plain run, and kernels that must have run."""
+    """A model, what its engine is asked for, and kernels that must have run."""
 
     model: dict[str, Any]
     make: Callable[..., Any] = tiny_gpt
-    engine: tuple[dict[str, Any], ...] = ({},)
+    engine: dict[str, Any] = field(default_factory=dict)
     ran: tuple[str, ...] = ()
     has_routing: bool = False
     always: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
-    "attention": Layers(model={}, engine=(CHUNKS | PREFIXES,), ran=("decode_kernel", "prefill_kernel")),
+    "attention": Layers(model={}, engine=CHUNKS | PREFIXES, ran=("decode_kernel", "prefill_kernel")),
     "window and sinks": Layers(
         model={"window_size": (11, 0), "softmax_type": "learnable", "rotary_percent": 0.5},
-        engine=(CHUNKS | PREFIXES,),
+        engine=CHUNKS | PREFIXES,
     ),
     "caps and two ropes": Layers(
         model=SOFTCAPPED | {"window_size": (11, 0), "share_embeddings_and_output_weights": False},
-        engine=(CHUNKS | PREFIXES,),
+        engine=CHUNKS | PREFIXES,
         ran=("decode_kernel", "prefill_kernel", *NORMS),
     ),
-    "FP8 cache": Layers(model={}, engine=(CHUNKS | PREFIXES,), always={"kv_cache_dtype": "fp8_e4m3"}),
+    "FP8 cache": Layers(model={}, engine=CHUNKS | PREFIXES, always={"kv_cache_dtype": "fp8_e4m3"}),
     "layer norm, GELU, biases": Layers(
         model={
             "normalization": "LayerNorm",
@@ -88,15 +88,15 @@ KINDS = {
             "num_attention_heads": 2,
             "num_query_groups": 1,
         },
-        engine=({}, CHUNKS),
+        engine=CHUNKS,
         ran=("scan_decode", "scan_segments", "_convolve_decode", "_norm", "_choose", "_grouped_linear", "_add_up"),
         has_routing=True,
     ),
     "delta nets": Layers(
-        make=tiny_delta, model={}, engine=(CHUNKS,), ran=("delta_decode", "delta_walk", "_convolve_decode")
+        make=tiny_delta, model={}, engine=CHUNKS, ran=("delta_decode", "delta_walk", "_convolve_decode")
     ),
-    "sparse attention": Layers(model=SPARSE, engine=(CHUNKS | PREFIXES,), ran=("index_scores", "decode_kernel")),
-    "latents": Layers(model=LATENT, engine=(CHUNKS | PREFIXES,), ran=("decode_kernel", "prefill_kernel")),
+    "sparse attention": Layers(model=SPARSE, engine=CHUNKS | PREFIXES, ran=("index_scores", "decode_kernel")),
+    "latents": Layers(model=LATENT, engine=CHUNKS | PREFIXES, ran=("decode_kernel", "prefill_kernel")),
 }
 
 
@@ -134,8 +134,7 @@ def test_greedy_tokens_and_their_experts_equal_those_of_torch(device, monkeypatc
     want, engine, ran = generate(model, "torch", monkeypatch, layers)
     assert not ran and "triton" not in {row.chosen for row in engine.kernels.rows}
     assert len({token for tokens, _ in want for token in tokens}) > 4, "a model that says one thing shows nothing"
-    for settings in layers.engine:
-        got, engine, ran = generate(model, "triton", monkeypatch, layers, **settings)
-        assert got == want
-        assert "triton" in {row.chosen.split(",")[0] for row in engine.kernels.rows} and ran.issuperset(layers.ran)
-        assert bool(engine.stats().counters["prefix_hit_tokens"]) == ("enable_prefix_caching" in settings)
+    got, engine, ran = generate(model, "triton", monkeypatch, layers, **layers.engine)
+    assert got == want
+    assert "triton" in {row.chosen.split(",")[0] for row in engine.kernels.rows} and ran.issuperset(layers.ran)
+    assert bool(engine.stats().counters["prefix_hit_tokens"]) == ("enable_prefix_caching" in layers.engine)
