@@ -84,15 +84,16 @@ def served(*arguments: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def vllm_served(python: str, directory: str, dtype: str, threads: int) -> Iterator[str]:
-    """-> the URL of vLLM's server of a directory."""
+def vllm_served(python: str, directory: str, dtype: str, threads: int, *more: str, **environment: str) -> Iterator[str]:
+    """-> the URL of vLLM's server of a directory. more, environment: arguments and variables of its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cores = sorted(os.sched_getaffinity(0))[:threads]
     env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2"}
     env.pop("PYTHONPATH", None)
-    options = ("--model", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024")
+    env |= environment
+    options = ("--model", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024", *more)
     with tempfile.TemporaryFile("w+") as log:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
         process = ChildProcess(command, env=env, stdout=log, stderr=log)
