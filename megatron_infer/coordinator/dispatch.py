@@ -184,8 +184,10 @@ class Dispatcher:
             if not (is_other and (view.root, view.block_size) == (root, size) and _has_adapter(view, request)):
                 continue
             held = (*one.running.values(), *one.placed, request)
-            num_blocks = sum(each.num_tokens // size + len(each.sequences) for each in held)
-            if view.free_share >= 0.5 and 2 * num_blocks <= one.info.limits.get("num_blocks", 0):
+            num_rows = sum(len(each.sequences) for each in held)
+            num_blocks = num_rows + sum(each.num_tokens // size for each in held)
+            has_rows = 2 * (view.foreign + num_rows) <= view.capacity
+            if has_rows and 2 * num_blocks <= one.info.limits.get("num_blocks", 0):
                 return one
         return None
 

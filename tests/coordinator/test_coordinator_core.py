@@ -670,6 +670,7 @@ def test_a_request_that_would_be_evicted_goes_once_to_a_replica_that_is_half_emp
         {"role": "prefill_only"},
         {"state": "paused"},
         {"capacity": 1},
+        {"capacity": 3},
     ],
     ids=str,
 )
@@ -679,8 +680,9 @@ def test_a_request_that_would_be_evicted_stays_where_no_other_has_room_or_can_us
     world.replica(b"b", **{"capacity": 8, "num_blocks": 4} | {k: v for k, v in other.items() if k != "version"})
     if "version" in other:
         world.beat(b"b", world.core._replicas[b"b"].incarnation, root=root_of(model="m", weight_version=1))
-    if other.get("capacity") == 1:
+    if other.get("capacity") == 3:  # with a request of its own, the second row would be more than half
         world.submit(3)
+        assert len(world.runs(b"b")) == 1
     assert not ask_for_room(world, b"a", one, run)
     assert not ask_for_room(world, b"a", one, protocol.HandOut(77)), "no request of this number"
 
