@@ -18,6 +18,8 @@ _HELD |= dict.fromkeys(("integer", "number"), _NUMBERS) | dict.fromkeys(("string
 """Type -> the keywords that its values are held to."""
 _DEEPEST = 8
 """Objects, lists and alternatives within each other."""
+_MOST_RULES = 4096
+"""Of one tool: a few references, each used several times within the next, make billions."""
 
 
 def object_parts(schema: Any, root: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str], bool]:
@@ -49,6 +51,11 @@ class BareRules:
     def _rule(self, body: str) -> str:
         """The name of a new rule."""
         self._num_rules += 1
+        if self._num_rules > _MOST_RULES:
+            raise RequestError(
+                f"parameters: the schema makes more than {_MOST_RULES} rules in the format {self._format_name}; use "
+                "references fewer times"
+            )
         name = f"{self._name}_{self._num_rules}"
         self.text += f"{name}: {body}\n"
         return name

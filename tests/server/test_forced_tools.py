@@ -185,6 +185,18 @@ def test_grammar_and_parser_of_fields_agree(name):
             call_grammar(form, [{"name": "f", "parameters": parameters}], only_one=True, special={})
 
 
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_references_that_multiply_are_refused_at_once(name):
+    kinds = {
+        f"k{i}": {"type": "object", "properties": {str(j): {"$ref": f"#/$defs/k{i + 1}"} for j in range(20)}}
+        for i in range(6)
+    }
+    parameters = {"properties": {"a": {"$ref": "#/$defs/k0"}}, "$defs": {**kinds, "k6": {"type": "integer"}}}
+    with pytest.raises(RequestError, match="rules"):
+        tools = [{"name": "f", "parameters": parameters}]
+        call_grammar(tool_call_formats.FORMATS[name], tools, only_one=True, special={})
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 def test_only_allowed_tools_are_called_and_all_are_shown(engine, name):
     """The same by chats and responses."""

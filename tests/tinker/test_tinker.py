@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import sys
+import threading
 
 import httpx
 import numpy as np
@@ -535,7 +536,8 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
     missing = api.call("load_weights", model_id=id, seq_id=2, path="tinker://a/weights/b")
     unnamed = api.call("save_weights", model_id=id, seq_id=3, path="../x")
     waiting = api.send_batch(id, 5, "cross_entropy").json()
-    api.call("cancel_future", request_id=waiting["request_id"])
+    for _ in range(2):
+        api.call("cancel_future", request_id=waiting["request_id"])
     step = api.step(id, 6)
     wrong = [api.result(one)["error"] for one in (refused, missing, unnamed)]
     assert [part in text for part, text in zip(("cross_entropy", "checkpoint", "path"), wrong, strict=True)] == [
@@ -549,6 +551,28 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
     path = api.result(api.call("save_weights", model_id=id, seq_id=9, path="one"))["path"]
     assert api.result(api.call("load_weights", model_id=id, seq_id=10, path=path))["path"] == path
     assert "no gradients" in api.result(api.step(id, 11))["error"], "those of before are gone"
+
+
+def test_a_client_that_is_given_up_while_it_is_made_leaves_nothing(api, case, monkeypatch):
+    started, go_on, create = threading.Event(), threading.Event(), LiveTrainer.create
+
+    def slow(*args, **options):
+        started.set()
+        assert go_on.wait(60)
+        return create(*args, **options)
+
+    known = set(case.trainer.local.clients)
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveTrainer, "create", slow)
+        body = {"base_model": "tiny", "lora_config": {"rank": 4}}
+        sent = api.call("create_model", session_id=api.session, model_seq_id=0, **body)
+        assert started.wait(60)
+        api.call("cancel_future", request_id=sent["request_id"])
+        go_on.set()
+    given_up = case.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
+    assert given_up.status_code == 410
+    id = api.train(number=1)
+    assert set(case.trainer.local.clients) == known | {id}
 
 
 def test_a_call_that_is_to_be_sent_later_has_not_had_its_turn(api, monkeypatch):

@@ -219,6 +219,9 @@ class TinkerService:
         self._num_coming += 1
         try:
             client = await self.run(lambda: self.trainer.create(id, rank=rank, seed=seed))
+        except BaseException:
+            self.trainer.submit(lambda: self.trainer.model.forget(id))  # after the creation, which may run now
+            raise
         finally:
             self._num_coming -= 1
         model = self._models[id] = Model(id, client)
@@ -475,5 +478,5 @@ class TinkerService:
 
     def cancel(self, id: str) -> None:
         task, _ = self._futures.get(id, (None, None))
-        if task is not None:
+        if task is not None and not task.cancelling():  # another would end what the first has to wait for
             task.cancel()
