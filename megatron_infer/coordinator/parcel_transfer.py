@@ -249,7 +249,9 @@ class ParcelTransfer:
                 waiting = self._waiting.pop(sent.parcel_id, None)
             if waiting is not None and len(sent.content) >= PART_BYTES:
                 seconds = time.monotonic() - sent.began + 2 * waiting.copy_s
-                self.s_per_byte += SMOOTHING * (seconds / len(sent.content) - self.s_per_byte)
+                # One slow parcel must not make moves too dear: without another parcel nothing would measure again.
+                reading = min(seconds / len(sent.content), 2 * self.s_per_byte)
+                self.s_per_byte += SMOOTHING * (reading - self.s_per_byte)
 
     def _begin(self, peer: bytes, parcel_id: str, num_published: int) -> None:
         waiting = self._waiting.get(parcel_id)

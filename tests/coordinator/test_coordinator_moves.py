@@ -347,6 +347,25 @@ def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
         other.close()
 
 
+def test_one_slow_parcel_does_not_end_moves(model, monkeypatch):
+    """Without roles only moves measure what a move takes."""
+    monkeypatch.setattr(parcel_transfer, "PART_BYTES", 1024)
+    one, other = ParcelTransfer("tcp://127.0.0.1:1", None), ParcelTransfer("tcp://127.0.0.1:1", None)
+    engine = make_engine(model)
+    engine.add_request(PROMPT, PARAMS[0], request_id="a")
+    engine.step()
+    one.start()
+    other.start()
+    try:
+        before, place = one.s_per_byte, ParcelPlace(one.address, one.offer(engine.hand_out("a"), copy_s=60.0))
+        assert other.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None
+        wait_for(lambda: one.s_per_byte != before)
+        assert before < one.s_per_byte < 2 * before
+    finally:
+        one.close()
+        other.close()
+
+
 @pytest.mark.security
 def test_what_a_sender_makes_up_is_a_lost_parcel(model):
     """Sizes, bytes and addresses of any kind: the fetch has no parcel, and others are fetched after it."""
