@@ -10,6 +10,7 @@ from megatron_infer.errors import RequestError
 from megatron_infer.text.grammar import inline_schema
 from megatron_infer.text.json_schema import plain
 from megatron_infer.text.named_calls import followed
+from megatron_infer.text.tool_json import is_bare_key
 
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -66,6 +67,11 @@ class BareRules:
             return '"{" (any_pair ("," any_pair)*)? "}"' if has_others else '"{" "}"'
         first, rest = "", ""  # what may follow where no pair has come, and where one has
         for key, one in reversed(properties.items()):
+            if not is_bare_key(key):
+                raise RequestError(
+                    f"parameters: {key[:80]!r}: the format {self._format_name} has no marks around keys; take a name "
+                    "without colons, commas, brackets and white space at its ends"
+                )
             pair = f"{json.dumps(f'{key}:')} {self._value(key, one, depth + 1)}"
             if key in required:
                 first, rest = f"{pair} {rest}", self._rule(f'"," {pair} {rest}')

@@ -20,6 +20,11 @@ _LONGEST_BARE = 1000
 """Characters of a key or value without quotes."""
 
 
+def is_bare_key(text: str) -> bool:
+    """Whether `BareScan` reads the key as it is."""
+    return 0 < len(text) < _LONGEST_BARE and text == text.strip() and _BARE_END.search(text) is None
+
+
 class ValueScan:
     """Finds the end of one JSON value that comes in pieces, by its strings and brackets alone."""
 

@@ -186,15 +186,17 @@ def test_grammar_and_parser_of_fields_agree(name):
 
 
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
-def test_references_that_multiply_are_refused_at_once(name):
+def test_references_that_multiply_and_keys_that_need_marks_are_refused_at_once(name):
     kinds = {
         f"k{i}": {"type": "object", "properties": {str(j): {"$ref": f"#/$defs/k{i + 1}"} for j in range(20)}}
         for i in range(6)
     }
     parameters = {"properties": {"a": {"$ref": "#/$defs/k0"}}, "$defs": {**kinds, "k6": {"type": "integer"}}}
-    with pytest.raises(RequestError, match="rules"):
-        tools = [{"name": "f", "parameters": parameters}]
-        call_grammar(tool_call_formats.FORMATS[name], tools, only_one=True, special={})
+    keys = [{"properties": {key: {"type": "integer"}}} for key in ("a:b", "a,b", "{", " a", "")]
+    for wrong, why in [(parameters, "rules"), *((one, "marks around keys") for one in keys)]:
+        with pytest.raises(RequestError, match=why):
+            tools = [{"name": "f", "parameters": wrong}]
+            call_grammar(tool_call_formats.FORMATS[name], tools, only_one=True, special={})
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])

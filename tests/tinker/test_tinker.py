@@ -585,6 +585,12 @@ def test_a_call_that_is_to_be_sent_later_has_not_had_its_turn(api, monkeypatch):
         assert api.send_batch(id, 1, "cross_entropy").status_code == 503
     api.batch(id, 1, "cross_entropy")
     assert api.result(api.step(id, 2))["metrics"]["version"] == 1
+    step = api.step(id, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "MAX_FUTURES", 1)
+        assert api.send_batch(id, 3, "cross_entropy").status_code == 429
+    api.batch(id, 3, "cross_entropy")
+    assert api.result(step)["metrics"]["version"] == 2
 
 
 def test_named_samplers_are_loaded_when_they_are_needed(tmp_path, monkeypatch):

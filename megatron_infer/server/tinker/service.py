@@ -400,7 +400,6 @@ class TinkerService:
 
     def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
         """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
-        model.figures.queue += 1
 
         async def run() -> Any:
             number, reply = model.kept
@@ -424,7 +423,9 @@ class TinkerService:
             model.figures.queue -= 1
             model.pass_on(seq_id)
 
-        return self.future(run(), ended=ended)
+        id = self.future(run(), ended=ended)
+        model.figures.queue += 1
+        return id
 
     async def _turn(self, model: Model, seq_id: int) -> None:
         """Wait for the operations with lower numbers. Raises RequestError where one does not come."""
@@ -437,7 +438,8 @@ class TinkerService:
             raise RequestError(f"{text}; {seq_id} waited for it") from None
 
     def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
-        """Start an operation -> the id that `result` takes. ended: called whatever becomes of it."""
+        """Start an operation -> the id that `result` takes. ended: called whatever becomes of it. Raises ApiError 429,
+        without `ended`: the call is sent again."""
         now, most = time.monotonic(), self._part(MAX_FUTURES)
         for name, (task, times) in list(self._futures.items()):
             if len(self._futures) < most and (not times or now - times[0] < FUTURE_S):
@@ -446,7 +448,6 @@ class TinkerService:
                 del self._futures[name]
         if len(self._futures) >= most:
             work.close()
-            ended()
             raise ApiError(429, f"{most} calls are waited for, the most of this server", code="too_many")
         task, times = asyncio.ensure_future(work), list[float]()
 
