@@ -22,6 +22,12 @@ def needs_block(request: Request) -> bool:
     return request.lease.capacity <= request.scheduled < request.max_total - 1
 
 
+def may_need_block(request: Request) -> bool:
+    """Whether a decoding request lacks room for the most tokens that it may get."""
+    assert request.lease is not None
+    return request.lease.capacity < policy.stored_tokens(request.max_total)
+
+
 def is_ending(request: Request) -> bool:
     """Whether its last token is in flight: its blocks come free at the next commit."""
     return request.in_flight > 0 and request.scheduled >= request.max_total - 1
@@ -98,9 +104,11 @@ class PreemptionPolicy:
 
     @property
     def is_short(self) -> bool:
-        """Whether the free blocks do not last for another block of each request that decodes."""
-        admitted_requests = self._admitted_requests
-        return bool(admitted_requests.paused) or self._context.num_free_blocks < len(admitted_requests.decoding)
+        """Whether the free blocks do not last for another block of each request that decodes and may need one."""
+        admitted_requests, num_free = self._admitted_requests, self._context.num_free_blocks
+        if admitted_requests.paused or num_free >= len(admitted_requests.decoding):
+            return bool(admitted_requests.paused)
+        return num_free < sum(map(may_need_block, admitted_requests.decoding))
 
     def next_victim(self) -> tuple[Request, float] | None:
         """The request that is evicted next if blocks run out, and how many seconds that costs; None: none can be."""

@@ -287,6 +287,20 @@ def test_an_engine_over_its_capacity_hands_requests_to_an_empty_one_before_it_ev
         is_empty(one, engines)
 
 
+@pytest.mark.parametrize("more", [0, 1], ids=["all their blocks", "another block to come"])
+def test_an_engine_is_short_only_if_a_request_may_need_another_block(model, more):
+    engine = make_engine(model, max_requests=4, buffer_size_gb=pool_of(model, 4))
+    room = engine.config.block_size_tokens - 2  # of a block, after a prompt of two tokens
+    for index in range(4):
+        params = SamplingParams(max_tokens=room + 1 + more, temperature=0.0, ignore_eos=True)
+        engine.add_request([index + 1, 2], params, request_id=str(index))
+    for _ in range(4):
+        engine.step()
+    assert engine.is_short_of_blocks == bool(more)
+    done = [one for _ in range(99) if engine.has_unfinished() for one in engine.step() if one.finished]
+    assert len(done) == 4
+
+
 def recomputed(*engines) -> int:
     return sum(engine.stats().counters["recomputed_tokens"] for engine in engines)
 
