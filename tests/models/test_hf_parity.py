@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from hf_models import CASES, DELTA, QWEN_MOE, SHARED, SIZES, draw, logits_of, random_model
+from hf_models import CASES, DELTA, QWEN_MOE, SHARED, SIZES, config_of, draw, logits_of, random_model
 from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
@@ -217,6 +217,15 @@ def test_the_language_model_of_a_model_of_text_and_images_is_served_alone(config
     write_hugging_face(source, tmp_path / "alone")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager").eval()
     assert (logits_of(alone, IDS) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gpt_oss", "mimo_v2_flash"])
+def test_window_that_the_config_does_not_name_is_that_of_transformers(case):
+    config = config_of(case)
+    given = config.to_dict() | {"architectures": [type(config).__name__.replace("Config", "ForCausalLM")]}
+    del given["sliding_window"]
+    before, _ = description_from_config(given).transformer["window_size"]
+    assert before + 1 == type(config)().sliding_window
 
 
 def test_layers_that_draft_are_not_read_of_a_family_that_transformers_reads_without_them(tmp_path):

@@ -1019,7 +1019,7 @@ _MIMO_V2_FLASH = Family(
         "swa_num_attention_heads": _same("num_attention_heads"),
     },
     rope=Rope(base=5e6, percent=0.334, partial=True, local_key="swa_rope_theta", local_base=1e4),
-    window=Window(default=128, writes_types=True, flags="hybrid_layer_pattern", before="sliding_window_size"),
+    window=Window(default=129, writes_types=True, flags="hybrid_layer_pattern", before="sliding_window_size"),
     ignored_keys=(*_ROUTER_LOSSES, "attention_chunk_size", "aux_loss_alpha", "seq_aux"),
     renamed_keys={"layernorm_epsilon": "rms_norm_eps"},
     required={
