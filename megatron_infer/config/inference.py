@@ -370,8 +370,8 @@ class InferenceConfig:
     dp_attention: bool | None = option(False)
     """Data-parallel attention: each expert-parallel rank, with its tensor-parallel ranks or stages, has requests and a
     cache of its own, and tokens go to the ranks of their experts. False: the ranks share their requests, and each
-    computes all attention. None: by max_requests, as `megatron-infer plan` says, and False with tensor or pipeline
-    parallelism."""
+    computes all attention. None: by max_requests, as `megatron-infer plan` says, and False with tensor,
+    pipeline or context parallelism."""
     lora: LoRAConfig | None = option(None, flag=None)
     """LoRA adapters: how many serve at once and of which rank, and those loaded at the start (see `LoRAConfig`). None:
     the engine loads none, and no request names one."""

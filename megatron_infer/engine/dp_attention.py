@@ -32,7 +32,7 @@ def has_own_requests(
     reason = rank_group.first_text("whether ranks have requests of their own", why_shared(adopted, draft, groups))
     if config.dp_attention and reason is not None:
         raise ConfigError(f"dp_attention=True: {reason}; leave it False")
-    is_measured = groups.tp is None and groups.pp is None
+    is_measured = groups.tp is None and groups.pp is None and groups.cp is None
     chosen = reason is None and (config.dp_attention or (is_measured and dp_attention_pays(max_requests)))
     log.info("dp_attention: %s (%s)", chosen, reason or f"max_requests is {max_requests}")
     return chosen

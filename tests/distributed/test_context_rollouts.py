@@ -15,6 +15,7 @@ from engine_ranks import take_part, weights_of
 from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session, prompts
 
+from megatron_infer.config.layout import DP_ATTENTION_REQUESTS
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import (
     ConfigError,
@@ -331,6 +332,8 @@ def on_expert_parts(rank: int, size: int, folder: Path) -> None:
     new_groups(**sizes)
     model = tiny_gpt(**MODEL, **EXPERTS, **sizes)
     take_part(model, weights)
+    by_rule = {"dp_attention": None, "max_requests": DP_ATTENTION_REQUESTS}
+    assert not make_session(model, settings=by_rule, meter=None).engine.relay.own_requests, "measured without cp alone"
     session = make_session(model, settings={"dp_attention": True}, meter={"share": 1.0})
     assert session.engine.relay.own_requests and session.engine.relay.size == 1
     counted = Requests(session)
