@@ -36,15 +36,18 @@ def object_parts(schema: Any, root: Mapping[str, Any], name: str) -> tuple[dict[
     properties, required, more = (schema.get(key) for key in ("properties", "required", "additionalProperties"))
     if not isinstance(properties, dict | None) or not isinstance(required, list | None) or isinstance(more, dict):
         raise RequestError("parameters: properties is an object, required a list, additionalProperties true or false")
-    return properties or {}, required or [], more is not False
+    known, names = properties or {}, [str(one) for one in required or []]
+    return known | {one: True for one in names if one not in known}, names, more is not False
 
 
 class BareRules:
     """The rules, in llguidance's Lark, of the arguments of one tool. `text`: the rules."""
 
-    def __init__(self, name: str, root: Mapping[str, Any], quote: str, format_name: str) -> None:
-        """name: of the first rule. quote: the mark around texts, as terms. Raises RequestError, as `object_parts`."""
-        self._name, self._root, self._quote, self._format_name = name, root, quote, format_name
+    def __init__(self, name: str, root: Mapping[str, Any], mark: str, quote: str, format_name: str) -> None:
+        """name: of the first rule. mark: around texts. quote: the mark as terms. Raises RequestError, as
+        `object_parts`."""
+        self._name, self._root, self._format_name = name, root, format_name
+        self._mark, self._quote = mark, quote
         self._num_rules, self.text = 0, ""
         first = self._object(root, 0)
         self.text += f"{name}: {first}\n"
@@ -115,6 +118,10 @@ class BareRules:
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):
+            if self._mark in value:
+                raise RequestError(
+                    f"parameters: {value[:80]!r}: a text has no {self._mark} in the format {self._format_name}"
+                )
             return f"{self._quote} {json.dumps(value)} {self._quote}"
         return json.dumps(json.dumps(value))
 

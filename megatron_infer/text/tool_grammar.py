@@ -128,7 +128,8 @@ class _Marks:
             kinds.append(f"tool_{place}")
             schema = arguments_schema(tool.get("parameters"))
             if named.quote:
-                bare = BareRules(f"arguments_{place}", schema, self._mark(named.quote), named.name)
+                mark = self._mark(named.quote)
+                bare = BareRules(f"arguments_{place}", schema, named.quote, mark, named.name)
                 rules.append(bare.text)
             elif named.fields is None:
                 inner = inline_schema({"x-guidance": spacing, **plain(schema)})

@@ -179,6 +179,9 @@ def test_grammar_and_parser_of_fields_agree(name):
     assert matches(f"I look. {text} Done.", held)
     evil = form.write([("evil", {})])
     assert not matches(evil, held) and not matches(evil.replace("\n", ""), held)
+    undescribed = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}, "required": ["b"]}}
+    asks = call_grammar(form, [undescribed], only_one=True, special={})
+    assert matches(form.write([("f", {"a": 1, "b": "x"})]), asks) and not matches(form.write([("f", {"a": 1})]), asks)
     wrong = [{"required": 5}, {"properties": []}, {"$ref": "#/$defs/a", "$defs": {"a": {"minProperties": 1}}}]
     for parameters in [*wrong, {"additionalProperties": {"type": "string"}}, {"anyOf": [{"required": ["a"]}]}]:
         with pytest.raises(RequestError, match="parameters"):
@@ -186,17 +189,18 @@ def test_grammar_and_parser_of_fields_agree(name):
 
 
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
-def test_references_that_multiply_and_keys_that_need_marks_are_refused_at_once(name):
+def test_references_that_multiply_and_what_marks_cannot_hold_are_refused_at_once(name):
     kinds = {
         f"k{i}": {"type": "object", "properties": {str(j): {"$ref": f"#/$defs/k{i + 1}"} for j in range(20)}}
         for i in range(6)
     }
     parameters = {"properties": {"a": {"$ref": "#/$defs/k0"}}, "$defs": {**kinds, "k6": {"type": "integer"}}}
     keys = [{"properties": {key: {"type": "integer"}}} for key in ("a:b", "a,b", "{", " a", "")]
-    for wrong, why in [(parameters, "rules"), *((one, "marks around keys") for one in keys)]:
+    form = tool_call_formats.FORMATS[name]
+    marked = {"properties": {"a": {"enum": [f"x{form.quote}y"]}}}
+    for wrong, why in [(parameters, "rules"), (marked, "a text has no"), *((one, "marks around keys") for one in keys)]:
         with pytest.raises(RequestError, match=why):
-            tools = [{"name": "f", "parameters": wrong}]
-            call_grammar(tool_call_formats.FORMATS[name], tools, only_one=True, special={})
+            call_grammar(form, [{"name": "f", "parameters": wrong}], only_one=True, special={})
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])

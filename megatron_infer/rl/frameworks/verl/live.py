@@ -38,6 +38,11 @@ class LiveWeights:
                 "batch_invariant=True with actor.megatron.pipeline_model_parallel_size above 1: verl's stages send "
                 "pipeline_dtype, exact stages send fp32; use one stage, or leave batch_invariant out"
             )
+        if self._trainer.engine_config.use_fused_kernels:
+            raise ConfigError(
+                "batch_invariant=True with actor_rollout_ref.model.use_fused_kernels=True: fused kernels have no exact "
+                "forward; set use_fused_kernels to False, or leave batch_invariant out"
+            )
         self._trainer.is_exact = True
 
 
