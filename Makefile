@@ -74,6 +74,7 @@ frameworks: $(VENV)/.installed
 $(FRAMEWORKS_FOLDER)/%/.installed: requirements/frameworks-%.txt $(VENV)/.installed
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python -r $<
+	rm -rf $(@D)/lib/python*/site-packages/tests  # some wheels bring one, which hides this project's
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	@touch $@

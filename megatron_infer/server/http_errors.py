@@ -13,8 +13,10 @@ import msgspec
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import (
     InferenceError,
+    LockstepError,
     ModelError,
     PromptTooLong,
+    RankFailure,
     RequestError,
     UnknownAdapter,
     UnknownRequest,
@@ -70,6 +72,10 @@ def context_overflow(limit: int, num_prompt: int, num_asked: int, *, field: str 
     return bad_request(message, field if num_prompt >= limit else "max_tokens", "context_length_exceeded")
 
 
+_GONE = (protocol.ConnectionLost, protocol.ReplicaLost, protocol.AccessRefused, RankFailure, LockstepError)
+"""No engine answers, or the one that did goes on no more."""
+
+
 def api_error_of(error: BaseException) -> ApiError:
     """The reply to a call that failed with `error`. An error of no known class reveals nothing of its content."""
     if isinstance(error, ApiError):
@@ -89,7 +95,7 @@ def api_error_of(error: BaseException) -> ApiError:
         return ApiError(409, str(error), code="wrong_state")
     if isinstance(error, UnknownRequest):
         return ApiError(404, str(error), code="unknown_request")
-    if isinstance(error, protocol.ConnectionLost | protocol.ReplicaLost | protocol.AccessRefused):
+    if isinstance(error, _GONE):
         return unavailable(f"no engine answers: {error}", "engine_unavailable")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the time allowed for this request is over (request_timeout_s)", code="timeout")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -32,17 +31,6 @@ ray.remote = lambda *args, **how: stand_in.remote(*args) if args == (RolloutServ
 
 NAME, ROLLOUT = "megatron_infer", "actor_rollout_ref.rollout"
 PROMPT = [40, 41, 42, 43, 44]
-
-
-class Handle:
-    """verl awaits what `.remote` returns."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._actor, name).remote
-        return SimpleNamespace(remote=lambda *args, **how: asyncio.wrap_future(call(*args, **how)))
 
 
 class Client(FullyAsyncLLMServerClient):
@@ -72,7 +60,7 @@ async def main(folder: str) -> None:
     theirs = config.actor_rollout_ref
     replica = get_rollout_replica_class(NAME)(0, theirs.rollout, theirs.model, gpus_per_node=1)
     await replica.launch_servers()
-    replica.servers = [Handle(replica._server_handle)]
+    replica.servers = [replica._server_handle]
     model_config = omega_conf_to_dataclass(theirs.model)
     rollout = get_rollout_class(NAME)(omega_conf_to_dataclass(theirs.rollout), model_config, None, replica_rank=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -10,7 +10,10 @@ import pytest
 from control_case import serving_with_control
 from server_case import client_of, events, post, tokenizer
 
+from megatron_infer.coordinator.protocol import ReplicaLost
 from megatron_infer.engine.executor import FailedStep
+from megatron_infer.errors import LockstepError, RankFailure
+from megatron_infer.server.http_errors import api_error_of
 from megatron_infer.testing.echo import EchoEngine
 
 DOOMED = 66
@@ -57,6 +60,14 @@ STREAMED = ["completions", "completions, n", "completions, one of several prompt
 def assert_error(body):
     assert body["error"]["message"] == "the forward of step 7 raised ValueError: broken"
     assert (body["error"]["type"], body["error"]["code"]) == ("server_error", "engine_error")
+
+
+@pytest.mark.parametrize(
+    "error", [RankFailure(1, "a step", "it died"), LockstepError("ranks differ"), ReplicaLost("gone")]
+)
+def test_engine_that_goes_on_no_more_is_a_503_and_not_the_callers_fault(error):
+    found = api_error_of(error)
+    assert (found.status, found.code) == (503, "engine_unavailable") and str(error) in found.message
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -1,5 +1,5 @@
-"""`megatron-infer tinker --durable` is killed while four clients train and sample: no acknowledged step is lost or made
-twice, and no sample is of another client's adapter.
+"""`megatron-infer tinker`, or a rank of it, is killed while four clients train and sample: no acknowledged step is lost
+or made twice, and no sample is of another client's adapter.
 
 FAULT_MINUTES=10 pytest -s -n0 -m slow tests/tinker/test_tinker_kills.py
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import torch
 import transformers
 from ports import free_port
 from server_case import tokenizer
+from test_command import processes
 from test_tinker import ADAM, Api, output_of
 
 from megatron_infer import RolloutSession, attach_lora, open_source
@@ -48,9 +50,9 @@ All steps are compared with those of clients that nobody kills, bit by bit."""
 
 
 class Server:
-    """The command, on one port however often it is started."""
+    """The command, on one port however often it is started; with options of a layout a job of torchrun."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: tuple[str, ...]) -> None:
         config = transformers.LlamaConfig(
             vocab_size=258,
             hidden_size=64,
@@ -76,7 +78,9 @@ class Server:
             "--threads": 1,
             "--buffer-size-gb": 0.05,
         }
-        command = [sys.executable, "-m", "megatron_infer", "tinker", str(self.model_dir), "--durable"]
+        self.is_job = bool(layout)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if layout else []
+        command = [sys.executable, *launcher, "-m", "megatron_infer", "tinker", str(self.model_dir), *layout]
         self._command = [*command, *(str(part) for pair in flags.items() for part in pair)]
         self._process: subprocess.Popen[str] | None = None
         self._env = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
@@ -93,19 +97,25 @@ class Server:
             raise AssertionError("".join(lines))
         threading.Thread(target=self._process.stderr.read, daemon=True).start()
 
+    @property
+    def _ranks(self) -> list[int]:
+        """The ids of the processes that hold the model."""
+        return processes(self._process.pid, b"tinker") if self.is_job else [self._process.pid]
+
+    def kill_one(self, rng: random.Random) -> None:
+        """SIGKILL to one of the ranks; the others end by themselves."""
+        os.kill(rng.choice(self._ranks), signal.SIGKILL)
+        self._process.wait(LIMIT_S)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    def end(self) -> None:
-        self._process.terminate()
-        assert self._process.wait(LIMIT_S) == 0
-
     @property
     def resident_mib(self) -> float:
-        text = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024
+        texts = [Path(f"/proc/{id}/status").read_text() for id in self._ranks]
+        return sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) for text in texts) / 1024
 
 
 class Interrupted(Exception):
@@ -123,7 +133,7 @@ class Calls:
             reply = self._http.post(path, **content)
         except httpx.TransportError as error:
             raise Interrupted(repr(error)) from None
-        if reply.status_code in (410, 503):  # a future of the server before, or a model that is loading
+        if reply.status_code == 410 or reply.status_code >= 500:  # a future of the last server, or what the SDK repeats
             raise Interrupted(reply.text)
         return reply
 
@@ -263,9 +273,9 @@ def not_killed(model_dir: Path, number: int, steps: int) -> list[tuple[float, fl
     return found
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+@pytest.fixture(params=[(), ("--tp", "2")], ids=lambda layout: " ".join(layout) or "one process")
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(tmp_path, request.param)
     server.start()
     yield server
     server.kill()
@@ -279,7 +289,7 @@ def test_kills_lose_no_acknowledged_step_and_mix_no_adapters(server: Server) -> 
     began, kills = time.monotonic(), 0
     while kills < 2 or time.monotonic() - began < KILLS_SHARE * 60 * MINUTES:
         time.sleep(rng.uniform(0.2, 5.0))
-        server.kill()
+        server.kill_one(rng)
         kills += 1
         server.start()
         assert not any(client.problem for client in clients), [client.problem for client in clients]
@@ -310,7 +320,8 @@ def test_kills_lose_no_acknowledged_step_and_mix_no_adapters(server: Server) -> 
             client.version = version
             client.load(path)
             client.train()  # which checks the version
-        for step, (want, norm) in enumerate(not_killed(server.model_dir, client.number, steps[client.number])):
+        alone = [] if server.is_job else not_killed(server.model_dir, client.number, steps[client.number])
+        for step, (want, norm) in enumerate(alone):  # sums over ranks round in another way
             loss, place = client.losses[step], f"{client.name}, step {step} of a client that is not killed"
             assert loss in (None, want) and client.norms[step] == norm, place
         expected = undisturbed(server.model_dir, client.number, min(COMPARED, steps[client.number]))

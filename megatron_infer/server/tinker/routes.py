@@ -376,8 +376,8 @@ class TinkerRoutes:
             result = await self._service.result(id)
         except InferenceError as error:
             found = api_error_of(error)
-            if found.status == 410:
-                raise
+            if found.status in (410, 503):  # the SDK asks again, and the server that comes next has the call sent again
+                raise found from None
             category = "server" if found.status >= 500 else "user"
             return {"error": found.message, "category": category}
         if result is None:
