@@ -13,7 +13,7 @@ from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.distributed.wire import Silence
 
 CHARS_OF_A_TOKEN = 4
-"""Of a text whose tokens are not known yet."""
+"""About as many characters a token of a prompt that is not tokenized yet has."""
 
 
 def caller_share(max_queue: int) -> int:
@@ -51,13 +51,13 @@ class PendingRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """About as many, of a text whose tokens are not known yet."""
+        """An estimate where the prompt is not tokenized yet."""
         text = self.submit.text or ""
         return len(text) // CHARS_OF_A_TOKEN if self.prompt is None else len(self.prompt) // 4
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, and those that its client has."""
+        """Tokens of the prompt, and output tokens that the client has."""
         return self.num_prompt_tokens + sum(len(one.tokens) // 4 for one in self.sequences)
 
     @property

@@ -95,7 +95,6 @@ class Replica:
         self.engine = engine
         self.role = ReplicaRole(role)
         self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
-        self._serves_others = serves_others(engine)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -136,8 +135,8 @@ class Replica:
             while self._take_messages():
                 if can_step(self.engine):
                     self._step()
-                elif self._serves_others:
-                    self.engine.serve_step()  # type: ignore[attr-defined]
+                elif serves_others(self.engine):
+                    self.engine.serve_step()
                 self._flush(time.monotonic())
                 if self._may_end():
                     reason = "it has drained"
@@ -219,7 +218,7 @@ class Replica:
             with self._wake:
                 if not self._inbox and not can_step(self.engine) and not self._may_end():
                     held_s = HOLD_S if self._has_held() or self._draining else None
-                    self._wake.wait(LOOK_S if self._serves_others else held_s)
+                    self._wake.wait(LOOK_S if serves_others(self.engine) else held_s)
                 messages = list(self._inbox)
                 self._inbox.clear()
             self._brief_until = time.monotonic() + BRIEF_S
@@ -227,7 +226,7 @@ class Replica:
                 self._apply(came, message)
             if messages:
                 self._report_changes()
-            if can_step(self.engine) or self._serves_others or self._has_held() or self._may_end():
+            if can_step(self.engine) or serves_others(self.engine) or self._has_held() or self._may_end():
                 return not self._stopping
         return False
 
@@ -413,11 +412,11 @@ class Replica:
     def _look_for_room(self) -> None:
         """Ask whether another replica has room for the request that this one would evict next."""
         engine = self.engine
-        if self._parcels is None or not moves_memory(engine) or not engine.is_short_of_blocks:
-            return
         if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + HOLD_S
+        if self._parcels is None or not moves_memory(engine) or not engine.is_short_of_blocks:
+            return
         request = self._requests.get(engine.next_to_move(self._parcels.s_per_byte) or "")
         if request is not None:
             self.connection.send(protocol.EvictsNext(request.run.number, self._incarnation))

@@ -102,7 +102,15 @@ def meet_ranks(engine: Any, before: str, *, deadline: float = math.inf) -> bool:
     return True
 
 
-def serves_others(engine: Any) -> bool:
+class OneOfSeveral(ServedEngine, Protocol):
+    """An engine over several ranks that are replicas of their own (`dp_attention`)."""
+
+    def serve_step(self, before: str = "") -> bool: ...
+
+    def serve_others(self, before: str, *, deadline: float = math.inf) -> None: ...
+
+
+def serves_others(engine: Any) -> TypeGuard[OneOfSeveral]:
     """Whether its rank is one of several of an engine that are replicas of their own: in every state it takes part in
     the rounds of the others (`serve_step`), one of which may have a command."""
     relay = getattr(engine, "relay", None)

@@ -401,7 +401,7 @@ class HeadForm:
     repeats: int = 1
     """How often the cache has each of the layer's KV heads: other layers have more."""
     value_dim: int | None = None
-    """Width of a value, which the cache pads with zeros to that of a key; None: they have one width."""
+    """Head size of values, which the cache pads with zeros to the head size of keys; None: the sizes are equal."""
     value_scale: float = 1.0
     """Multiplies values."""
 
@@ -452,7 +452,9 @@ class SplitHeads(LayerOp):
         row, at = num_groups * cell, first_group * cell
         self.num_columns = row
         self.shape_q, self.strides_q = (heads, queries, dim), (row, cell, dim, 1)
-        self.shape_k, self.shape_v, self.strides_kv = (heads, dim), (heads, value_dim), (row, cell, 1)
+        self.shape_k = (heads, dim)
+        self.shape_v = (heads, value_dim)
+        self.strides_kv = (row, cell, 1)
         self.at_q = at + first_query * dim
         self.at_k, self.at_v = at + before_key * dim, at + (before_key + 1) * dim
         self.at_gate = self.at_q + group * dim if is_gated else None

@@ -66,7 +66,8 @@ class Middleware:
     ) -> None:
         """open_paths: served without the API key."""
         self._inner, self._client, self._open_paths = inner, client, open_paths
-        self._keys, self._sites = ApiKeys(settings.api_key, tenants.keys), Sites(settings)
+        self._keys = ApiKeys(settings.api_key, tenants.keys)
+        self._sites = Sites(settings)
         self._tenants = tenants
         self._log_requests = settings.log_requests
 

@@ -46,8 +46,11 @@ class BareRules:
     def __init__(self, name: str, root: Mapping[str, Any], mark: str, quote: str, format_name: str) -> None:
         """name: of the first rule. mark: around texts. quote: the mark as terms. Raises RequestError, as
         `object_parts`."""
-        self._name, self._root, self._format_name = name, root, format_name
-        self._mark, self._quote = mark, quote
+        self._name = name
+        self._root = root
+        self._format_name = format_name
+        self._mark = mark
+        self._quote = quote
         self._num_rules, self.text = 0, ""
         first = self._object(root, 0)
         self.text += f"{name}: {first}\n"

@@ -1,7 +1,7 @@
 """Two checkouts of this project, measured in turns: what a change costs the shapes that it does not name.
 
-    git worktree add /tmp/before 8d7f8caf
-    python tools/bench/trees.py /tmp/before . [--model smollm2] [--rounds 8] [--processes 5] [--dtype float32]
+    git worktree add ../before 8d7f8caf
+    python tools/bench/trees.py ../before . [--model smollm2] [--rounds 8] [--processes 5] [--dtype float32]
 
 Each tree has a process of its own with one thread, on one core for both. The processes work in turns of a fraction of a
 second, so that what else the machine does meets both. A round is before, after, after, before. Where a process has its

@@ -41,7 +41,8 @@ class TinkerRoutes:
 
     def __init__(self, services: Mapping[str, TinkerService], keys: Mapping[str, str]) -> None:
         """services: by tenant; of "" alone, where there are no tenants. keys: of tenants."""
-        self._services, self._keys = services, keys
+        self._services = services
+        self._keys = keys
         self._client: EngineClient | None = None
 
     @property

@@ -114,7 +114,9 @@ class TinkerService:
     ) -> None:
         """durable: training clients are in state_dir as each operation that changes them leaves them; see `load`.
         num_tenants: of the server; each has a service, and an equal part of each limit."""
-        self.trainer, self.model_name, self.state_dir = trainer, model_name, state_dir
+        self.trainer = trainer
+        self.model_name = model_name
+        self.state_dir = state_dir
         self._num_tenants = num_tenants
         self._max_models = self._part(max_models)
         self._kept = KeptClients(state_dir) if durable else None
