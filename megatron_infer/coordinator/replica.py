@@ -414,9 +414,9 @@ class Replica:
         engine = self.engine
         if (now := time.monotonic()) < self._next_look:
             return
-        self._next_look = now + HOLD_S
         if self._parcels is None or not moves_memory(engine) or not engine.is_short_of_blocks:
             return
+        self._next_look = now + HOLD_S
         request = self._requests.get(engine.next_to_move(self._parcels.s_per_byte) or "")
         if request is not None:
             self.connection.send(protocol.EvictsNext(request.run.number, self._incarnation))
