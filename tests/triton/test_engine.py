@@ -127,6 +127,7 @@ def test_greedy_tokens_and_their_experts_equal_those_of_torch(device, monkeypatc
         pytest.skip("FP8 needs compute capability 8.9")
     layers = KINDS[kind]
     model = layers.make(vocab_size=VOCAB, init_method_std=0.2, **layers.model).to(device)
+    torch.manual_seed(3)  # in any order of the suite
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
