@@ -1,1 +1,0 @@
-"""The cases of tools/bench/variants.py."""
