@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from echo import EchoEngine
 from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.cli import bench_serve
 from megatron_infer.cli.main import main
-from megatron_infer.testing.echo import EchoEngine
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "clients"))
 

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 from control_case import WEIGHTS, put_weights, safetensors, serving_with_control
 from coordinator_case import cluster
+from echo import EchoEngine
+from echo_controls import EchoControls
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
@@ -26,8 +28,6 @@ from megatron_infer.rl.weight_groups import EngineGroups
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server.control.fanout import Fanout
 from megatron_infer.server.ray_replicas import RayReplicas
-from megatron_infer.testing.echo import EchoEngine
-from megatron_infer.testing.echo_controls import EchoControls
 from megatron_infer.testing.tiny import tiny_gpt
 
 BEGUN_BY = {EngineState.PAUSED: "pause", EngineState.SUSPENDED: "suspend"}

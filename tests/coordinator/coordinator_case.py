@@ -11,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+from child_paths import python_path
+from echo import EchoEngine
+
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 from megatron_infer.coordinator.coordinator import running as running_coordinator
 from megatron_infer.coordinator.replica import Replica
-from megatron_infer.testing.echo import EchoEngine
 
 QUICK = {"timeout_s": 5.0}
 """The timeout is no shorter than a busy machine may keep a thread waiting; tests of silent peers have their own."""
@@ -121,7 +123,7 @@ class Child:
 
     def __init__(self, address: str, kind: str, name: str, **settings) -> None:
         arguments = [f"{key}={value}" for key, value in settings.items()]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         self.process = subprocess.Popen(
             [sys.executable, str(CHILD), address, kind, name, *arguments], env=environment, stderr=subprocess.PIPE
         )

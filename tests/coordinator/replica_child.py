@@ -8,7 +8,7 @@ from megatron_infer.coordinator.replica import Replica
 
 
 def echo(**settings):
-    from megatron_infer.testing.echo import EchoEngine
+    from echo import EchoEngine
 
     return EchoEngine(**{key: float(value) if "." in value else int(value) for key, value in settings.items()})
 

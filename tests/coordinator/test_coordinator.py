@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from coordinator_case import cluster, coordinator, replica, wait_for
+from echo import EchoEngine, echo_tokens
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.sampling_params import SamplingParams
@@ -19,7 +20,6 @@ from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceCli
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
 from megatron_infer.outputs.request_output import GenerationError
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 

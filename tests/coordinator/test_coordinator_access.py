@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from coordinator_case import cluster, replica, wait_for
+from echo import EchoEngine, echo_tokens
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import access, connection, protocol
@@ -25,7 +26,6 @@ from megatron_infer.engine.lifecycle_commands import COMMANDS, Group
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.loading.hf_weights import SafetensorsReader
 from megatron_infer.rl.weight_receiver import WeightReceiver
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 KEY = b"sixteen bytes or more"

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from echo import EchoEngine
 from test_coordinator_core import World
 
 from megatron_infer.coordinator import protocol
@@ -15,7 +16,6 @@ from megatron_infer.coordinator.broadcast import MAX_CHANGES, MAX_UNLOADED, Comm
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.adapters import AdapterReading
-from megatron_infer.testing.echo import EchoEngine
 
 ENDED = protocol.Answer(ok=True)
 

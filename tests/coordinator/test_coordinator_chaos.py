@@ -14,10 +14,10 @@ import time
 
 import pytest
 from coordinator_case import Child, cluster, coordinator, replica, wait_for
+from echo import EchoEngine, echo_tokens
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 NUM_REQUESTS = 500
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from child_paths import python_path
 from coordinator_case import replica
+from echo import echo_tokens
 from gloo_ranks import start_ranks
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator
-from megatron_infer.testing.echo import echo_tokens
 
 KEY = b"a key of sixteen bytes"
 
@@ -92,7 +94,8 @@ def test_coordinator_client_and_replica_need_no_torch_and_no_numpy():
         "import sys\nfor root in ('torch', 'numpy', 'megatron'): sys.modules[root] = None\n"
         "import megatron_infer.coordinator.coordinator, megatron_infer.coordinator.client\n"
         "import megatron_infer.coordinator.replica\n"
-        "import megatron_infer.cli.coordinator, megatron_infer.testing.echo\n"
+        "import megatron_infer.cli.coordinator, echo\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert run.returncode == 0, run.stderr

@@ -8,6 +8,7 @@ import random
 from collections import deque
 
 import pytest
+from echo import echo_tokens
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.coordinator import protocol
@@ -16,7 +17,6 @@ from megatron_infer.coordinator.peers import PendingRequest
 from megatron_infer.errors import ConfigError
 from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
 from megatron_infer.scheduler.context.block_digest import root_of
-from megatron_infer.testing.echo import echo_tokens
 
 ROOT = root_of(model="m")
 

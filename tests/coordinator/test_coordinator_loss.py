@@ -9,12 +9,12 @@ import time
 
 import pytest
 from coordinator_case import QUICK, replica, wait_for
+from echo import EchoEngine, echo_tokens
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 
 class Restarted:

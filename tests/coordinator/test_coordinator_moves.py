@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from coordinator_case import cluster, coordinator, replica, wait_for
 from durable_case import PROMPT, make_engine, make_model, pool_of
+from echo import EchoEngine
 from ports import free_port
 from zmq.utils import z85
 
@@ -24,7 +25,6 @@ from megatron_infer.coordinator.protocol import ControlFailed, ParcelPlace, Refu
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.durable.parcel import Parcel
 from megatron_infer.errors import ConfigError, OtherRankFailed, RankFailure
-from megatron_infer.testing.echo import EchoEngine
 
 PARAMS = [
     SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=1),

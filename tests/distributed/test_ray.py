@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from echo import echo_tokens
 from ray_case import save_model, tokens_of
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions
@@ -22,7 +23,6 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.protocol import ControlFailed
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.ray_replicas import RayMissing, RayReplicas, ReplicasLost, serve_application
-from megatron_infer.testing.echo import echo_tokens
 
 PROMPTS = [[3 + i, 5, 7 * i + 1, 11] * (3 + i) for i in range(6)]
 CONFIG = {"buffer_size_gb": 0.01, "enable_prefix_caching": True}
@@ -61,7 +61,7 @@ def slow_echo():
     """Makes engines of 50 ms a step. A local function, as it travels by value: actors cannot import this file."""
 
     def make():
-        from megatron_infer.testing.echo import EchoEngine
+        from echo import EchoEngine
 
         return EchoEngine(step_s=0.05)
 

@@ -14,12 +14,12 @@ from functools import partial
 import httpx
 import pytest
 from control_case import serving_with_control
+from echo import EchoEngine
 from server_case import post, serving, tiny_engine, tokenizer, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.server import structured_outputs
-from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from coordinator_case import cluster, replica, wait_for
+from echo import EchoEngine, echo_tokens
 from mutations import Rounds, altered, damaged, no_errors_logged, rounds, shown
 from server_case import post, serving
 
@@ -20,7 +21,6 @@ from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.schema import Failure, Piece, ids_to_bytes
 from megatron_infer.outputs.token_outputs import TokenValues
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 __all__ = ["rounds"]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from durable_case import make_engine, make_model
+from echo import EchoEngine
 from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
 from server_case import free_blocks, post, raw_stream, serving, wait_for
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server import http_protocol, request_body
-from megatron_infer.testing.echo import EchoEngine
 
 __all__ = ["rounds"]
 pytestmark = pytest.mark.security

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 from durable_case import make_engine, make_model
+from echo import EchoEngine
 from mutations import no_errors_logged
 from server_case import post, serving, wait_for
 from test_fuzz_http import BODY, GOOD, case, raw, replies, serves_as_before
 
 from megatron_infer.server import call_limits
-from megatron_infer.testing.echo import EchoEngine
 
 __all__ = ["case"]
 pytestmark = pytest.mark.security

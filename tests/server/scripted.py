@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_infer.testing.echo import EchoEngine
+from echo import EchoEngine
 
 
 class ScriptedEngine(EchoEngine):

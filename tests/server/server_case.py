@@ -15,12 +15,12 @@ from unittest import mock
 import httpx
 import tokenizers
 from coordinator_case import coordinator, replica, wait_for
+from echo import EchoEngine
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_infer.server import output_detokenizer
 from megatron_infer.server.http_server import HttpServer, listen, url_of
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.tokenizer import Tokenizer
 

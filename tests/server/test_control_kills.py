@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 from control_case import Background, call, get, put_weights, safetensors, serving_with_control, state_of, wait_for
 from coordinator_case import replica
+from echo import EchoEngine, echo_tokens
 from server_case import serving
 from test_coordinator_loss import Restarted
-
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

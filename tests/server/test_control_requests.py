@@ -8,9 +8,8 @@ import time
 import httpx
 import pytest
 from control_case import Background, call, get, num_requests, serving_with_control, state_of, wait_for
+from echo import VOCAB, EchoEngine, echo_tokens
 from server_case import events, raw_stream, tokenizer
-
-from megatron_infer.testing.echo import VOCAB, EchoEngine, echo_tokens
 
 LONG = 120
 """Tokens of a call that others join while it runs: 1.2 s in an engine of `slow`."""

@@ -18,11 +18,11 @@ from control_case import (
     serving_with_control,
     state_of,
 )
+from echo import EchoEngine
 from server_case import serving
 
 from megatron_infer.coordinator.protocol import Answer
 from megatron_infer.server.control import fanout, sglang_routes, vllm_routes, weight_group_routes
-from megatron_infer.testing.echo import EchoEngine
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g"}
 TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}

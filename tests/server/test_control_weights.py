@@ -18,10 +18,10 @@ from control_case import (
     state_of,
     wait_for,
 )
+from echo import EchoEngine, echo_tokens
 
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.commands import ReplicaCommands
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 PROMPT = {"prompt": [1], "max_tokens": 60, "temperature": 0, "return_token_ids": True}

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import tokenizers
+from echo import EchoEngine, echo_tokens
 from server_case import END, START, events, post, serving, stream, tiny_engine, tokenizer
 from tokenizers import decoders, models
 
@@ -14,7 +15,6 @@ from megatron_infer.engine.requests.request_state import SequenceState
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.server.output_detokenizer import INLINE_TOKENS, RequestDetokenizer
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 from megatron_infer.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

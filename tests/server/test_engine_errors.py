@@ -8,13 +8,13 @@ import json
 import openai
 import pytest
 from control_case import serving_with_control
+from echo import EchoEngine
 from server_case import client_of, events, post, tokenizer
 
 from megatron_infer.coordinator.protocol import ReplicaLost
 from megatron_infer.engine.executor import FailedStep
 from megatron_infer.errors import LockstepError, RankFailure
 from megatron_infer.server.http_errors import api_error_of
-from megatron_infer.testing.echo import EchoEngine
 
 DOOMED = 66
 """A prompt that begins with it fails at its third token, or with AT_ONCE behind it at its first."""

@@ -17,13 +17,13 @@ from pathlib import Path
 import httpx
 import pytest
 from coordinator_case import replica, wait_for
+from echo import EchoEngine, echo_tokens
 from server_case import Streams, post, serving, stream
 from test_command import Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.server import supervisor
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 COMPLETION = "/v1/completions"
 

@@ -12,12 +12,12 @@ from contextlib import closing, suppress
 
 import httpx
 import pytest
+from echo import EchoEngine
 from server_case import TEMPLATE, Background, post, serving, tokenizer, wait_for
 
 from megatron_infer.server import call_limits, engine_client, http_protocol, traffic_log
 from megatron_infer.server.http_server import listen
 from megatron_infer.server.inactive_fields import FieldTable
-from megatron_infer.testing.echo import EchoEngine
 
 USER = [{"role": "user", "content": "\0" * 1500}]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"

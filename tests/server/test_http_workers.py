@@ -11,6 +11,7 @@ from unittest import mock
 import httpx
 import pytest
 from coordinator_case import coordinator, replica, wait_for
+from echo import EchoEngine, echo_tokens
 from server_case import Streams, events, running
 
 from megatron_infer.server import http_workers
@@ -18,7 +19,6 @@ from megatron_infer.server.http_server import HttpServer
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.process_options import HttpOptions
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 COMPLETION = "/v1/completions"
 LONG_S = 60.0

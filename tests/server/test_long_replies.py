@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 import pytest
+from echo import EchoEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_case import post, serving
@@ -13,7 +14,6 @@ from server_case import post, serving
 from megatron_infer.server import generation
 from megatron_infer.server.completions import CompletionReply
 from megatron_infer.server.output_detokenizer import INLINE_TOKENS
-from megatron_infer.testing.echo import EchoEngine
 
 BODY = {"prompt": [5, 6, 7], "n": 2, "temperature": 0, "logprobs": 2, "seed": 3, "ignore_eos": True}
 

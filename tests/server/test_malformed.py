@@ -7,9 +7,8 @@ import threading
 
 import pytest
 from control_case import serving_with_control, state_of
+from echo import EchoEngine
 from server_case import stream
-
-from megatron_infer.testing.echo import EchoEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS, SCORE = "/v1/responses", "/v1/embeddings", "/v1/score"

@@ -7,12 +7,12 @@ import json
 
 import httpx
 from coordinator_case import Child
+from echo import EchoEngine
 from scrape import check_histograms, parse
 from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.engine.metrics.definitions import SPECS
 from megatron_infer.engine.metrics.prometheus import exposition
-from megatron_infer.testing.echo import EchoEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

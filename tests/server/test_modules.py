@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from echo import echo_tokens
 from server_case import END, post, serving, stream, tokenizer
 
 from megatron_infer.server.body_types import Body, NumTokens, Temperature
@@ -16,7 +17,6 @@ from megatron_infer.server.generation_request import ExtraField, GenerationReque
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable
 from megatron_infer.server.reply_format import ReplyFormat
-from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"

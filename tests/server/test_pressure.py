@@ -7,9 +7,8 @@ import time
 
 import httpx
 import pytest
+from echo import EchoEngine, echo_tokens
 from server_case import Background, events, free_blocks, post, raw_stream, serving, stream, wait_for
-
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 COMPLETION = "/v1/completions"
 

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from echo import EchoEngine, echo_tokens
 from server_case import free_blocks, serving, wait_for
-
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from control_case import put_weights, serving_with_control
+from echo import EchoEngine, echo_tokens
 from server_case import post, serving, stream, tokenizer
 
 from megatron_infer.coordinator.profiles import FOLDER_VARIABLE
-from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 ROOT = Path(__file__).parents[2]

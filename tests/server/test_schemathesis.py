@@ -9,9 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from echo import EchoEngine
 from server_case import free_blocks, serving, wait_for
-
-from megatron_infer.testing.echo import EchoEngine
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("schemathesis") is None, reason="the package schemathesis is not installed"

@@ -7,10 +7,10 @@ from importlib import resources
 
 import httpx
 import pytest
+from echo import EchoEngine
 from server_case import Background, serving, wait_for
 
 from megatron_infer.server.status_page import FILES
-from megatron_infer.testing.echo import EchoEngine
 
 KEY = "k-page"
 STATIC = resources.files("megatron_infer.server") / "static"

@@ -6,11 +6,10 @@ import time
 
 import pytest
 from browser_case import browser, missing, wait_until
+from echo import EchoEngine
 from scripted import ScriptedEngine
 from server_case import serving, tokenizer
 from test_status_page import KEY
-
-from megatron_infer.testing.echo import EchoEngine
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from coordinator_case import coordinator, replica
+from echo import EchoEngine
 from server_case import running, wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
@@ -26,7 +27,6 @@ from megatron_infer.server.launch import http_server
 from megatron_infer.server.process_options import EngineOptions, HttpOptions
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor
-from megatron_infer.testing.echo import EchoEngine
 
 
 def coordinator_process(tmp_path, **changes):

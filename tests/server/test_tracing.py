@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import opentelemetry
 import pytest
 from coordinator_case import replica
+from echo import EchoEngine
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -20,7 +21,6 @@ from server_case import post, raw_stream, serving, stream, wait_for
 from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.server import server_config, tracing
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.testing.echo import EchoEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from broadcasting_trainer import Trainer
 from control_case import GREEDY, WEIGHTS, call, get, safetensors, serving_with_control, state_of, wait_for
+from echo import EchoEngine
 from engines import make_engine
 from server_case import tiny_model
 from torch.distributed import TCPStore
@@ -23,7 +24,6 @@ from megatron_infer.server.control import weight_updates
 from megatron_infer.server.control.trainer_groups import checked_port, trainer_address
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.testing.echo import EchoEngine
 
 JOIN = {"master_address": "127.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 3, "group_name": "g"}
 TENSORS = {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2], [3, 1]], "group_name": "g"}

@@ -17,12 +17,16 @@ import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.testing.echo import echo_tokens
 from megatron_infer.utils.child_process import end_with_parent
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+from echo import echo_tokens
 
 BLOCK, KEY = 16, b"a key for a benchmark"
 
@@ -39,8 +43,9 @@ def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
 
 def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
     end_with_parent()
+    from echo import EchoEngine
+
     from megatron_infer.coordinator.replica import Replica
-    from megatron_infer.testing.echo import EchoEngine
 
     Replica(EchoEngine(**settings), address, name=name, key=KEY).run()
 

@@ -28,6 +28,7 @@ from megatron_infer.utils.child_process import ChildProcess, end_with_parent
 from megatron_infer.utils.host import resident_mib
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))  # for engines without a model
 START_S = 240.0
 ROLES = ("engine", "coordinator", "http_worker")
 SPAWN = multiprocessing.get_context("spawn")

@@ -487,8 +487,9 @@ STREAM_TOKENS, STEP_S = 100, 0.02
 def _echo_engine(address: str, name: str) -> None:
     """A replica without a model, until it is killed."""
     end_with_parent()
+    from echo import EchoEngine
+
     from megatron_infer.coordinator.replica import Replica
-    from megatron_infer.testing.echo import EchoEngine
 
     with Replica(EchoEngine(num_blocks=1 << 16, max_requests=512, step_s=STEP_S), address, name=name) as one:
         one.run()

@@ -42,8 +42,11 @@ from megatron_infer.coordinator.router import PrefixIndex, PrefixTable
 from megatron_infer.coordinator.served_engine import stats_of
 from megatron_infer.outputs.schema import Piece
 from megatron_infer.scheduler.context.block_digest import digest_of, root_of, salted
-from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.utils.process_memory import full_collections_by_hand
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+from echo import EchoEngine
 
 BLOCK, ROWS, BLOCKS = 64, 64, 8192
 """Of a replica: tokens of a block, requests at once, blocks of the cache."""

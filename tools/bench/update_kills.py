@@ -70,7 +70,7 @@ def serve_engine(kind: str, address: str, name: str, root: str) -> None:
     from megatron_infer.coordinator.replica import Replica
 
     if kind == "echo":
-        from megatron_infer.testing.echo import EchoEngine
+        from echo import EchoEngine
 
         Replica(EchoEngine(step_s=0.01), address, name=name, control=True).run()
         return
@@ -126,7 +126,7 @@ class Weights:
             whole = {key: value for part in parts for key, value in part.items()}
             (root / name / "model.safetensors").write_bytes(save(whole))
         if kind == "echo":
-            from megatron_infer.testing.echo import echo_tokens
+            from echo import echo_tokens
 
             self.tokens = dict.fromkeys(("loaded", "one", "two"), echo_tokens(PROMPT, NUM_TOKENS))
             return

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+from echo_controls import EchoControls
+
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.protocol import EngineInfo, EngineNow
 from megatron_infer.engine.lifecycle_commands import COMMANDS
@@ -27,7 +29,6 @@ from megatron_infer.scheduler.context.build_context import build_context
 from megatron_infer.scheduler.context.leases import Lease
 from megatron_infer.scheduler.context.prefix_events import PrefixEvents
 from megatron_infer.scheduler.request import VersionSpan
-from megatron_infer.testing.echo_controls import EchoControls
 
 VOCAB = 1000
 MAX_TOKENS = 16
