@@ -80,7 +80,8 @@ class CommandsInForce:
         newer = [name for name, change in adapters.items() if self._is_newer(name, change)]
         self.adapters |= {name: adapters[name] for name in newer}
         self._adopted.update(newer)
-        return newer
+        self._forget_unloaded()
+        return [name for name in newer if name in self.adapters]
 
     def adopt_undone(self, undone: Iterable[str]) -> list[tuple[str, str]]:
         """Take changes that a replica has undone for an earlier coordinator -> (adapter, change) of those that were
@@ -159,10 +160,13 @@ class CommandsInForce:
         self._adopted.discard(name)
         if change is not None:
             self.adapters[name] = change
+        self._forget_unloaded()
+
+    def _forget_unloaded(self) -> None:
         unloaded = [one for one, (_, loaded) in self.adapters.items() if loaded is None]
-        if len(unloaded) > MAX_UNLOADED:
-            del self.adapters[unloaded[0]]
-            self._adopted.discard(unloaded[0])
+        for name in unloaded[:-MAX_UNLOADED]:
+            del self.adapters[name]
+            self._adopted.discard(name)
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,8 @@ log = logging.getLogger("megatron_infer.coordinator")
 
 MAX_SIZE = 1 << 24
 """Most requests at once, and tokens of a block, that a replica can claim."""
+MAX_LOST_DRAINED = 1024
+"""Names of lost replicas for which a drain stays in force: those that were lost last."""
 
 
 class CoordinatorCore:
@@ -50,7 +52,7 @@ class CoordinatorCore:
         self.broadcasts = Broadcasts(send, clock, self._registered)
         self._drained: dict[str, bool] = {}
         """Replicas for which a client's `Drain` is in force: name -> whether their requests go elsewhere. A loss of the
-        replica leaves its name here, the replica's goodbye removes the name."""
+        replica leaves its name here, as its last one; the replica's goodbye removes the name."""
         self._next_look = -math.inf
         """When peers are looked at for silence again."""
         self._num_entered = 0
@@ -168,7 +170,7 @@ class CoordinatorCore:
         elif isinstance(message, protocol.HandedOut):
             self.dispatch.handed_out(replica, message)
         elif isinstance(message, protocol.EvictsNext):
-            self.dispatch.relieve(replica, message.number)
+            self.dispatch.relieve(replica, message.numbers)
         elif isinstance(message, protocol.Beat):
             self._beat(replica, message)
         elif isinstance(message, protocol.PrefixNews):
@@ -330,10 +332,21 @@ class CoordinatorCore:
             log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
         if self.dispatch.router is not None:
             self.dispatch.router.leave(replica.peer)
+        if replica.is_drained_by_client and replica.name in self._drained:
+            self._drained[replica.name] = self._drained.pop(replica.name)
+            self._forget_drained()
         if has_ended:
             self._update_availability()  # a command that waited for its answer alone is in force now
         self.dispatch.lose(replica)
         self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
+
+    def _forget_drained(self) -> None:
+        """Where replicas have names of their own, such as pods, nobody ends the drain of one that was killed."""
+        if len(self._drained) > MAX_LOST_DRAINED:  # else a loss looks at no other replica
+            names = {replica.name for replica in self._replicas.values()}
+            lost = [name for name in self._drained if name not in names]
+            for name in lost[:-MAX_LOST_DRAINED]:
+                del self._drained[name]
 
     def _registered(self) -> list[ReplicaState]:
         return [replica for replica in self._replicas.values() if replica.view is not None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -158,31 +158,35 @@ class Dispatcher:
                 moving += 1
                 self._send(replica.peer, protocol.HandOut(request.number))
 
-    def relieve(self, replica: ReplicaState, number: int) -> None:
-        """Have a replica hand out a request that it would evict, if another one is at most half full with it.
+    def relieve(self, replica: ReplicaState, numbers: Sequence[int]) -> None:
+        """Have a replica hand out the first of some requests for which another replica is at most half full with it.
 
         A request leaves a replica so once at most: no two replicas hand it back and forth.
         """
-        request = replica.running.get(number)
-        if request is None or request.is_relieved or request.is_moving or request.aborted or request.leaving:
-            return
-        place = self._half_empty(replica, request)
-        if place is None:
-            return
-        self._move(request, place)
-        request.leaving, request.is_moving, request.is_relieved = replica.peer, True, True
-        place.placed.add(request)
-        self._send(replica.peer, protocol.HandOut(number))
+        for number in numbers[: protocol.MAX_NAMED]:
+            request = replica.running.get(number)
+            if request is None or request.is_relieved or request.is_moving or request.aborted or request.leaving:
+                continue
+            place = self._half_empty(replica, request)
+            if place is not None:
+                self._move(request, place)
+                request.leaving, request.is_moving, request.is_relieved = replica.peer, True, True
+                place.placed.add(request)
+                self._send(replica.peer, protocol.HandOut(number))
+                return
 
     def _half_empty(self, replica: ReplicaState, request: PendingRequest) -> ReplicaState | None:
-        """Another replica that can use the memory of a request, and has half of its rows and blocks free with it."""
+        """Another replica that can use the memory of a request, and has half of its rows and blocks free with it: of
+        those that can use the memory and have the rows the MAX_LOOKED_AT with the most room are looked at."""
         assert self.router is not None and replica.view is not None
         root, size = replica.view.root, replica.view.block_size
-        for view in islice(self.router.with_room(), MAX_LOOKED_AT):
+
+        def is_usable(view: ReplicaView) -> bool:
+            is_alike = (view.root, view.block_size) == (root, size) and _has_adapter(view, request)
+            return is_alike and view is not replica.view
+
+        for view in islice(filter(is_usable, self.router.with_room(0.5)), MAX_LOOKED_AT):
             one = self._replicas[view.key]
-            is_other = one is not replica and one.role is not ReplicaRole.PREFILL
-            if not (is_other and (view.root, view.block_size) == (root, size) and _has_adapter(view, request)):
-                continue
             held = (*one.running.values(), *one.placed, request)
             num_rows = sum(len(each.sequences) for each in held)
             num_blocks = num_rows + sum(each.num_tokens // size for each in held)
@@ -198,7 +202,7 @@ class Dispatcher:
             one = self._replicas[view.key]
             if room >= len(replica.running):
                 break
-            if one is not replica and one.role is not ReplicaRole.PREFILL:
+            if one is not replica:
                 room += max(0, one.info.capacity - one.num_taken - len(one.backlog))
         return room
 
@@ -240,6 +244,7 @@ class Dispatcher:
         """Reassign all requests of a replica that is gone from `replicas` and the router, with the tokens it sent."""
         for request in replica.placed:
             request.route = None  # its place is gone; where it is it goes on
+        self._backlogged.pop(replica.peer, None)
         if replica.view is not None:
             self._prefills.discard(replica.view)
         running = list(replica.running.values())

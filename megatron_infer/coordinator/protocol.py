@@ -37,10 +37,12 @@ if find_spec("zmq") is None:
         "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
     )
 
-SCHEMA = 12
+SCHEMA = 13
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
+MAX_NAMED = 4
+"""Requests that an EvictsNext names."""
 DEFAULT_PORT = 5757
 
 
@@ -269,10 +271,11 @@ class HandedOut(_Message):
 
 
 class EvictsNext(_Message):
-    """A replica's: its blocks run out, and it would evict this request next, which costs more than to move it. The
-    answer is a HandOut, or nothing."""
+    """A replica's: its blocks run out. The next eviction costs more than to move one of these requests, of which the
+    first one would be evicted next. The answer is a HandOut of the first one that may move and has a place, or nothing.
+    """
 
-    number: int
+    numbers: list[int]
     incarnation: int
 
 

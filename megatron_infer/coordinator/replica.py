@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -410,16 +411,17 @@ class Replica:
             self._report_changes()
 
     def _look_for_room(self) -> None:
-        """Ask whether another replica has room for the request that this one would evict next."""
+        """Ask whether another replica has room for one of the requests that this one would evict next."""
         engine = self.engine
         if (now := time.monotonic()) < self._next_look:
             return
         if self._parcels is None or not moves_memory(engine) or not engine.is_short_of_blocks:
             return
         self._next_look = now + HOLD_S
-        request = self._requests.get(engine.next_to_move(self._parcels.s_per_byte) or "")
-        if request is not None:
-            self.connection.send(protocol.EvictsNext(request.run.number, self._incarnation))
+        found = map(self._requests.get, engine.next_to_move(self._parcels.s_per_byte))
+        numbers = list(islice((one.run.number for one in found if one is not None), protocol.MAX_NAMED))
+        if numbers:
+            self.connection.send(protocol.EvictsNext(numbers, self._incarnation))
 
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
         message = request.message(output)

@@ -365,10 +365,10 @@ class Router:
     def takes_requests(self) -> bool:
         return bool(self._candidates())
 
-    def with_room(self) -> Iterator[ReplicaView]:
-        """Replicas that are open and have a free row."""
+    def with_room(self, share: float = 0.0) -> Iterator[ReplicaView]:
+        """Replicas that are open and have a free row, and at least this share of their rows free."""
         select = filter if self.policy is Policy.ROUND_ROBIN else takewhile
-        return select(lambda view: view.free_share > 0, self._rankings[Availability.OPEN])
+        return select(lambda view: view.free_share > 0 and view.free_share >= share, self._rankings[Availability.OPEN])
 
     def choose(self, tokens: bytes, *, salt: str = "", adapter: str | None = None) -> Route | None:
         """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests.

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -84,7 +84,7 @@ class MovingEngine(ServedEngine, Protocol):
     @property
     def is_short_of_blocks(self) -> bool: ...
 
-    def next_to_move(self, transfer_s_per_byte: float) -> str | None: ...
+    def next_to_move(self, transfer_s_per_byte: float) -> Iterator[str]: ...
 
 
 def moves_memory(engine: Any) -> TypeGuard[MovingEngine]:

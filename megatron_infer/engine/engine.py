@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -179,17 +179,17 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
         """Whether a request may be evicted soon. On the leader."""
         return self._scheduler.preemption.is_short
 
-    def next_to_move(self, transfer_s_per_byte: float) -> str | None:
-        """The request that is evicted next if blocks run out. None: to evict it is cheaper than to have another engine
-        go on with its memory, or none can be evicted. On the leader."""
-        if (found := self._scheduler.preemption.next_victim()) is None:
-            return None
-        victim, evict_s = found
-        state = self.output_processor.state_of(victim)
-        leases = [one.request.lease for one in state.sequences if one.request.lease is not None]
-        num_blocks = len({block for lease in leases for block in lease.blocks})
-        own_bytes = num_blocks * self.sizes.block_bytes + len(leases) * self.sizes.state_slot_bytes
-        return state.id if self.relay.size * own_bytes * transfer_s_per_byte < evict_s else None
+    def next_to_move(self, transfer_s_per_byte: float) -> Iterator[str]:
+        """Requests that can be evicted, the one that is evicted next if blocks run out first: those with which another
+        engine goes on, with their memory, for less than that next eviction costs. On the leader."""
+        victims, evict_s = self._scheduler.preemption.next_victims()
+        states = {state.id: state for state in map(self.output_processor.state_of, victims)}
+        for state in states.values():
+            leases = [one.request.lease for one in state.sequences if one.request.lease is not None]
+            num_blocks = len({block for lease in leases for block in lease.blocks})
+            own_bytes = num_blocks * self.sizes.block_bytes + len(leases) * self.sizes.state_slot_bytes
+            if self.relay.size * own_bytes * transfer_s_per_byte < evict_s:
+                yield state.id
 
     def num_published(self, token_ids: Sequence[int], *, adapter: str | None = None, salt: str = "") -> int:
         """How many leading tokens the prefix cache holds now, for `Parcel.without`. On the leader."""

@@ -110,10 +110,10 @@ class PreemptionPolicy:
             return bool(admitted_requests.paused)
         return num_free < sum(map(may_need_block, admitted_requests.decoding))
 
-    def next_victim(self) -> tuple[Request, float] | None:
-        """The request that is evicted next if blocks run out, and how many seconds that costs; None: none can be."""
+    def next_victims(self) -> tuple[list[Request], float]:
+        """The requests that can be evicted, the next one first, and how many seconds the next eviction costs."""
         victims = self._victims((), num_needed=self._admitted_requests.num_live)
-        return (victims[0], self._seconds(victims[0])) if victims else None
+        return victims, self._seconds(victims[0]) if victims else 0.0
 
     def make_way(self, among: Collection[Request] | None) -> bool:
         """Evict one request, as none of `among` (None: all) can run and nothing is in flight; False: it would not help.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import logging
 import os
 import random
+import tracemalloc
 from collections import deque
 
 import pytest
 from echo import echo_tokens
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
-from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator import broadcast, core, protocol
 from megatron_infer.coordinator.core import CoordinatorCore
 from megatron_infer.coordinator.peers import PendingRequest
+from megatron_infer.coordinator.router import MAX_LOOKED_AT
 from megatron_infer.errors import ConfigError
 from megatron_infer.outputs.schema import Piece, bytes_to_ids, ids_to_bytes
-from megatron_infer.scheduler.context.block_digest import root_of
+from megatron_infer.scheduler.context.block_digest import DIGEST_SIZE, root_of
 
 ROOT = root_of(model="m")
 
@@ -74,9 +78,9 @@ class World:
                 self.core.receive(peer, protocol.Output(run.number, incarnation, [], True))
         return order
 
-    def beat(self, peer, incarnation, *, root=ROOT, version=0, **now):
+    def beat(self, peer, incarnation, *, root=ROOT, version=0, foreign=0, **now):
         now = protocol.EngineNow(root=root, weight_version=version, **now)
-        self.core.receive(peer, protocol.Beat(incarnation, now, 1, 0, 0.0))
+        self.core.receive(peer, protocol.Beat(incarnation, now, 1, foreign, 0.0))
 
     def commands(self, peer):
         return [message for message in self.take(peer) if isinstance(message, protocol.Command)]
@@ -118,7 +122,7 @@ class Worker:
     def work(self, rng):
         self.read()
         if self.runs and rng.random() < 0.3:
-            self.tell(protocol.EvictsNext(rng.choice(list(self.runs)), self.incarnation))
+            self.tell(protocol.EvictsNext(rng.sample(list(self.runs), min(2, len(self.runs))), self.incarnation))
         for number, (run, drawn) in list(self.runs.items()):
             if rng.random() < 0.5:
                 continue
@@ -597,6 +601,48 @@ def test_a_drain_is_a_command_that_holds_for_all_of_a_name_until_its_end():
     world.core.check()
 
 
+@pytest.mark.security
+def test_a_day_of_replicas_that_come_and_go_leaves_nothing(monkeypatch, caplog):
+    """Each under a name that nobody uses again: with requests and prefixes, drained, and mostly killed."""
+    caplog.set_level(logging.CRITICAL, logger="megatron_infer.coordinator")
+    monkeypatch.setattr(core, "MAX_LOST_DRAINED", 8)
+    monkeypatch.setattr(broadcast, "MAX_UNLOADED", 8)
+    world = World()
+    world.client()
+    sizes, numbers = [], itertools.count(1)
+    tracemalloc.start()
+    try:
+        for index in range(601):
+            peer = f"pod-{index}-{'x' * 100}".encode()
+            changes = {f"adapter-{index}": (float(index), None)}
+            of = world.replica(peer, capacity=1, num_blocks=50, takes_commands=True, adapter_changes=changes)
+            world.core.receive(peer, protocol.PrefixNews(of, ROOT, True, b"", os.urandom(DIGEST_SIZE * 20)))
+            given = [next(numbers) for _ in range(4)]
+            for number in given:
+                world.submit(number)
+            assert states(world) == {of: "running"}
+            drained(world, peer.decode(), move=index % 2 == 0)
+            assert states(world) == {of: "draining"}
+            if index % 10 == 9:
+                world.core.receive(peer, protocol.Goodbye())
+            world.core.unreachable(peer)
+            for number in given:
+                world.core.receive(b"client", protocol.Abort(number))
+            world.pass_time(0.5)
+            world.core.receive(b"client", protocol.Ping())
+            world.inboxes.clear()
+            world.core.check()
+            if index in (100, 600):
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[1] - sizes[0] < 20_000, sizes
+        assert drained(world, peer.decode(), end=True)[1].ok
+        of, answer = drained(world, peer.decode().replace("600", "1"), end=True)
+        assert (of, answer.ok) == ("coordinator", False) and "there are: none" in answer.message
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_place_that_a_lost_prefill_engine_had_at_another_one_is_filled():
     world = World(role_min_prompt_tokens=3)
     world.client()
@@ -628,9 +674,9 @@ def test_parcels_are_at_the_address_that_their_replica_has_registered():
     world.core.check()
 
 
-def short_of_blocks(**more):
+def short_of_blocks(*, policy="longest_prefix", **more):
     """A world in which replica "a" runs a request and lacks blocks -> (world, its incarnation, its run)."""
-    world = World()
+    world = World(policy=policy)
     world.client()
     incarnation = world.replica(b"a", capacity=8, num_blocks=4, **more)
     world.submit(1)
@@ -638,12 +684,14 @@ def short_of_blocks(**more):
     return world, incarnation, run
 
 
-def ask_for_room(world, peer, incarnation, run):
-    """-> whether the replica is to hand the request out."""
+def ask_for_room(world, peer, incarnation, *runs):
+    """-> the number of the request that the replica is to hand out, if it is to."""
     world.take(peer)
-    world.core.receive(peer, protocol.EvictsNext(run.number, incarnation))
+    world.core.receive(peer, protocol.EvictsNext([run.number for run in runs], incarnation))
     world.core.check()
-    return protocol.HandOut(run.number) in world.take(peer)
+    numbers = [message.number for message in world.take(peer) if isinstance(message, protocol.HandOut)]
+    assert len(numbers) <= 1
+    return next(iter(numbers), None)
 
 
 def test_a_request_that_would_be_evicted_goes_once_to_a_replica_that_is_half_empty():
@@ -657,8 +705,41 @@ def test_a_request_that_would_be_evicted_goes_once_to_a_replica_that_is_half_emp
     counts = world.core.counts
     assert (counts.moved, counts.relieved, counts.resent) == (1, 1, 0)
     assert not ask_for_room(world, b"b", other, again), "the first one is empty now, and the request has moved"
+    world.submit(2)
+    world.submit(3)
+    (third,) = world.runs(b"b")
+    assert ask_for_room(world, b"b", other, again, third) == third.number, "of two the one that has not moved"
+    assert not ask_for_room(world, b"b", other, again, third), "both are on their way or have moved"
     world.core.receive(b"b", protocol.Output(again.number, other, [Piece(0, 0, b"", "", "length")], True))
     world.core.check()
+
+
+def test_where_no_other_has_the_adapter_of_the_first_request_the_next_one_moves():
+    world, one, run = short_of_blocks(adapters={"x": "1"})
+    world.submit(2, adapter="x")
+    (of_adapter,) = world.runs(b"a")
+    world.replica(b"b", capacity=8, num_blocks=4)
+    assert not ask_for_room(world, b"a", one, of_adapter)
+    assert ask_for_room(world, b"a", one, of_adapter, run) == run.number
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "round_robin"])
+@pytest.mark.parametrize("least", ["adapter", "rows"])
+def test_a_place_is_found_after_any_number_of_replicas_that_cannot_have_the_request(policy, least):
+    world, one, _ = short_of_blocks(adapters={"x": "1"}, policy=policy)
+    world.submit(2, adapter="x")
+    (run,) = world.runs(b"a")
+    for index in range(MAX_LOOKED_AT + 8):
+        peer = f"n{index}".encode()
+        if least == "adapter":
+            world.replica(peer, capacity=8, num_blocks=4)
+            continue
+        incarnation = world.replica(peer, capacity=8, num_blocks=4, adapters={"x": "1"})
+        world.beat(peer, incarnation, foreign=5, adapters={"x": "1"})
+    world.replica(b"last", capacity=8, num_blocks=4, adapters={"x": "1"})
+    assert ask_for_room(world, b"a", one, run)
+    world.core.receive(b"a", protocol.HandedOut(run.number, one, "x"))
+    assert world.runs(b"last")
 
 
 @pytest.mark.parametrize(

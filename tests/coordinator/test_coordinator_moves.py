@@ -301,6 +301,22 @@ def test_an_engine_is_short_only_if_a_request_may_need_another_block(model, more
     assert len(done) == 4
 
 
+def test_an_engine_names_the_requests_that_are_cheaper_to_move_than_its_next_eviction(model):
+    engine = make_engine(model, max_requests=8, buffer_size_gb=pool_of(model, 40))
+    for index in range(4):
+        params = SamplingParams(max_tokens=60, n=1 + index % 2, seed=index, ignore_eos=True)
+        engine.add_request([index + 1, *PROMPT[: 10 * index]], params, request_id=str(index))
+    for _ in range(4):
+        engine.step()
+    order = list(engine.next_to_move(0.0))
+    assert sorted(order) == ["1", "2", "3"], "each once, and not the oldest"
+    rates = [10 ** (-exponent / 4) for exponent in range(80)]
+    found = [list(engine.next_to_move(s_per_byte)) for s_per_byte in rates]
+    assert found[0] == [] and found[-1] == order
+    assert any(0 < len(one) < 3 for one in found), "the smaller ones at less"
+    assert all(one == [each for each in order if each in one] for one in found)
+
+
 def recomputed(*engines) -> int:
     return sum(engine.stats().counters["recomputed_tokens"] for engine in engines)
 
