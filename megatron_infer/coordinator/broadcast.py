@@ -354,9 +354,10 @@ class Broadcasts:
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> bool:
         """-> whether the broadcast has ended with this answer."""
-        broadcast = self._running.get(number)
-        if (caught_up := self._catching_up.pop(number, None)) is not None:
-            self._caught_up(*caught_up, answer)
+        broadcast, catching_up = self._running.get(number), self._catching_up.get(number)
+        if catching_up is not None and catching_up[0].peer == peer:
+            del self._catching_up[number]
+            self._caught_up(*catching_up, answer)
         if broadcast is None or peer not in broadcast.waiting:
             return False  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer

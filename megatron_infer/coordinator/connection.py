@@ -229,7 +229,7 @@ class CoordinatorConnection:
         self._handler.on_lost(error, final)
 
     def _receive(self, dealer: zmq.Socket[bytes], data: bytes) -> None:
-        message = protocol.decode(data, limit=1 << 30)
+        message = protocol.decode(data, limit=protocol.MAX_PASSED_ON)
         if isinstance(message, protocol.Welcome):
             if message.nonce == self._nonce and not self.welcomed.is_set():  # the last hello's, for the first time
                 self._welcome(dealer, message)

@@ -32,6 +32,8 @@ MAX_MESSAGES = 256
 """Most messages in one batch."""
 MAX_UNSENT = 1 << 14
 """Most unsent batches for a peer that does not read; beyond, it is removed."""
+ROOM = 64
+"""See `protocol.decode`: what a replica tells of itself is a few levels deeper in a Report."""
 ROLES = ("client", "replica")
 
 
@@ -119,7 +121,7 @@ class Coordinator:
     def _put(self, peer: bytes, message: protocol.Message) -> None:
         """Queue a message for the next flush."""
         try:
-            data = protocol.encode(message, limit=self.options.max_message)
+            data = protocol.encode(message, limit=protocol.MAX_PASSED_ON)
         except protocol.MessageTooLarge as error:
             data = protocol.encode(protocol.Refused("size", f"a message for you is too large: {error}"))
         messages = self._outbox.get(peer)
@@ -139,7 +141,7 @@ class Coordinator:
 
     def _receive(self, peer: bytes, data: bytes) -> None:
         try:
-            message = protocol.decode(data, limit=self.options.max_message)
+            message = protocol.decode(data, limit=self.options.max_message, room=ROOM)
         except protocol.BadMessage as error:
             schema = protocol.schema_of(data) if len(data) < 4096 else None
             if schema is not None and schema != protocol.SCHEMA:

@@ -30,6 +30,8 @@ log = logging.getLogger("megatron_infer.coordinator")
 
 MAX_SIZE = 1 << 24
 """Most requests at once, and tokens of a block, that a replica can claim."""
+MAX_LISTED = 20
+"""Names of replicas in a message."""
 MAX_LOST_DRAINED = 1024
 """Names of lost replicas for which a drain stays in force: those that were lost last."""
 
@@ -292,8 +294,9 @@ class CoordinatorCore:
         found = [replica for replica in self._registered() if replica.name == name]
         is_known = bool(found) or (drain.end and name in self._drained)  # a drained one may be lost for now
         if not is_known:
-            names = ", ".join(replica.name for replica in self._registered())
-            text = f"no replica {name[:60]!r}; there are: {names or 'none'}"
+            there = [replica.name for replica in self._registered()]
+            more = f" and {len(there) - MAX_LISTED:,} more" if len(there) > MAX_LISTED else ""
+            text = f"no replica {name[:60]!r}; there are: {', '.join(there[:MAX_LISTED]) or 'none'}{more}"
             answer = protocol.Answer(ok=False, kind="ConfigError", message=text)
         elif not all(replica.register is not None and replica.register.takes_commands for replica in found):
             text = f"replica {name} takes no commands (drain): start it with --control (control=True)"
@@ -384,13 +387,17 @@ def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
     limits = ("max_sequence_length", "vocab_size", "num_blocks")
     if info.limits and not all(info.limits.get(name, 0) > 0 for name in limits):
         return f"limits without {', '.join(limits)}, which are at least 1"
-    if not all(math.isfinite(stamp) for stamp, _ in register.adapter_changes.values()):
-        return "changes of adapters whose stamps are no finite numbers"
+    if not all(_is_change(name, *change) for name, change in register.adapter_changes.items()):
+        return "changes of adapters whose stamps are no finite numbers, or whose arguments have another name"
     if info.policy not in {policy.value for policy in Policy} or not 0.0 <= info.alpha <= 1.0:
         return f"policy {info.policy[:40]!r} with alpha {info.alpha}"
     if register.parcels and not register.parcels.startswith(("tcp://", "ipc://")):
         return f"parcels at {register.parcels[:60]!r}, which is neither tcp:// nor ipc://"
     return ""
+
+
+def _is_change(adapter: str, stamp: float, loaded: dict[str, Any] | None) -> bool:
+    return math.isfinite(stamp) and (loaded is None or loaded.get("name") == adapter)
 
 
 def _digests(joined: bytes) -> list[bytes]:

@@ -43,6 +43,10 @@ MAX_FRAME = 64 << 10
 """Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
 MAX_NAMED = 4
 """Requests that an EvictsNext names."""
+MAX_PASSED_ON = 1 << 30
+"""Bytes of a message from the coordinator: one that it passes on grows, such as by the tokens that a client has."""
+SHALLOW = 512
+"""A message of fewer bytes has too few levels for any limit of a stack."""
 DEFAULT_PORT = 5757
 
 
@@ -496,14 +500,24 @@ def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
     return frame
 
 
-def decode(frame: bytes, *, limit: int = MAX_MESSAGE) -> Message:
-    """Decode a message. Raises BadMessage, which says what is wrong with it."""
+def decode(frame: bytes, *, limit: int = MAX_MESSAGE, room: int = 0) -> Message:
+    """Decode a message. Raises BadMessage, which says what is wrong with it. room: levels that it may be deeper nested,
+    or encoded deeper in the stack, when it is passed on."""
     if len(frame) > limit:
         raise MessageTooLarge(f"a message of {len(frame):,} bytes, the limit is {limit:,}; send less at once")
     try:
-        return _decoder.decode(frame)
+        message = _decoder.decode(frame)
+        if room and len(frame) >= SHALLOW:
+            _encoder.encode(_nested(message, room))
+        return message
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise BadMessage(_what_is_wrong(frame, error)) from None
+
+
+def _nested(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
 
 
 def _what_is_wrong(frame: bytes, error: BaseException) -> str:

@@ -11,6 +11,7 @@ the coordinator's has other weights, whatever its version is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,8 @@ def are_sources(given: Any) -> bool:
 
 def _weights_of(saved: Any) -> Weights:
     stamp, sources = saved
+    if not math.isfinite(stamp):
+        raise ValueError(f"a stamp of {stamp}")
     return Weights(float(stamp), _sources_of(sources))
 
 

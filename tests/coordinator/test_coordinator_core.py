@@ -602,6 +602,32 @@ def test_a_drain_is_a_command_that_holds_for_all_of_a_name_until_its_end():
 
 
 @pytest.mark.security
+def test_a_drain_of_an_unknown_name_is_answered_briefly_however_many_replicas_there_are():
+    world = World()
+    world.client()
+    for index in range(1000):
+        world.replica(f"{'x' * 190}-{index}".encode())
+    _, answer = drained(world, "y" * 100_000, move=True)
+    assert answer.kind == "ConfigError" and "and 980 more" in answer.message and len(answer.message) < 5000
+
+
+@pytest.mark.security
+def test_a_replica_that_moves_all_it_has_and_is_the_only_one_keeps_its_requests():
+    world = World()
+    world.client()
+    incarnation = world.replica(b"only", takes_commands=True)
+    world.submit(1)
+    (run,) = world.runs(b"only")
+    _, answer = drained(world, "only", move=True)
+    assert answer.value == {"running": 1} and not world.take(b"only"), "there is no other one"
+    world.core.receive(b"only", protocol.HandedOut(run.number, incarnation, "x"))
+    assert world.core.stats()["waiting"] == 1 and not world.runs(b"only")
+    assert drained(world, "only", end=True)[1].ok
+    assert world.served(b"only", incarnation) == [1]
+    world.core.check()
+
+
+@pytest.mark.security
 def test_a_day_of_replicas_that_come_and_go_leaves_nothing(monkeypatch, caplog):
     """Each under a name that nobody uses again: with requests and prefixes, drained, and mostly killed."""
     caplog.set_level(logging.CRITICAL, logger="megatron_infer.coordinator")

@@ -256,3 +256,68 @@ def test_figures_of_a_replica_that_cannot_be_read_are_left_out(caplog: pytest.Lo
         wait_for(lambda: "cannot be read" in caplog.text)
         assert case.http.get("/metrics").status_code == 200
     assert caplog.text.count("cannot be read") == 1
+
+
+def deep(message: protocol.Message, levels: int) -> bytes:
+    """The message with a list of so many levels in the place of "deep"."""
+    data, mark = protocol.encode(message), msgspec.msgpack.encode("deep")
+    assert data.count(mark) == 1
+    return data.replace(mark, b"\x91" * levels + b"\x01")
+
+
+def test_nesting_that_could_be_read_and_not_passed_on_is_refused_and_the_coordinator_goes_on() -> None:
+    """A few levels below the limit of the stack once ended the coordinator."""
+    levels = (*range(900, 1000), 3_000, 30_000)
+    with (
+        cluster(1, timeout_s=20.0) as (one, replicas, client),
+        RawPeer(one.address) as peer,
+        RawPeer(one.address) as of,
+    ):
+        peer.enter("client", random.Random(0))
+        incarnation = of.enter("replica", random.Random(1))
+        of.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
+        beat = protocol.Beat(incarnation, NOW, 4, 0, 0.0, {"figures": "deep"})
+        wait_for(lambda: len(client.stats()["replicas"]) == 2)
+        for count in levels:
+            submit = protocol.Submit(count, IDS, None, "", {"metadata": "deep"}, None, False)
+            peer.send(*protocol.frames_of([deep(submit, count)]))
+            of.send(*protocol.frames_of([deep(beat, count)]))
+            client.stats()
+        assert any(isinstance(message, protocol.Refused) for message in peer.read(100))
+        of.say(protocol.Goodbye())
+        wait_for(lambda: len(client.stats()["replicas"]) == 1)
+        is_served(client)
+        assert not replicas[0].failure
+
+
+def test_an_accepted_request_is_sent_to_a_replica_though_it_grows_beyond_the_limit_of_its_client() -> None:
+    with cluster(0, max_message=1 << 12, timeout_s=20.0) as (one, _, client), RawPeer(one.address) as peer:
+        incarnation = peer.enter("replica", random.Random(0))
+        peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
+        wait_for(lambda: client.stats()["replicas"])
+        future = client.submit(list(range(920)), SamplingParams(max_tokens=40, temperature=0.0))
+        run = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Run))
+        tokens = echo_tokens(list(range(920)), 40)
+        piece = Piece(0, 0, ids_to_bytes(tokens[:36]), "")
+        peer.say(protocol.Output(run.number, incarnation, [piece], False))
+        peer.say(protocol.Goodbye())
+        with replica(one.address):
+            assert future.result(30).outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"adapter_changes": {"x": (1.0, {"path": "x"})}},
+        {"adapter_changes": {"x": (float("nan"), None)}},
+        {"weights": {"now": [float("inf"), []], "before": None, "is_open": False}},
+    ],
+    ids=["an adapter without a name", "a stamp that is no number", "weights that are newer than any"],
+)
+def test_replica_that_tells_of_impossible_commands_is_refused_and_the_coordinator_goes_on(more: dict[str, Any]) -> None:
+    with cluster(1, timeout_s=20.0) as (one, _, client), RawPeer(one.address) as peer:
+        incarnation = peer.enter("replica", random.Random(0))
+        peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation, **more))
+        refused = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Refused))
+        assert "cannot register" in refused.message and len(client.stats()["replicas"]) == 1
+        is_served(client)
