@@ -106,7 +106,9 @@ def run(name: str, folder: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-q", "-n0", "-m", "", "-k", framework.chosen, f"--junitxml={report}"]
-        done = subprocess.run([*command, *framework.tests], cwd=ROOT, env=with_path("SLIME"))
+        # Megatron-LM compiles with the first python3 of PATH, and ends where that has no pybind11
+        path = {"PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]])}
+        done = subprocess.run([*command, *framework.tests], cwd=ROOT, env=with_path("SLIME") | path)
         result.seconds = time.perf_counter() - began
         if not report.exists():
             result.error = f"pytest ended with {done.returncode}"

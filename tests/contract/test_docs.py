@@ -20,6 +20,7 @@ FOREIGN_FILES = (
         "server_control.py",
         "examples/inference/advanced/gpt_dynamic_inference.py",
         "examples/inference/advanced/gpt_dynamic_inference_with_coordinator.py",
+        "examples/inference/launch_inference_server.py",
         "examples/inference/offline_inference.py",
         "gpt_static_inference.py",
         "run_text_generation_server.py",

@@ -12,8 +12,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 import frameworks  # noqa: E402
 
 CASE = """
+import shutil
+import sys
+from pathlib import Path
 import pytest
-def test_tiny_passes(): pass
+def test_tiny_passes():
+    assert Path(shutil.which("python3")).parent == Path(sys.executable).parent
 def test_tiny_fails(): assert False
 @pytest.mark.skip(reason="no checkout")
 def test_tiny_waits(): pass

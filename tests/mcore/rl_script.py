@@ -1,4 +1,7 @@
-"""A script of Megatron-LM: megatron/rl's MegatronLocal generates, is suspended, and generates on under a new epoch."""
+"""A script of Megatron-LM: megatron/rl's MegatronLocal generates, is suspended, and generates on under a new epoch.
+
+Requests reach MegatronLocal by a call, or, where SERVED is set, by HTTP through megatron/rl's InferenceInterfaceServer.
+"""
 
 import asyncio
 import json
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from megatron.inference.utils import add_inference_args, get_model_for_inference
 from megatron.rl.inference.api import InferenceRequest, LLMChatMessage
 from megatron.rl.inference.megatron import MegatronLocal
+from megatron.rl.server.inference.inference_interface_server import InferenceInterfaceClient, InferenceInterfaceServer
 from megatron.training import get_args, initialize_megatron
 from megatron.training.arguments import parse_and_validate_args
 
@@ -19,28 +23,36 @@ def request(text: str) -> InferenceRequest:
 
 
 async def main(model: torch.nn.Module, port: int) -> None:
-    interface = await MegatronLocal.launch(model, host="127.0.0.1", port=port)
+    where = {"model": model, "host": "127.0.0.1", "port": port}
+    if "SERVED" in os.environ:
+        server = await InferenceInterfaceServer.launch(MegatronLocal, **where)
+        client = InferenceInterfaceClient(env_server_host_port=server.env_server_host_port)
+        interface = server._inference_interface
+        while not server._server.started:
+            await asyncio.sleep(0.05)
+    else:
+        server = client = interface = await MegatronLocal.launch(**where)
     engine = interface._inference_engine
     assert type(engine).__module__ == "megatron_infer.mcore.engine"
     is_first = dist.get_rank() == 0
     ids: list[str] = []
     interface.set_generation_epoch(1)
     if is_first:
-        first = await asyncio.gather(*(interface.base_generate(request("What is rain?")) for _ in range(3)))
+        first = await asyncio.gather(*(client.base_generate(request("What is rain?")) for _ in range(3)))
         ids += [one.completion_id for one in first]
-        waiting = asyncio.ensure_future(interface.base_generate(request("What is rain?")))
+        waiting = asyncio.ensure_future(client.base_generate(request("What is rain?")))
         await asyncio.sleep(0.05)
-    await interface.suspend()
+    await server.suspend()
     dist.barrier()  # a training step
     interface.set_generation_epoch(2)
-    await interface.resume()
+    await server.resume()
     if is_first:
         last = await waiting
         ids.append(last.completion_id)
         assert {tuple(one.token_ids) for one in first} == {tuple(last.token_ids)}
         assert all(len(one.logprobs) == len(one.token_ids) - one.prompt_length for one in (*first, last))
     records = interface.merge_global_request_ledgers()
-    await interface.kill()
+    await server.kill()
     if is_first:
         epochs = [records[one].policy_epoch for one in ids]
         assert len(records) == 4 and all(one == [(0, 1)] for one in epochs[:3]), epochs

@@ -109,15 +109,12 @@ def test_a_script_of_inference_draws_the_engines_tokens(saved, tmp_path, script,
         assert len(one["logprobs"]) == 8 + of_prompt and max(one["logprobs"]) < 0
 
 
-def test_the_text_generation_server_answers(saved):
-    """The script runs the model in bf16: tokens are the greedy ones of megatron-core's own forward in bf16, or, where
-    two logits are next to each other in bf16, either of them."""
-    checkpoint, _ = saved(1, NULL)
+def answers_of_a_server(script: str, checkpoint: Path) -> list[list[int]]:
+    """Tokens of a server's answers to IDS."""
     port = free_port()
-    script = Path(MEGATRON) / "tools" / "run_dynamic_text_generation_server.py"
     arguments = [*MODEL, *NULL, *ENGINE, "--load", checkpoint, "--host", "127.0.0.1", "--port", port]
     server = subprocess.Popen(
-        command(1, "-m", "megatron_infer.mcore", script, *arguments),
+        command(1, "-m", "megatron_infer.mcore", Path(MEGATRON) / script, *arguments),
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -138,7 +135,19 @@ def test_the_text_generation_server_answers(saved):
     finally:
         server.terminate()  # torchrun passes it on to its ranks, which are sessions of their own
         server.wait(120)
-    answers = [[int(word) for word in one["text"].split()] for one in choices]
+    return [[int(word) for word in one["text"].split()] for one in choices]
+
+
+def test_the_server_of_the_high_level_api_answers(saved):
+    checkpoint, expected = saved(1, NULL)
+    assert answers_of_a_server("examples/inference/launch_inference_server.py", checkpoint) == expected
+
+
+def test_the_text_generation_server_answers(saved):
+    """The script runs the model in bf16: tokens are the greedy ones of megatron-core's own forward in bf16, or, where
+    two logits are next to each other in bf16, either of them."""
+    checkpoint, _ = saved(1, NULL)
+    answers = answers_of_a_server("tools/run_dynamic_text_generation_server.py", checkpoint)
     assert [len(answer) for answer in answers] == [8, 8, 8]
     pairs = json.dumps(list(zip(IDS, answers, strict=True)))
     text = run(1, HERE / "forward_script.py", *MODEL, *NULL, "--load", checkpoint, "--bf16", ANSWERS=pairs)
@@ -147,13 +156,15 @@ def test_the_text_generation_server_answers(saved):
     assert max(map(max, steps)) <= 2, steps
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_megatron_rl_generates_over_http_and_keeps_its_ledger(saved, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "served"), [(1, False), (2, False), (1, True)])
+def test_megatron_rl_generates_over_http_and_keeps_its_ledger(saved, tmp_path, ranks, served):
     open_source("smollm2").tokenizer().save(tmp_path)
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     checkpoint, _ = saved(1, tokenizer)
     arguments = [*MODEL, *tokenizer, *ENGINE, "--load", checkpoint]
     more = {"HTTP_PORT": str(free_port())}
+    if served:
+        more |= {"SERVED": "1", "MEGATRON_RL_INFERENCE_SERVER_PORT": str(free_port())}
     text = run(ranks, "-m", "megatron_infer.mcore", HERE / "rl_script.py", *arguments, **more)
     assert all(f"rank {rank} done" in text for rank in range(ranks))
 
