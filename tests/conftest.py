@@ -56,6 +56,8 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell script ignores Ctrl-C
     # no key of a coordinator is left in the user's home, or found there; what is compiled stays where it is
     os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    # to import torch's compiler is half of what a small training step costs each rank; see models/test_late_compile.py
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     home = os.environ["HOME"] = tempfile.mkdtemp(prefix="home-of-tests-")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 

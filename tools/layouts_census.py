@@ -109,7 +109,7 @@ KINDS = ("GPT", "MoE", "hybrid", "MLA")
 
 
 PRELOAD = (
-    *("torch._dynamo", "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.pipeline_parallel"),
+    *("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.pipeline_parallel"),
     *("megatron_infer.rl.session", "engine_ranks", "session_case", "trainers", "training_case"),
 )
 """Imports that all cells share: half of what one costs."""

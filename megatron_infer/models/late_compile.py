@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -17,12 +18,16 @@ def compiling_late() -> Iterator[None]:
 
     The first decoration imports torch's compiler, a third of the time and memory of megatron-core's import; most
     processes never call a compiled function. What is called computes as before. torch itself is left as it was.
+    With torch's own switch, TORCH_COMPILE_DISABLE=1, functions stay as they are written.
     """
     compile_now = torch.compile
+    is_disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
     def late(function: Any = None, **options: Any) -> Any:
         if options or not isinstance(function, FunctionType):
             return compile_now(function, **options)
+        if is_disabled:
+            return function
         return _compiled_when_called(function, compile_now)
 
     torch.compile = late  # type: ignore[assignment]

@@ -210,7 +210,6 @@ def play(rank: int, folder: str, case: Case) -> None:
     size, _, options = LAYOUTS[case.layout]
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
-    torch.compiler.set_stance("force_eager")
     result: dict[str, Any] = {"error": None}
     calls = Calls(case, folder, is_victim=rank == case.victim)
     model, optimizer = trainer_of(case.layout)

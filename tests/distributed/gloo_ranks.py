@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["megatron_infer.engine.engine", "megatron_infer.rl.updates", "megatron_infer.testing.tiny", "pytest"]
+PRELOAD = [
+    *("megatron_infer.engine.engine", "megatron_infer.rl.updates", "megatron_infer.testing.tiny", "pytest"),
+    "torch._dynamo",  # what an optimizer imports at its first step
+]
 
 
 def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:

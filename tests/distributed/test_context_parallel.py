@@ -173,7 +173,6 @@ def check_twins() -> None:
 
 
 def on_modes(rank: int, size: int, folder: Path) -> None:
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     check_twins()
     (scores, grads), (whole_scores, whole_grads) = over_both(exact)
     assert all(map(torch.equal, scores, whole_scores))

@@ -48,7 +48,6 @@ def answers(model: Any) -> tuple[Any, ...]:
 
 
 def on_models(rank: int, size: int, folder: Path, names: list[str]) -> None:
-    torch.compiler.set_stance("force_eager")
     for name in names:
         settings = MODELS[name]
         new_groups()

@@ -264,7 +264,6 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 def on_rounds(rank: int, size: int, folder: Path, names: list[str]) -> None:
-    torch.compiler.set_stance("force_eager")
     mesh = init_device_mesh("cpu", (size,))
     for name in names:
         check_rounds(rank, (QUICK | REST | OTHER_LAYOUTS)[name], mesh)
@@ -290,7 +289,6 @@ def on_steps(rank: int, size: int, folder: Path) -> None:
     """Ranks have 3 and 5 sequences, in other numbers of micro-batches."""
     mesh = init_device_mesh("cpu", (size,))
     new_groups()
-    torch.compiler.set_stance("force_eager")
     for case in (QUICK["layers and root"], REST["experts"]):
         ours, twin = Trainer(case, mesh), Trainer(case, mesh)
         session = make_session(ours.model, settings={"collective_timeout_s": 60})

@@ -134,7 +134,6 @@ def bytes_of_tensors() -> int:
 
 
 def on_moves(rank: int, size: int, folder: Path, moves: list[tuple[str, Layout, Layout]]) -> None:
-    torch.compiler.set_stance("force_eager")
     for kind, before, after in moves:
         check_move(rank, folder, kind, before, after)
 
@@ -202,7 +201,6 @@ def test_four_ranks_generate_in_another_layout_what_one_process_does(tmp_path: P
 
 def on_training(rank: int, size: int, folder: Path) -> None:
     """A trainer and its twin that never meets an engine."""
-    torch.compiler.set_stance("force_eager")
     for before, after in (({"tp": 2}, {}), ({}, {"tp": 2})):
         ours, twin = (MegatronTrainer(model_of("tied", before), distributed=True, overlap=True) for _ in range(2))
         bare = ours.model.module

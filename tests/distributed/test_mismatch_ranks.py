@@ -125,7 +125,6 @@ def test_all_ranks_have_the_figures_and_the_place_of_one_process(tmp_path: Path,
 
 
 def on_drifted_copies(rank: int, size: int, folder: Path) -> None:
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     new_groups(**LAYOUTS["EP2"])
     model = tiny_gpt(**MODEL, **LAYOUTS["EP2"], **EXPERTS)
     share_what_is_not_expert(model)

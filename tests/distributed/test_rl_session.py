@@ -102,7 +102,6 @@ def on_layouts(rank: int, size: int, folder: Path, kind: str) -> None:
 
     if size == 2:
         check_split_logprobs(rank)
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     weights, want = torch.load(folder / "one.pt")
     settings, names = KINDS[kind]
     for name in names:

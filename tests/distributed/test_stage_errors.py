@@ -108,7 +108,6 @@ ASKS_FOR_CUDA: dict[str, dict[str, Any]] = {
 
 def on_cpus(rank: int, size: int, folder: Path) -> None:
     """Parts of megatron-core's training that need CUDA: an error that names the remedy, and the remedy holds."""
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     for name, sizes in ASKS_FOR_CUDA.items():
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("parallel_size")})
         ends = stage_ends(rank, 2) if name == "pipeline stages" else {}

@@ -70,7 +70,6 @@ def is_split(settings: dict[str, Any]) -> bool:
 def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
     from megatron.core.distributed import finalize_model_grads
 
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     for name in names:
         settings, make = CASES[name]
         new_groups(**{key: value for key, value in settings.items() if key.endswith("parallel_size")})
@@ -138,7 +137,6 @@ def on_own_sequences(rank: int, size: int, folder: Path) -> None:
     """Sequences of other lengths and numbers on each rank, where tokens are gathered and where they are sent."""
     from megatron.core.distributed import finalize_model_grads
 
-    torch.compiler.set_stance("force_eager")
     new_groups(**EP)
     send = torch.distributed.all_to_all_single
 

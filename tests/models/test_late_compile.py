@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron_infer.models.late_compile import compiling_late
 @pytest.fixture
 def compiled(monkeypatch):
     """(name, options) of each call of torch.compile, which takes the backend that runs functions as they are."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     names, compile_now = [], torch.compile
 
     def record(function=None, **options):
@@ -64,8 +67,40 @@ def test_decorator_with_options_and_modules_compile_at_once(compiled):
     assert [options for _, options in compiled] == [{"dynamic": True}, {"fullgraph": True}]
 
 
+def test_functions_stay_as_they_are_written_where_torch_is_told_to_compile_none(compiled, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+
+    def double(x):
+        return x + x
+
+    with compiling_late():
+        assert torch.compile(double) is double
+    assert not compiled
+
+
+COMPILED = (
+    "engine/answers/test_exact_training.py::test_gradients_are_those_of_the_stock_forward[delta-train]",
+    "engine/answers/test_same_answer.py::test_first_tokens_equal_the_full_forward_of_the_training_path[hybrid]",
+    "engine/suspend/test_suspend.py::test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed[delta]",
+    "rl/test_training_step.py",
+)
+"""Tests of what megatron-core compiles: gates of attention and of delta nets, biases of routers."""
+
+
+@pytest.mark.long
+def test_training_holds_its_promises_with_what_megatron_core_compiles():
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", *(str(tests / name) for name in COMPILED)]
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
+    done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.long
 def test_engine_is_imported_without_torchs_compiler():
     code = "import sys, megatron_infer.engine.llm; print('torch._inductor.lowering' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "False"

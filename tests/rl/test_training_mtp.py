@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
 SEQUENCES = sequences_of([14, 14, 9, 9, 9, 5])
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    """megatron-core compiles a function of its routers."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("settings", [{}, EXPERTS], ids=["dense", "experts"])

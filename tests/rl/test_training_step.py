@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,6 @@ MODELS: dict[str, Any] = {
 SEQUENCES = sequences_of([14, 14, 9, 9, 9, 5])
 GROUPS = [[0, 1], [2, 3, 4], [5]]
 LIMIT = 28
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    """megatron-core compiles a function of its routers."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.fixture(autouse=True)

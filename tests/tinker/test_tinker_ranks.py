@@ -81,7 +81,6 @@ def calls(api, kind):
 
 def part_of(folder, kind, model, **sizes):
     """This rank's part of the model in `folder`, and its clients."""
-    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     is_divided = TP in sizes and model == "experts"
     if is_divided or PP in sizes or EP in sizes:  # of which megatron-core trains the parts on CUDA alone
         compute = TrainingClient.forward_backward

@@ -17,13 +17,6 @@ from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.tiny import tiny_config, tiny_gpt, tiny_hybrid, tiny_mamba
 
 
-@pytest.fixture(scope="module", autouse=True)
-def eager():
-    """megatron-core's activations as they are written: compiling them takes seconds, and is looked at elsewhere."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def mixer_of(model, layer: int = 0):
     return model.decoder.layers[layer].mixer
 

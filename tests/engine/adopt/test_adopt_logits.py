@@ -218,13 +218,6 @@ def make(name, **more):
     return tiny_gpt(**ARCHITECTURES[name], **more)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def eager():
-    """megatron-core's activations as they are written: compiling them takes seconds, and is looked at elsewhere."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *HYBRIDS])
 def test_paged_logits_equal_the_full_forward(name):
     model = make(name)
