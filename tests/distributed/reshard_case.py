@@ -39,13 +39,17 @@ PROMPTS = [[(i * 7 + 3 * j) % 120 + 4 for j in range(length)] for i, length in e
 
 
 def save_models(folder: Path) -> None:
-    """As checkpoints, which megatron-core's own code divides over ranks; and one of transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # not in every rank: it takes seconds
-
+    """As checkpoints, which megatron-core's own code divides over ranks."""
     for name in WHOLE:
         model = whole_model(name)
         save_checkpoint(model, folder / name)
         torch.save(model.state_dict(), folder / f"{name}.pt")
+
+
+def save_llama(folder: Path) -> None:
+    """A model of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # not in every rank: it takes seconds
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3}
     llama = LlamaConfig(vocab_size=131, num_hidden_layers=2, max_position_embeddings=256, **sizes)

@@ -23,19 +23,21 @@ SETTINGS = {"plain": {}, "chunked, prefix, overlap": {"prefix": "lru", "overlap"
 drafting = partial(make_engine, draft="mtp")
 
 
-def on_rank(rank: int, size: int, folder: Path) -> None:
+def on_rank(rank: int, size: int, folder: Path, first: str) -> None:
+    """first: the settings of the first of four cases; the next case has the other settings, and so on, over the kinds
+    of ranks and models so that each kind has both."""
     want = read_json(folder / "want.json")
-    for how in ("pipeline", "tensor"):
+    for row, how in enumerate(("pipeline", "tensor")):
         ranks.new_groups(**{f"{how}_model_parallel_size": size})
-        for name in ("knows", "guesses"):
+        for column, name in enumerate(("knows", "guesses")):
             part = build_model(CheckpointSource(folder / name), **{f"{how}_parallel": size})
-            for settings in SETTINGS.values():
-                engine = drafting(part, **settings, collective_timeout_s=60)
-                assert run(engine, "sampled") == want[name], (how, name)
-                found = engine.spec_decode_metrics()
-                assert found.num_drafted > 50 and (found.acceptance_rate == 1) == (name == "knows"), found
-                assert (engine.sizes.draft_block_bytes > 0) == (how == "tensor" or rank == size - 1)
-                engine.rank_group.lockstep.close()
+            settings = SETTINGS[[*SETTINGS][([*SETTINGS].index(first) + row + column) % 2]]
+            engine = drafting(part, **settings, collective_timeout_s=60)
+            assert run(engine, "sampled") == want[name], (how, name)
+            found = engine.spec_decode_metrics()
+            assert found.num_drafted > 50 and (found.acceptance_rate == 1) == (name == "knows"), found
+            assert (engine.sizes.draft_block_bytes > 0) == (how == "tensor" or rank == size - 1)
+            engine.rank_group.lockstep.close()
             save_checkpoint(part, folder / f"{name}, {how}")
     ranks.new_groups(pipeline_model_parallel_size=size)
     with pytest.raises(ConfigError, match="needs an output layer of its own"):
@@ -45,7 +47,10 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         drafting(part, speculative=MTP | {"verification": "residual"}, collective_timeout_s=60)
 
 
-def test_two_ranks_draft_what_one_process_does(tmp_path):
+@pytest.mark.parametrize(
+    "first", [name if name == "plain" else pytest.param(name, marks=pytest.mark.long) for name in SETTINGS]
+)
+def test_two_ranks_draft_what_one_process_does(tmp_path, first):
     """And save what they loaded."""
     want = {}
     for name, model in (("knows", knowing(num_layers=2)), ("guesses", guessing())):
@@ -53,7 +58,7 @@ def test_two_ranks_draft_what_one_process_does(tmp_path):
         want[name] = run(drafting(build_model(CheckpointSource(tmp_path / name)), speculative=None), "sampled")
     save_checkpoint(guessing(share_embeddings_and_output_weights=True), tmp_path / "tied")
     (tmp_path / "want.json").write_text(json.dumps(want))
-    ranks.run_on_ranks(on_rank, 2, tmp_path)
+    ranks.run_on_ranks(on_rank, 2, tmp_path, first)
     for name in want:
         first = build_model(CheckpointSource(tmp_path / name)).state_dict()
         for how in ("pipeline", "tensor"):

@@ -104,9 +104,9 @@ class Known:
         return Proposal(known[:1] + [(token + 1) % 128 for token in known[1:]] if length % 2 else known)
 
 
-def check_drafts(model, expected) -> None:
+def check_drafts(model, expected, *, overlaps=(False, True)) -> None:
     """Every stage verifies the same drafts, and keeps the same of them and of the states behind them."""
-    for overlap in (False, True):
+    for overlap in overlaps:
         drafts = {"num_speculative_tokens": 3, "adaptive": False}
         engine = stage_case.make_engine(model, speculative=drafts, overlap=overlap, enable_prefix_caching=not overlap)
         inspect(engine).drafts.proposer = Known(expected)

@@ -227,4 +227,5 @@ def check_one_rank_failing(engine, whole, rank: int, expected) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_state_dicts_streams_and_checkpoints_reach_engines_of_two_ranks_or_fail_on_both(saved: Path):
+    case.save_llama(saved)
     ranks.run_on_ranks(run_sources, 2, saved)

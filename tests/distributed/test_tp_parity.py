@@ -134,7 +134,7 @@ MARKS = [[], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long], [pytest
 
 
 def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
-    """Those of a part by kind of model, others for the other kind; those of all parts together are all."""
+    """Those of a part by kind of model, others for the other kind; of three kinds all parts together have all."""
     if part >= len(PLAIN_PARTS):
         first, names = part - len(PLAIN_PARTS), [*WITH_EXPERTS]
         chosen = {"experts": names[first::2], "hybrid of experts": names[1 - first :: 2]}
@@ -144,7 +144,7 @@ def scenarios_of(part: int) -> dict[str, dict[str, Scenario]]:
         names = [name for name in PLAIN if kind == "attention" or name != "processed"]
         if kind == "attention":  # the kinds beside it have some
             at = PLAIN_PARTS[part][0]
-            found["softcapped"] = {name: PLAIN[name] for name in names[at::EACH]}
+            found["softcapped"] = {names[at]: PLAIN[names[at]]}
             found["sparse"] = {names[at + 1]: PLAIN[names[at + 1]]}
             found["norms after"] = {names[at + 2]: PLAIN[names[at + 2]]}
         found[kind] = {name: PLAIN[name] for at in PLAIN_PARTS[part] for name in names[(at + shift) % EACH :: EACH]}

@@ -213,6 +213,7 @@ def test_coordinator_of_several_machines_comes_back_at_the_port_that_its_peers_k
 
     monkeypatch.setattr(launch, "save_tokenizer_in_subprocess", lambda *_: {"name": "m", "eos_ids": None})
     monkeypatch.setattr(torchrun, "_own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(torchrun, "STOP_TIMEOUT_S", 0.5)  # HTTP still waits for a replica, and may be killed
     monkeypatch.setenv("WORLD_SIZE", "2")
     frontend = torchrun.FrontendProcesses(EngineOptions(model="m"), ServerConfig(port=0))
     try:

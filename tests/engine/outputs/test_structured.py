@@ -158,7 +158,7 @@ def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypa
     letters = " | ".join(f'"{letter}"' for letter in "abcdefghij")
     grammars = Grammars(tokenizer(), tokenizer().vocab_size)
     params = structured(grammar=f"start: e\ne: e e | {letters}")
-    output = tokenizer().encode("abcdefghij" * 30)
+    output = tokenizer().encode("abcdefghij" * 20)
     first, second = (
         Request(id=name, tokens=[7, *output], prompt_len=1, params=params, max_total=1000, seed=0, stop_ids=frozenset())
         for name in ("first", "second")
@@ -178,7 +178,7 @@ def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypa
         for one in (first, second):
             one.tokens += tokenizer().encode("a")
             assert not grammars.advance(one) and began.wait(20)
-            time.sleep(0.01)  # the mask takes some 80 ms, a token 7
+            time.sleep(0.004)  # the mask takes some 20 ms, a token 2
         met = not is_made(first)
         for one in (first, second):
             while not is_made(one, waits=True):
