@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises InferenceError when it cannot serve."""
-    settings = server_config_from(given_flags(args, ServerConfig, SERVER_PREFIX), os.environ, {})
+    defaults = {"isolate_prefix_cache": bool(args.tenants)}
+    settings = server_config_from(given_flags(args, ServerConfig, SERVER_PREFIX), os.environ, defaults)
     if settings.api_key is not None and not settings.api_key.startswith("tml-"):
         raise ConfigError("api_key: the Tinker SDK sends keys that begin with tml-; choose such a one")
     if settings.api_key is None and not settings.is_local:
@@ -93,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
                 "--tenants without api_key: /metrics and all routes but the Tinker API need it; set api_key"
             )
         keys = read_keys(Path(args.tenants), server_key=settings.api_key)
-        settings = replace(settings, isolate_prefix_cache=True)  # samples say how much of a prompt was cached
+        if not settings.isolate_prefix_cache:
+            raise ConfigError(
+                "--tenants with isolate_prefix_cache off: samples say how much of a prompt was cached, which tells a "
+                "tenant what others have sent; leave one of them out"
+            )
     if not 0 < args.training_share < 1:
         raise ConfigError(
             f"training_share is {args.training_share}, it must be above 0 and below 1: samples need steps"

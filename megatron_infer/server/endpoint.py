@@ -39,6 +39,8 @@ class Call:
     """X-Request-Id, sent by the client or made here."""
     ignored: list[str] = field(default_factory=list)
     """Fields of the body that have no effect, for the header x-ignored-fields; a handler may add some."""
+    room: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Gives the body's bytes back at the call's end. A handler may move them with pop_all, for a body that waits on."""
 
     @property
     def caller(self) -> str:
@@ -103,10 +105,12 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         CALLER.set(caller := _caller(scope))
-        with self._room.reserve(caller) as add:
-            await self._serve(scope, receive, send, add)
+        with contextlib.ExitStack() as room:
+            await self._serve(scope, receive, send, room, room.enter_context(self._room.reserve(caller)))
 
-    async def _serve(self, scope: Any, receive: Any, send: Any, add: Callable[[int], None]) -> None:
+    async def _serve(
+        self, scope: Any, receive: Any, send: Any, room: contextlib.ExitStack, add: Callable[[int], None]
+    ) -> None:
         try:
             body, ignored = await self._read(scope, receive, add)
         except request_body.Disconnected:
@@ -114,7 +118,7 @@ class Endpoint:
         except ApiError as error:
             await _send_error(error, scope, receive, send)
             return
-        call = Call(request=Request(scope), body=body, id=scope["state"]["request_id"], ignored=ignored)
+        call = Call(request=Request(scope), body=body, id=scope["state"]["request_id"], ignored=ignored, room=room)
         replying = asyncio.create_task(self._reply(call, scope, receive, send))
         watching = asyncio.create_task(_wait_disconnect(receive))
         try:

@@ -186,15 +186,16 @@ class ExtraFields:
 def check_request(asked: GenerationRequest, settings: ServerConfig) -> None:
     """Raises ApiError 400 for values beyond the server's limits."""
     for values in asked.each or ({},):
-        _check_values(asked.sampling | values, asked.names, settings)
+        check_values(asked.sampling | values, asked.names, settings)
     if asked.stream_options is not None and not asked.stream:
         raise bad_request("stream_options is given without stream: true; give both or none", "stream_options")
     if asked.stream and asked.sampling.get("prompt_logprobs") is not None:
         raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
 
 
-def _check_values(values: Mapping[str, Any], names: Mapping[str, str], settings: ServerConfig) -> None:
-    check_limit("n", values.get("n") or 1, settings.max_n, "max_n")
+def check_values(values: Mapping[str, Any], names: Mapping[str, str], settings: ServerConfig) -> None:
+    """Raises ApiError 400 for fields of SamplingParams beyond the server's limits. names: see `GenerationRequest`."""
+    check_limit(names.get("n", "n"), values.get("n") or 1, settings.max_n, "max_n")
     for name in ("logprobs", "prompt_logprobs"):
         check_limit(names.get(name, name), values.get(name) or 0, settings.max_logprobs, "max_logprobs")
     for name, most in (("logit_bias", MAX_BIASES), ("allowed_token_ids", MAX_IDS), ("bad_token_ids", MAX_IDS)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from megatron_infer.cli.main import main
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.tinker import messages
 from megatron_infer.server.tinker.tenants import read_keys
+from megatron_infer.server.tinker.training import TrainingClient
 
 pytestmark = pytest.mark.security
 
@@ -125,6 +128,33 @@ def test_a_tenant_has_its_part_of_the_limits_and_no_prefix_of_others(tmp_path):
         assert cached == [False, True, False]
 
 
+def test_tenants_take_turns_to_train(tmp_path, monkeypatch):
+    order, begun, go_on, step = [], threading.Event(), threading.Event(), TrainingClient.optim_step
+
+    def slow(client, **how):
+        begun.set()
+        assert go_on.wait(60)
+        order.append(client.rank)
+        return step(client, **how)
+
+    monkeypatch.setattr(TrainingClient, "optim_step", slow)
+    with serving_tenants(tmp_path) as case:
+        api, other = (Api(http_of(case, key)) for key in KEYS.values())
+        ids = [api.train(number, rank=number + 1) for number in range(4)]
+        last = other.train(rank=8)
+        sent = [api.step(ids[0], 1)]
+        assert begun.wait(60)
+        sent += [api.step(id, 1) for id in ids[1:]]
+        late = other.step(last, 1)
+        while sum(map(len, case.trainer._queue.values())) < 4:
+            time.sleep(0.01)
+        go_on.set()
+        for one in sent:
+            api.result(one)
+        other.result(late)
+    assert order.index(8) <= 2, "after the operation that ran, and one of the first tenant"
+
+
 def test_a_file_of_tenants_that_is_wrong_is_refused_without_its_keys(tmp_path, capsys, monkeypatch):
     path = tmp_path / "tenants"
     path.touch(0o600)
@@ -150,6 +180,13 @@ def test_a_file_of_tenants_that_is_wrong_is_refused_without_its_keys(tmp_path, c
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "none", server_key=SERVER_KEY)
     monkeypatch.delenv("MEGATRON_INFER_API_KEY", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGATRON_INFER_API_KEY", SERVER_KEY)
+        patch.setenv("MEGATRON_INFER_ISOLATE_PREFIX_CACHE", "false")
+        path.chmod(0o600)
+        assert main(["tinker", "smollm2", "--tenants", os.fspath(path)]) == 2
+        assert "--tenants with isolate_prefix_cache off" in capsys.readouterr().err
+        path.chmod(0o604)
     for arguments, why in {("--full",): "--full with --tenants", (): "without api_key"}.items():
         assert main(["tinker", "smollm2", "--tenants", os.fspath(path), *arguments]) == 2
         assert why in capsys.readouterr().err

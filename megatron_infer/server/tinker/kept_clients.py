@@ -22,7 +22,7 @@ import msgspec
 from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.server.http_errors import ApiError
-from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient, manifest_of
+from megatron_infer.server.tinker.training import LiveTrainer, TrainingClient
 
 STATE, OPERATIONS, LOCK = "client", "operations.json", "lock"
 
@@ -126,7 +126,7 @@ class KeptClients:
         """All that are there. Raises ConfigError for one that this server cannot have."""
         for path in sorted(self._dir.glob(f"*/{STATE}")):
             try:
-                about = manifest_of(path)
+                about = file_format.read_manifest(path)
                 client = trainer.create(path.parent.name, rank=about["rank"], seed=None)
                 client.load(path, optimizer=True)
             except InferenceError as error:

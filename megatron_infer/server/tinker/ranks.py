@@ -73,9 +73,6 @@ class JobRanks:
         self._failure: BaseException | None = None
         """Why `_listen` has ended early."""
 
-    def everywhere(self, client: str, local: Any) -> Any:
-        return OnEveryRank(self, client, local)
-
     def run(self, client: str, name: str, *args: Any, **given: Any) -> Any:
         """On rank 0: an operation of a client, or of the model, on every rank -> what it gave here."""
         sent = [[one.packed() for one in args[0]], *args[1:]] if name == WITH_DATA else list(args)
@@ -114,7 +111,7 @@ class JobRanks:
         if not self._engine.rank_group.groups.is_leader:
             self._follow()
             return
-        trainer = LiveTrainer(self._model, training_share=1.0, ranks=self)
+        trainer = self.trainer(training_share=1.0)
         name = f"live{self._engine.rank_group.groups.dp_rank}"
         replica = Replica(LiveEngine(self._engine, trainer), coordinator, name=name)
         threading.Thread(target=self._listen, args=(trainer, replica.stop), daemon=True).start()
@@ -122,7 +119,12 @@ class JobRanks:
         if self._failure is not None:
             raise self._failure
 
-    def end(self) -> None:
+    def trainer(self, *, training_share: float) -> LiveTrainer:
+        return LiveTrainer(
+            self._model, training_share=training_share, everywhere=partial(OnEveryRank, self), end=self._end
+        )
+
+    def _end(self) -> None:
         """On the first rank of an engine."""
         if self._engines.is_leader:
             self._meet(END)
@@ -213,9 +215,8 @@ def serve_ranks(model: LiveModel, *, training_share: float, serve: Callable[...,
         address[0] = found
         dist.broadcast_object_list(address, src=0)
 
-    trainer = LiveTrainer(model, training_share=training_share, ranks=ranks)
     try:
-        serve(trainer, on_coordinator=announce)
+        serve(ranks.trainer(training_share=training_share), on_coordinator=announce)
     finally:
         if not address[0]:  # it could not begin
             announce("")

@@ -8,14 +8,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_infer.errors import RequestError
+from megatron_infer.server.endpoint import Call
+from megatron_infer.server.request_body import check_content_type, check_structure
 
 Name = Annotated[str, Meta(max_length=256)]
-FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Of a checkpoint: no path leads out of the state directory."""
-
-
-class CreateSession(Struct):
-    project_id: Name | None = None
+FileName = Annotated[str, Meta(pattern=r"\A(?!.*\.tmp\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
+"""Of a checkpoint: no path leads out of the state directory. NAME.tmp is a file while NAME is written."""
 
 
 class OfSession(Struct):
@@ -43,7 +41,7 @@ class OfModel(Struct):
     """From 1 on; 0 and None: it has no place among others."""
 
 
-NotNegative = Annotated[float, Meta(ge=0)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -51,7 +49,8 @@ class AdamParams(Struct):
     learning_rate: NotNegative = 1e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
-    eps: Annotated[float, Meta(gt=0)] = 1e-12
+    eps: Annotated[float, Meta(ge=1e-30, le=1e15)] = 1e-12
+    """AdamW divides by what is no 0 in fp32."""
     weight_decay: NotNegative = 0.0
     grad_clip_norm: NotNegative = 0.0
 
@@ -63,7 +62,6 @@ class OptimStep(OfModel, kw_only=True):
 class SaveWeights(OfModel, kw_only=True):
     path: FileName | None = None
     overwrite: bool = False
-    sampling_session_seq_id: int | None = None
 
 
 class LoadWeights(Struct, kw_only=True):
@@ -130,9 +128,12 @@ class Retrieve(Struct):
 _T = TypeVar("_T")
 
 
-def read(content: bytes, kind: type[_T]) -> _T:
-    """Raises RequestError that names the field."""
+def read(call: Call, kind: type[_T]) -> _T:
+    """The body of a call. Raises RequestError that names the field, and ApiError for one that is no JSON of this
+    server's limits."""
+    check_content_type(dict(call.request.scope["headers"]))
+    check_structure(call.body)
     try:
-        return msgspec.json.decode(content or b"{}", type=kind)
+        return msgspec.json.decode(call.body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise RequestError(f"body: {error}") from None

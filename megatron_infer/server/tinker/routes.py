@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -13,10 +15,13 @@ import torch
 from starlette.responses import Response
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.protocol import Overloaded
+from megatron_infer.engine.durable.file_format import read_manifest
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.endpoint import CALLER, Call, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.generation_request import check_values
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.routes import Routes, Tenants
@@ -26,7 +31,7 @@ from megatron_infer.server.tinker.figures import Row, families_of
 from megatron_infer.server.tinker.losses import loss_named, settings_of
 from megatron_infer.server.tinker.requests import read
 from megatron_infer.server.tinker.service import Model, Sampler, TinkerService, model_of
-from megatron_infer.server.tinker.training import Datum, manifest_of, pieces
+from megatron_infer.server.tinker.training import Datum, pieces
 
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
@@ -39,11 +44,12 @@ MAX_DATA = 4096
 class TinkerRoutes:
     """Registers the API in a server, as one of its modules."""
 
+    _client: EngineClient
+
     def __init__(self, services: Mapping[str, TinkerService], keys: Mapping[str, str]) -> None:
         """services: by tenant; of "" alone, where there are no tenants. keys: of tenants."""
         self._services = services
         self._keys = keys
-        self._client: EngineClient | None = None
 
     @property
     def _service(self) -> TinkerService:
@@ -94,16 +100,15 @@ class TinkerRoutes:
     # ------------------------------------------------------------------ sessions
 
     async def _capabilities(self, _: Call) -> Any:
-        assert self._client is not None
         shown = {"model_name": self._service.model_name, "trainable": True, "sampleable": True}
         return {"supported_models": [shown | {"max_context_length": self._client.limits.max_length}]}
 
     async def _create_session(self, call: Call) -> Any:
-        read(call.body, requests.CreateSession)
+        read(call, dict)
         return {"type": "create_session", "session_id": self._service.new_session()}
 
     async def _heartbeat(self, call: Call) -> Any:
-        self._service.check_session(read(call.body, requests.OfSession).session_id)
+        self._service.check_session(read(call, requests.OfSession).session_id)
         return {"type": "session_heartbeat"}
 
     async def _finish(self, call: Call) -> Any:
@@ -113,8 +118,8 @@ class TinkerRoutes:
     # ------------------------------------------------------------------ training
 
     async def _create_model(self, call: Call) -> Any:
-        body, service = read(call.body, requests.CreateModel), self._service
-        service.check_session(body.session_id)
+        body, service = read(call, requests.CreateModel), self._service
+        id = service.model_id(body.session_id, body.model_seq_id)
         service.check_base(body.base_model)
         asked, is_full = body.lora_config, service.trainer.local.adapter is None
         if asked is None and not is_full:
@@ -125,29 +130,28 @@ class TinkerRoutes:
         rank, seed = (asked.rank, asked.seed or 0) if asked is not None and not is_full else (0, 0)
 
         async def create() -> Any:
-            model = await service.create_model(body.session_id, body.model_seq_id, rank=rank, seed=seed)
+            model = await service.create_model(id, rank=rank, seed=seed)
             return {"type": "create_model", "model_id": model.id}
 
-        key = ("model", body.session_id, body.model_seq_id)
-        return self._once(service.calls, key, lambda: service.future(create()))
+        return self._made(call, id, create)
 
     async def _unload_model(self, call: Call) -> Any:
-        body = read(call.body, requests.OfModel)
+        body = read(call, requests.OfModel)
 
         async def unload() -> Any:
             self._service.unload_model(body.model_id)
             return {"type": "unload_model", "model_id": body.model_id}
 
-        return self._in_order(body, unload)
+        return self._in_order(call, body, unload)
 
     async def _get_info(self, call: Call) -> Any:
-        model, name = self._service.model(read(call.body, requests.OfModel).model_id), self._service.model_name
+        model, name = self._service.model(read(call, requests.OfModel).model_id), self._service.model_name
         data = {"arch": "megatron", "model_name": name, "tokenizer_id": name}
         shown = {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": name}
         return shown | {"is_lora": model.client.rank > 0, "lora_rank": model.client.rank or None}
 
     async def _forward_backward(self, call: Call) -> Any:
-        sent = messages.read("ForwardBackwardRequest", call.body)
+        sent = _batch_of(call)
         function = loss_named(sent.loss_fn)
         given = {name: float(value) for name, value in sent.loss_fn_config.items()}
         given |= {name: value.number for name, value in sent.loss_fn_config_v2.items()}
@@ -183,11 +187,15 @@ class TinkerRoutes:
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)
 
-        return self._in_order(requests.OfModel(model_id=model.id, seq_id=sent.seq_id), compute)
+        room, is_new = contextlib.ExitStack(), sent.seq_id not in model.futures
+        place = requests.OfModel(model_id=model.id, seq_id=sent.seq_id)
+        reply = self._in_order(call, place, compute, on_ended=room.close)
+        if is_new:
+            room.push(call.room.pop_all())
+        return reply
 
     def _data_of(self, sent: Any, names: tuple[str, ...]) -> list[Datum]:
-        assert self._client is not None
-        limits, data = self._client.limits, []
+        limits, data = self._client.limits, list[Datum]()
         for datum in sent.data:
             if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
                 raise RequestError("data: model_input has a chunk that is no text, which this model does not read")
@@ -211,7 +219,7 @@ class TinkerRoutes:
         return data
 
     async def _optim_step(self, call: Call) -> Any:
-        body = read(call.body, requests.OptimStep)
+        body = read(call, requests.OptimStep)
         model, how = self._service.model(body.model_id), body.adam_params
         numbers = {name: getattr(how, name) for name in how.__struct_fields__}
 
@@ -227,14 +235,18 @@ class TinkerRoutes:
                     f"optim_step: the gradients of operations {lost} were lost with an earlier server; those since are "
                     "dropped too, send all batches of the step again"
                 )
-            reply = await self._service.change(model, body.seq_id or 0, work)
+            try:
+                reply = await self._service.change(model, body.seq_id or 0, work)
+            except RequestError:  # the client has no gradients now
+                self._service.settle(model, body.seq_id or 0)
+                raise
             model.figures.steps += 1
             return reply
 
-        return self._in_order(body, step)
+        return self._in_order(call, body, step)
 
     async def _save_weights(self, call: Call) -> Any:
-        body = read(call.body, requests.SaveWeights)
+        body = read(call, requests.SaveWeights)
         model, service = self._service.model(body.model_id), self._service
 
         async def save() -> Any:
@@ -245,10 +257,10 @@ class TinkerRoutes:
             await service.run_for(model, lambda: model.client.save(path))
             return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
 
-        return self._in_order(body, save)
+        return self._in_order(call, body, save)
 
     async def _load_weights(self, call: Call) -> Any:
-        body, service = read(call.body, requests.LoadWeights), self._service
+        body, service = read(call, requests.LoadWeights), self._service
 
         async def load(model: Model) -> Any:
             path = service.path_of(body.path, "weights")
@@ -261,43 +273,42 @@ class TinkerRoutes:
 
         if body.model_id is not None:
             model = service.model(body.model_id)
-            return self._in_order(requests.OfModel(model_id=model.id, seq_id=body.seq_id), lambda: load(model))
+            place = requests.OfModel(model_id=model.id, seq_id=body.seq_id)
+            return self._in_order(call, place, lambda: load(model))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("model_id, or session_id and model_seq_id, are missing")
-        service.check_session(body.session_id)
+        id = service.model_id(body.session_id, body.model_seq_id)
         if body.base_model is not None:
             service.check_base(body.base_model)
 
-        session, number = body.session_id, body.model_seq_id
-
         async def create() -> Any:
-            if (known := service.known(session, number)) is not None:
+            if (known := service.known(id)) is not None:
                 if known.changed[1] == {"type": "load_weights", "path": body.path, "model_id": known.id}:
                     return known.changed[1]  # the call is sent again
                 raise RequestError(
-                    f"model_seq_id: there is a training client {number} of this session; load into it with its "
-                    "model_id, or take another number"
+                    f"model_seq_id: there is a training client {body.model_seq_id} of this session; load into it with "
+                    "its model_id, or take another number"
                 )
-            rank = (await asyncio.to_thread(manifest_of, service.path_of(body.path, "weights")))["rank"]
-            model = await service.create_model(session, number, rank=rank, seed=None)
+            rank = (await asyncio.to_thread(read_manifest, service.path_of(body.path, "weights")))["rank"]
+            model = await service.create_model(id, rank=rank, seed=None)
             try:
                 return await load(model)
             except BaseException:
                 service.unload_model(model.id)
                 raise
 
-        return self._once(service.calls, ("model", session, number), lambda: service.future(create()))
+        return self._made(call, id, create)
 
     async def _weights_info(self, call: Call) -> Any:
-        path = self._service.path_of(read(call.body, requests.WeightsInfo).tinker_path, "weights")
-        rank = (await asyncio.to_thread(manifest_of, path))["rank"]
+        path = self._service.path_of(read(call, requests.WeightsInfo).tinker_path, "weights")
+        rank = (await asyncio.to_thread(read_manifest, path))["rank"]
         trained = {"train_unembed": not rank, "train_mlp": True, "train_attn": True}
         return {"base_model": self._service.model_name, "is_lora": rank > 0, "lora_rank": rank or None, **trained}
 
     # ------------------------------------------------------------------ sampling
 
     async def _save_for_sampler(self, call: Call) -> Any:
-        body, service = read(call.body, requests.SaveWeights), self._service
+        body, service = read(call, requests.SaveWeights), self._service
         model = service.model(body.model_id)
 
         async def save() -> Any:
@@ -309,16 +320,17 @@ class TinkerRoutes:
             shown = {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
             return shown | {"version": model.client.version}
 
-        return self._in_order(body, save)
+        return self._in_order(call, body, save)
 
     async def _create_sampler(self, call: Call) -> Any:
-        body, service = read(call.body, requests.CreateSamplingSession), self._service
+        body, service = read(call, requests.CreateSamplingSession), self._service
         service.check_session(body.session_id)
         self._check_sampled(body.base_model, body.model_path)
-        key = ("sampler", body.session_id, body.sampling_session_seq_id)
-        if key not in service.calls:
-            service.calls[key] = service.new_sampler(None, body.model_path).id
-        return {"type": "create_sampling_session", "sampling_session_id": service.calls[key]}
+        id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": service.new_sampler(None, body.model_path, id=id).id,
+        }
 
     async def _get_sampler(self, call: Call) -> Any:
         sampler = self._service.sampler(call.request.path_params["id"])
@@ -334,7 +346,7 @@ class TinkerRoutes:
             self._service.check_base(base)
 
     async def _sample(self, call: Call) -> Any:
-        body, service = read(call.body, requests.Sample), self._service
+        body, service = read(call, requests.Sample), self._service
         if body.sampling_session_id is not None:
             sampler = service.sampler(body.sampling_session_id)
         else:
@@ -345,34 +357,39 @@ class TinkerRoutes:
                 raise RequestError(f"{name} is not supported; leave it out")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise RequestError("prompt: a chunk is no text, which this model does not read")
-        if (known := sampler.futures.get(-1 if body.seq_id is None else body.seq_id)) is not None:
-            return _future_of_samples(known, body)
-        prompt = [id for chunk in body.prompt.chunks for id in chunk.tokens]
+        digest, number = _digest(call), body.seq_id
+
+        def start() -> str:
+            return service.future(draw(), on_dropped=lambda: sampler.futures.pop(number, None))
+
+        if number in sampler.futures:  # whatever the weights are by now
+            return _future_of_samples(service.once(sampler.futures, number, digest, start), body)
+        client, prompt, values = self._client, [id for one in body.prompt.chunks for id in one.tokens], _values(body)
+        check_values(values, SAMPLED_AS, client.settings)
         content = service.trainer.local.content
-        params = _params(body, await service.adapter_of(sampler))
-        assert self._client is not None
-        client = self._client
+        params = SamplingParams(**values, adapter=await service.adapter_of(sampler))
         checked = client.checked([EngineRequest(prompt_ids=prompt, params=params)], call, field="prompt")
 
         async def draw() -> Any:
             began = time.monotonic()
-            async with client.submit(checked) as inflight:
-                (output,) = await inflight.results()
+            try:
+                async with client.submit(checked) as inflight:
+                    (output,) = await inflight.results()
+            except Overloaded as error:
+                raise _to_be_drawn_again(str(error)) from None
             num_tokens = sum(len(one.token_ids) for one in output.outputs)
             service.sampled(sampler, num_tokens=num_tokens, seconds=time.monotonic() - began)
             if service.trainer.local.content != content:
                 raise RequestError("the weights have changed while the sample was drawn (--full); draw it again")
             return _sample_response(output, body)
 
-        id = service.future(draw())
-        if body.seq_id is not None:
-            sampler.futures[body.seq_id] = id
+        id = start() if number is None else service.once(sampler.futures, number, digest, start)
         return _future_of_samples(id, body)
 
     # ------------------------------------------------------------------ futures
 
     async def _retrieve(self, call: Call) -> Any:
-        id = read(call.body, requests.Retrieve).request_id
+        id = read(call, requests.Retrieve).request_id
         try:
             result = await self._service.result(id)
         except InferenceError as error:
@@ -388,7 +405,7 @@ class TinkerRoutes:
         return Response(result.SerializeToString(), media_type=PROTOBUF)
 
     async def _cancel(self, call: Call) -> Any:
-        self._service.cancel(read(call.body, requests.Retrieve).request_id)
+        self._service.cancel(read(call, requests.Retrieve).request_id)
         return {}
 
     def _refused_in_order(self, handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
@@ -405,35 +422,62 @@ class TinkerRoutes:
             async def refuse() -> Any:
                 raise refused
 
-            return self._in_order(place, refuse)
+            return self._in_order(call, place, refuse)
 
         return answer
 
-    def _once(self, made: dict[Any, str], key: Any, start: Callable[[], str]) -> Any:
-        """The future of a call; one that is sent again has the same."""
-        if key not in made:
-            made[key] = start()
-        return {"request_id": made[key]}
+    def _made(self, call: Call, id: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The future of a call that makes a training client."""
+        made = self._service.made
 
-    def _in_order(self, body: requests.OfModel, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        model, seq_id = self._service.model(body.model_id), body.seq_id or 0
-        start = partial(self._service.future_in_order, model, seq_id, work)
-        if not seq_id:
-            return {"request_id": start(), "model_id": model.id}
-        return self._once(model.futures, seq_id, start) | {"model_id": model.id}
+        def start() -> str:
+            return self._service.future(work(), on_dropped=lambda: made.pop(id, None))
+
+        return {"request_id": self._service.once(made, id, _digest(call), start)}
+
+    def _in_order(
+        self,
+        call: Call,
+        place: requests.OfModel,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        *,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> Any:
+        model = self._service.model(place.model_id)
+        id = self._service.in_order(model, place.seq_id or 0, _digest(call), work, on_ended=on_ended)
+        return {"request_id": id, "model_id": model.id}
+
+
+def _batch_of(call: Call) -> Any:
+    """The ForwardBackwardRequest of a call. Raises RequestError, and ApiError 415."""
+    if (kind := call.request.headers.get("content-type", "")) != PROTOBUF:
+        raise ApiError(415, f"the body must come as Content-Type: {PROTOBUF}, got {kind[:60]!r}")
+    return messages.read("ForwardBackwardRequest", call.body)
+
+
+def _digest(call: Call) -> bytes:
+    """The same for a call that is sent again: maps of a message may come in another order."""
+    is_batch = call.request.headers.get("content-type") == PROTOBUF
+    body = _batch_of(call).SerializeToString(deterministic=True) if is_batch else call.body
+    return hashlib.blake2b(call.route.encode() + body, digest_size=16).digest()
 
 
 def _place_of(call: Call) -> requests.OfModel | None:
     """A refused call's model and number; None: it names none."""
     try:
-        if PROTOBUF in call.request.headers.get("content-type", ""):
-            sent = messages.read("ForwardBackwardRequest", call.body)
+        if call.route == PREFIX + "forward_backward":
+            sent = _batch_of(call)
             place = requests.OfModel(model_id=sent.model_id, seq_id=sent.seq_id)
         else:
-            place = read(call.body, requests.OfModel)
-    except RequestError:
+            place = read(call, requests.OfModel)
+    except InferenceError:
         return None
     return place if place.seq_id else None
+
+
+def _to_be_drawn_again(why: str) -> ApiError:
+    """The SDK sends a sample again, after a while, whose result is gone."""
+    return ApiError(410, f"{why}; draw it again", code="draw_again")
 
 
 def _giving(reply: Any) -> Callable[[Call], Awaitable[Any]]:
@@ -464,8 +508,12 @@ def _future_of_samples(id: str, body: requests.Sample) -> Any:
     return {"request_id": id, "sample_sequence_ids": [f"{id}.{place}" for place in range(body.num_samples)]}
 
 
-def _params(body: requests.Sample, adapter: str | None) -> SamplingParams:
-    """Raises RequestError."""
+SAMPLED_AS = {"n": "num_samples", "logprobs": "topk_sample_logprobs", "prompt_logprobs": "topk_prompt_logprobs"}
+"""Fields of SamplingParams that a body names otherwise."""
+
+
+def _values(body: requests.Sample) -> dict[str, Any]:
+    """Fields of SamplingParams."""
     how = body.sampling_params
     stops: dict[str, Any] = {}
     if isinstance(how.stop, list) and how.stop and isinstance(how.stop[0], int):
@@ -473,19 +521,14 @@ def _params(body: requests.Sample, adapter: str | None) -> SamplingParams:
     elif how.stop:
         stops = {"stop": how.stop}
     wants_prompt = bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0
-    return SamplingParams(
-        n=body.num_samples,
-        max_tokens=how.max_tokens,
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
-        seed=how.seed,
-        logprobs=body.topk_sample_logprobs,
-        prompt_logprobs=body.topk_prompt_logprobs if wants_prompt else None,
-        adapter=adapter,
-        detokenize="stop" in stops,
+    return {
+        "n": body.num_samples,
+        "logprobs": body.topk_sample_logprobs,
+        "prompt_logprobs": body.topk_prompt_logprobs if wants_prompt else None,
+        "detokenize": "stop" in stops,
+        **{name: getattr(how, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")},
         **stops,
-    )
+    }
 
 
 def _forward_backward_output(loss: float, scores: list[torch.Tensor]) -> Any:
@@ -504,7 +547,7 @@ def _sample_response(output: RequestOutput, body: requests.Sample) -> Any:
     made = messages.message("SampleResponse")
     for one in output.outputs:
         if one.finish_reason in ("abort", "error"):
-            raise ApiError(503, "a sample was aborted; ask again", code="aborted")
+            raise _to_be_drawn_again("the sample was aborted")
         sequence = made.sequences.add()
         sequence.stop_reason = 1 if one.finish_reason == "length" else 0
         sequence.tokens = np.asarray(one.token_ids, "<i4").tobytes()

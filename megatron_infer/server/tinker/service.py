@@ -8,20 +8,22 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from megatron_infer.engine.durable.file_format import read_manifest
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.tinker.figures import ClientFigures, Row
 from megatron_infer.server.tinker.kept_clients import KeptClients, Operations
-from megatron_infer.server.tinker.training import BASE, LiveTrainer, TrainingClient, manifest_of
+from megatron_infer.server.tinker.training import BASE, LiveTrainer, TrainingClient
 
-MAX_FUTURES, FUTURE_S = 4096, 600.0
-"""Results that are held for clients, and for how long; the oldest that are done go first."""
+MAX_FUTURES, MAX_RESULT_BYTES, FUTURE_S = 4096, 1 << 30, 600.0
+"""Results that are held for clients, their bytes, and for how long; the oldest that are done go first."""
 MAX_SESSIONS, SILENT_S = 4096, 600.0
 """Sessions, and seconds without a heartbeat after which the clients of one make room for others."""
 HOLD_S = 40.0
@@ -34,7 +36,27 @@ ORDER_S = 300.0
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,255}")
 """Of a checkpoint's path: none leads out of the state directory."""
 
+_K = TypeVar("_K")
 _R = TypeVar("_R")
+
+
+class Sent(NamedTuple):
+    """A call that has a number: one that is sent again is the same."""
+
+    future: str
+    digest: bytes
+    """Of its body: another call with this number is refused."""
+
+
+@dataclass
+class Held:
+    """A future, and its result."""
+
+    task: asyncio.Task[Any]
+    on_dropped: Callable[[], object]
+    ended: float | None = None
+    """When, on the monotonic clock."""
+    num_bytes: int = 0
 
 
 @dataclass
@@ -46,8 +68,10 @@ class Model:
     next_seq: int = 1
     waiting: dict[int, asyncio.Event] = field(default_factory=dict)
     """Operations whose turn has not come, by their numbers."""
-    futures: dict[int, str] = field(default_factory=dict)
-    """Of operations by their numbers: one that is sent again is the same."""
+    futures: dict[int, Sent] = field(default_factory=dict)
+    """Of operations by their numbers."""
+    dropped: int = 0
+    """The largest number of an operation whose result is not held any more."""
     gradients: list[int] = field(default_factory=list)
     """Operations whose gradients wait for optim_step."""
     lost: list[int] = field(default_factory=list)
@@ -87,7 +111,8 @@ class Sampler:
     """The id of the training client whose weights were saved."""
     content: str = BASE
     """The weights that the engine must have, where all weights train and the sampler has no path."""
-    futures: dict[int, str] = field(default_factory=dict)
+    futures: dict[int | None, Sent] = field(default_factory=dict)
+    """Of samples by their numbers."""
 
 
 def model_of(path: str | None) -> str:
@@ -125,16 +150,12 @@ class TinkerService:
         self._models: dict[str, Model] = {}
         self._num_coming = 0
         """Models that are being made."""
-        self.calls: dict[tuple[str, str, int], str] = {}
-        """Futures of models, and ids of samplers, by (kind, session, number): a call that is sent again makes no
-        second one."""
+        self.made: dict[str, Sent] = {}
+        """Futures of models, by their ids."""
         self._named: OrderedDict[str, str] = OrderedDict()
         """Adapters in the engine by the path of what was saved; the last is the one used last."""
-        self._outdated: list[str] = []
-        """Adapters in the engine that are to be unloaded."""
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
-        self._futures: dict[str, tuple[asyncio.Task[Any], list[float]]] = {}
-        """Tasks by id, and when each ended, on the monotonic clock."""
+        self._futures: dict[str, Held] = {}
 
     def load(self) -> None:
         """The clients that an earlier server has left in state_dir go on; in the engine's thread. Raises ConfigError
@@ -185,8 +206,6 @@ class TinkerService:
         self._sessions.pop(id, None)
         for name in [name for name in self._models if name.partition(":")[0] == id]:
             self.unload_model(name)
-        for key in [key for key in self.calls if key[1] == id]:
-            del self.calls[key]
 
     def check_base(self, name: str) -> None:
         if name != self.model_name:
@@ -202,16 +221,20 @@ class TinkerService:
             raise not_found("sampling session", id)
         return self._samplers[id]
 
-    def known(self, session: str, number: int) -> Model | None:
-        """The session's model of this number, of an earlier server. Its id is what the SDK names it, before the server
-        has told."""
-        return self._models.get(f"{session}:train:{number}")
+    def model_id(self, session: str, number: int) -> str:
+        """Of a session's training client, as the SDK names it before the server has told. Raises ApiError 410."""
+        self.check_session(session)
+        return f"{session}:train:{number}"
 
-    async def create_model(self, session: str, number: int, *, rank: int, seed: int | None) -> Model:
-        """One of an earlier server is as that left it."""
-        if (known := self.known(session, number)) is not None:
+    def known(self, id: str) -> Model | None:
+        """A model that is there, one of an earlier server say."""
+        return self._models.get(id)
+
+    async def create_model(self, id: str, *, rank: int, seed: int | None) -> Model:
+        """One that is there is as it is. id: `model_id`."""
+        session = id.partition(":")[0]
+        if (known := self.known(id)) is not None:
             return known
-        id = f"{session}:train:{number}"
         if len(self._models) + self._num_coming >= self._max_models:
             silent = time.monotonic() - SILENT_S
             for old in [old for old, heard in self._sessions.items() if heard < silent]:
@@ -222,7 +245,7 @@ class TinkerService:
         try:
             client = await self.run(lambda: self.trainer.create(id, rank=rank, seed=seed))
         except BaseException:
-            self.trainer.submit(lambda: self.trainer.model.forget(id))  # after the creation, which may run now
+            self._submit(lambda: self.trainer.model.forget(id))  # after the creation, which may run now
             raise
         finally:
             self._num_coming -= 1
@@ -246,15 +269,20 @@ class TinkerService:
             if self._kept is not None:
                 self._kept.forget(id)
 
-        self.trainer.submit(forget)  # after the operation that runs now, which may write its files
+        self._submit(forget)  # after the operation that runs now, which may write its files
 
-    def new_sampler(self, adapter: str | None, path: str | None, model: str = "", content: str = BASE) -> Sampler:
-        sampler = Sampler(secrets.token_hex(16), adapter, path, model or model_of(path), content)
+    def new_sampler(
+        self, adapter: str | None, path: str | None, *, model: str = "", content: str = BASE, id: str | None = None
+    ) -> Sampler:
+        """id: of a call that may be sent again; None: a new one."""
+        sampler = Sampler(id or secrets.token_hex(16), adapter, path, model or model_of(path), content)
+        if sampler.id in self._samplers:
+            return self._samplers[sampler.id]
         self._samplers[sampler.id] = sampler
         unnamed = [one for one in self._samplers.values() if one.adapter is not None]
         old = [one.id for one in unnamed[: max(0, len(unnamed) - self._part(MAX_ADAPTERS))]]
         for id in old or list(self._samplers)[: max(0, len(self._samplers) - self._part(MAX_SAMPLERS))]:
-            self._outdated += filter(None, [self._samplers.pop(id).adapter])
+            self._unload(self._samplers.pop(id).adapter)
         return sampler
 
     async def publish(self, model: Model, path: str | None) -> Sampler:
@@ -262,13 +290,12 @@ class TinkerService:
         its files, if it has."""
         if self.trainer.local.adapter is None:
             model.client.check_whole()
-            return self.new_sampler(None, path, model.id, self.trainer.local.content)
+            return self.new_sampler(None, path, model=model.id, content=self.trainer.local.content)
         name = self._new_name()
         await self.run_for(model, lambda: model.client.publish(name))
         if path is not None:
             self._name(path, name)
-        await self._unload_outdated()
-        return self.new_sampler(None if path else name, path, model.id)
+        return self.new_sampler(None if path else name, path, model=model.id)
 
     async def adapter_of(self, sampler: Sampler) -> str | None:
         """The name of its adapter in the engine, loaded from its files if need be; None: the model's own weights.
@@ -284,14 +311,13 @@ class TinkerService:
             folder, name = self.path_of(sampler.path, "sampler_weights"), self._new_name()
             await self.run(lambda: self.trainer.model.load_adapter(name, folder))
             self._name(sampler.path, name)
-            await self._unload_outdated()
         self._named.move_to_end(sampler.path)
         return self._named[sampler.path]
 
     def _check_content(self, sampler: Sampler) -> None:
         wanted = sampler.content
         if sampler.path is not None:
-            wanted = manifest_of(self.path_of(sampler.path, "sampler_weights")).get("content", "")
+            wanted = read_manifest(self.path_of(sampler.path, "sampler_weights")).get("content", "")
         if wanted != self.trainer.local.content:
             raise RequestError(
                 "the sampler is of another version of the weights than the model has now, and there is one at a time "
@@ -303,15 +329,15 @@ class TinkerService:
 
     def _name(self, path: str, adapter: str) -> None:
         """The path has this adapter from now on."""
-        self._outdated += filter(None, [self._named.pop(path, None)])
+        self._unload(self._named.pop(path, None))
         self._named[path] = adapter
         while len(self._named) > self._part(MAX_ADAPTERS):
-            self._outdated.append(self._named.popitem(last=False)[1])
+            self._unload(self._named.popitem(last=False)[1])
 
-    async def _unload_outdated(self) -> None:
-        names, self._outdated = self._outdated, []
-        if names:
-            await self.run(lambda: self.trainer.model.unload(names))
+    def _unload(self, adapter: str | None) -> None:
+        """From the engine, if there is one."""
+        if adapter is not None:
+            self._submit(lambda: self.trainer.model.unload(adapter))
 
     # ------------------------------------------------------------------ figures
 
@@ -342,7 +368,10 @@ class TinkerService:
 
     async def run(self, work: Callable[[], _R]) -> _R:
         """Run in the engine's thread, between its steps."""
-        return await asyncio.wrap_future(self.trainer.submit(work))
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _submit(self, work: Callable[[], _R]) -> Future[_R]:
+        return self.trainer.submit(work, caller=str(self.state_dir))
 
     async def run_for(self, model: Model, work: Callable[[], _R]) -> _R:
         """`run`; its seconds are in the figures of the training client."""
@@ -380,7 +409,7 @@ class TinkerService:
         lost, gradients = [number for number in model.lost if number != seq_id], [*model.gradients, seq_id]
         await self._note(model, msgspec.structs.replace(self._operations(model, seq_id), gradients=lost + gradients))
         model.lost, model.gradients = lost, gradients
-        self.trainer.submit(model.client.take_batch)  # before the client's next operation
+        self._submit(model.client.take_batch)  # before the client's next operation
 
     def settle(self, model: Model, seq_id: int) -> None:
         """The operation of this number has used the client's gradients, or dropped them."""
@@ -400,8 +429,24 @@ class TinkerService:
         await asyncio.shield(asyncio.wrap_future(self._kept.note(model.id, operations)))
         model.noted = operations
 
-    def future_in_order(self, model: Model, seq_id: int, work: Callable[[], Awaitable[Any]]) -> str:
-        """Start an operation when those with lower numbers have ended -> see `future`. seq_id 0: at once."""
+    def once(self, made: dict[_K, Sent], key: _K, digest: bytes, start: Callable[[], str]) -> str:
+        """The future of a call, which `start` gives. Raises RequestError where another call has the number."""
+        if key not in made:
+            made[key] = Sent(start(), digest)
+        if made[key].digest != digest:
+            raise RequestError(f"another call has the number {key}; give each its own")
+        return made[key].future
+
+    def in_order(
+        self,
+        model: Model,
+        seq_id: int,
+        digest: bytes,
+        work: Callable[[], Awaitable[Any]],
+        *,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Start an operation when those with lower numbers have ended -> see `once`. seq_id 0: at once."""
 
         async def run() -> Any:
             number, reply = model.kept
@@ -424,10 +469,22 @@ class TinkerService:
         def ended() -> None:
             model.figures.queue -= 1
             model.pass_on(seq_id)
+            on_ended()
 
-        id = self.future(run(), ended=ended)
-        model.figures.queue += 1
-        return id
+        def dropped() -> None:
+            model.futures.pop(seq_id, None)
+            model.dropped = max(model.dropped, seq_id)
+
+        def start() -> str:
+            id = self.future(run(), on_ended=ended, on_dropped=dropped)
+            model.figures.queue += 1
+            return id
+
+        if not seq_id:
+            return start()
+        if seq_id not in model.futures and seq_id not in model.lost and seq_id <= model.dropped:
+            raise ApiError(410, f"the result of operation {seq_id} is not held any more", code="future_gone")
+        return self.once(model.futures, seq_id, digest, start)
 
     async def _turn(self, model: Model, seq_id: int) -> None:
         """Wait for the operations with lower numbers. Raises RequestError where one does not come."""
@@ -439,37 +496,47 @@ class TinkerService:
             text = f"seq_id: operation {model.next_seq} of this client has not come within {ORDER_S:g} s"
             raise RequestError(f"{text}; {seq_id} waited for it") from None
 
-    def future(self, work: Coroutine[Any, Any, Any], *, ended: Callable[[], None] = lambda: None) -> str:
-        """Start an operation -> the id that `result` takes. ended: called whatever becomes of it. Raises ApiError 429,
-        without `ended`: the call is sent again."""
-        now, most = time.monotonic(), self._part(MAX_FUTURES)
-        for name, (task, times) in list(self._futures.items()):
-            if len(self._futures) < most and (not times or now - times[0] < FUTURE_S):
-                break
-            if task.done():
-                del self._futures[name]
-        if len(self._futures) >= most:
+    def future(
+        self,
+        work: Coroutine[Any, Any, Any],
+        *,
+        on_ended: Callable[[], None] = lambda: None,
+        on_dropped: Callable[[], object] = lambda: None,
+    ) -> str:
+        """Start an operation -> the id that `result` takes. on_ended: called whatever becomes of it; on_dropped: when
+        the result is held no more. Raises ApiError 429, without either: the call is sent again."""
+        if not self._has_room():
             work.close()
-            raise ApiError(429, f"{most} calls are waited for, the most of this server", code="too_many")
-        task, times = asyncio.ensure_future(work), list[float]()
+            raise ApiError(429, f"{self._part(MAX_FUTURES)} calls are waited for, the most of this server", code="full")
+        held = Held(asyncio.ensure_future(work), on_dropped)
 
         def note(done: asyncio.Task[Any]) -> None:
-            times.append(time.monotonic())
-            ended()
-            if not done.cancelled():
-                done.exception()  # it is the client's: whoever asks for the result gets it
+            held.ended = time.monotonic()
+            on_ended()
+            if not done.cancelled() and done.exception() is None:  # an error is the client's: whoever asks gets it
+                held.num_bytes = _num_bytes(done.result())
 
-        task.add_done_callback(note)
-        self._futures[id := secrets.token_hex(16)] = task, times
+        held.task.add_done_callback(note)
+        self._futures[id := secrets.token_hex(16)] = held
         return id
+
+    def _has_room(self) -> bool:
+        """Whether another future can be held; results that are old, or too many, are dropped."""
+        now, most = time.monotonic(), self._part(MAX_FUTURES)
+        num_bytes = sum(held.num_bytes for held in self._futures.values())
+        for id, held in list(self._futures.items()):
+            is_full = len(self._futures) >= most or num_bytes > self._part(MAX_RESULT_BYTES)
+            if held.ended is not None and (is_full or now - held.ended >= FUTURE_S):
+                num_bytes -= held.num_bytes
+                self._futures.pop(id).on_dropped()
+        return len(self._futures) < most
 
     async def result(self, id: str) -> Any:
         """What an operation gave; None: not yet. Raises ApiError: 410 for one that is gone, else the operation's."""
-        task, _ = self._futures.get(id, (None, None))
-        if task is None:
+        if id not in self._futures:
             raise ApiError(410, f"there is no request {id[:80]!r} any more", code="future_gone")
-        deadline = time.monotonic() + HOLD_S
-        await asyncio.wait([task], timeout=deadline - time.monotonic())
+        task = self._futures[id].task
+        await asyncio.wait([task], timeout=HOLD_S)
         if not task.done():
             return None
         if task.cancelled():
@@ -480,6 +547,13 @@ class TinkerService:
         raise error if isinstance(error, InferenceError) else api_error_of(error)
 
     def cancel(self, id: str) -> None:
-        task, _ = self._futures.get(id, (None, None))
-        if task is not None and not task.cancelling():  # another would end what the first has to wait for
-            task.cancel()
+        """Give up a call. A training client that is not made yet is made when its call is sent again."""
+        for model in [model for model, sent in self.made.items() if sent.future == id]:
+            del self.made[model]
+        if id in self._futures and not (task := self._futures[id].task).cancelling():
+            task.cancel()  # once: another would end what the first has to wait for
+
+
+def _num_bytes(result: Any) -> int:
+    """Of a result; one that is JSON is small."""
+    return 0 if isinstance(result, dict) else result.ByteSize()

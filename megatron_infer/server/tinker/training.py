@@ -16,12 +16,12 @@ import secrets
 import threading
 import time
 import traceback
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -107,18 +107,6 @@ def pieces(data: Sequence[Datum]) -> list[list[Datum]]:
             size = len(datum.sequence)
         found[-1].append(datum)
     return found
-
-
-class Ranks(Protocol):
-    """The ranks of the job."""
-
-    def everywhere(self, client: str, local: Any) -> Any:
-        """`local`, whose OPERATIONS run on every rank. client: its id; "": it is the model."""
-        ...
-
-    def end(self) -> None:
-        """The other ranks may leave."""
-        ...
 
 
 class TrainingClient:
@@ -250,8 +238,14 @@ class TrainingClient:
         self.check_whole()
         if all(one.grad is None for one in self.parameters):
             raise RequestError("optim_step before any forward_backward: there are no gradients")
+        norm = self._norm()
+        if not math.isfinite(norm):
+            self.drop_gradients()
+            raise RequestError(
+                f"optim_step: the norm of the gradients is {norm}, beyond fp32; the gradients are dropped"
+            )
         with self._changing():
-            norm = self._clipped(grad_clip_norm or math.inf)
+            nn.utils.clip_grads_with_norm_(self.parameters, grad_clip_norm or math.inf, norm)
             for group in self._optimizer.param_groups:
                 group |= {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
             self._optimizer.step()
@@ -259,7 +253,7 @@ class TrainingClient:
             self._take_values()
             self.version += 1
             self._model.changed(secrets.token_hex(8))
-        return {"grad_norm": norm, "version": float(self.version)}
+        return {"grad_norm": float(norm), "version": float(self.version)}
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -286,16 +280,14 @@ class TrainingClient:
                 "load a state that was saved before, or make another client"
             )
 
-    def _clipped(self, limit: float) -> float:
-        """Clip the gradients -> their norm, over all ranks of the engine."""
+    def _norm(self) -> Tensor:
+        """Of the gradients, over all ranks of the engine."""
         pairs = zip(self._model.parameters(), self.parameters, strict=True)
         own = [one.grad for live, one in pairs if one.grad is not None and _counts(live, self._groups)]
         square = nn.utils.get_total_norm(own).square().to(self.values[0].device)
         if self._groups.engine is not None:
             dist.all_reduce(square, group=self._groups.engine)
-        norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
-        return float(norm)
+        return square.sqrt()
 
     def drop_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -308,7 +300,7 @@ class TrainingClient:
 
     def save(self, path: str | Path, **about: Any) -> None:
         """Write parameters, optimizer and version; a file that is there has the old content or all of the new. about:
-        of the manifest, see `manifest_of`."""
+        of the manifest."""
         self.check_whole()
         groups, path = self._groups, Path(path)
         if groups.dp_rank:
@@ -380,12 +372,6 @@ class TrainingClient:
         with model.lent(self):
             adapter = model.adapter.to_adapter(name)
         model.session.engine.load_adapter(name, adapter)
-
-
-def manifest_of(path: Path) -> dict[str, Any]:
-    """What is known of a saved client without its tensors: rank, version, and what else was given. Raises
-    SnapshotError."""
-    return file_format.read_manifest(path)
 
 
 def _summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -487,9 +473,9 @@ class LiveModel:
     def load_adapter(self, name: str, path: str | Path) -> None:
         self.session.engine.load_adapter(name, path)
 
-    def unload(self, names: Sequence[str]) -> None:
-        """Those that requests use, with a later call."""
-        waiting, self._outdated = [*self._outdated, *names], []
+    def unload(self, name: str) -> None:
+        """One that requests use, with a later call."""
+        waiting, self._outdated = [*self._outdated, name], []
         for name in waiting:
             try:
                 self.session.engine.unload_adapter(name)
@@ -531,17 +517,27 @@ class LiveTrainer:
     training_share: of the time, for training, while requests wait for steps too.
     """
 
-    def __init__(self, model: LiveModel, *, training_share: float = 0.5, ranks: Ranks | None = None) -> None:
-        """ranks: on which operations run; None: this process is the only one."""
+    def __init__(
+        self,
+        model: LiveModel,
+        *,
+        training_share: float = 0.5,
+        everywhere: Callable[[str, Any], Any] = lambda client, local: local,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """everywhere: gives an object whose OPERATIONS run on every rank of the job. client: its id; "": it is the
+        model. end: no operation follows; called in the engine's thread."""
         if not 0 < training_share <= 1:
             raise ConfigError(f"training_share is {training_share}, it must be above 0 and at most 1")
         self.local = model
         self.session = model.session
-        self._ranks = ranks
+        self._everywhere = everywhere
+        self.end = end
         self._share = training_share
-        self.model: LiveModel = model if ranks is None else ranks.everywhere("", model)
+        self.model: LiveModel = everywhere("", model)
         """Its operations run on every rank."""
-        self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._queue: OrderedDict[str, deque[tuple[Callable[[], Any], Future[Any]]]] = OrderedDict()
+        """Operations by their callers, of whom the first is the next."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._debt = 0.0
@@ -552,22 +548,17 @@ class LiveTrainer:
     def create(self, id: str, *, rank: int, seed: int | None) -> TrainingClient:
         """`LiveModel.create` of a client whose operations run on every rank; in the engine's thread."""
         self.model.create(id, rank=rank, seed=seed)
-        client = self.local.clients[id]
-        return client if self._ranks is None else self._ranks.everywhere(id, client)
+        client: TrainingClient = self._everywhere(id, self.local.clients[id])
+        return client
 
-    def end(self) -> None:
-        """No operation follows; in the engine's thread."""
-        if self._ranks is not None:
-            self._ranks.end()
-
-    def submit(self, work: Callable[[], _R]) -> Future[_R]:
-        """Queue an operation; from any thread."""
+    def submit(self, work: Callable[[], _R], *, caller: str = "") -> Future[_R]:
+        """Queue an operation; from any thread. Callers take turns, and those of a caller run in their order."""
         future: Future[_R] = Future()
         with self._lock:
             if self._is_closed:
                 future.cancel()
             else:
-                self._queue.append((work, future))
+                self._queue.setdefault(caller, deque()).append((work, future))
         self.wake()
         return future
 
@@ -575,8 +566,9 @@ class LiveTrainer:
         """No operation runs any more: those that wait, and later ones, are cancelled."""
         with self._lock:
             self._is_closed = True
-            for _, future in self._queue:
-                future.cancel()
+            for waiting in self._queue.values():
+                for _, future in waiting:
+                    future.cancel()
             self._queue.clear()
 
     @property
@@ -588,9 +580,12 @@ class LiveTrainer:
         return self.has_work and (not engine_waits or self._debt <= 0)
 
     def run_one(self) -> None:
-        """Run the operation that has waited longest. Its error is its future's."""
+        """Run the next caller's operation that has waited longest. Its error is its future's."""
         with self._lock:
-            work, future = self._queue.popleft()
+            caller, waiting = self._queue.popitem(last=False)
+            work, future = waiting.popleft()
+            if waiting:
+                self._queue[caller] = waiting
         if not future.set_running_or_notify_cancel():
             return
         began = time.monotonic()
