@@ -161,23 +161,24 @@ class TinkerRoutes:
         if not 0 < len(sent.data) <= MAX_DATA:
             raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
         data = await asyncio.to_thread(self._data_of, sent, function.inputs)
-        model, backward = self._service.model(sent.model_id), not sent.forward_only
+        model, number, loss_fn = self._service.model(sent.model_id), sent.seq_id, sent.loss_fn
+        backward = not sent.forward_only
         client, figures = model.client, model.figures
 
         async def compute() -> Any:
             total, scores = 0.0, list[torch.Tensor]()
             try:
                 for piece in pieces(data):
-                    if backward and 0 < sent.seq_id < model.settled:
+                    if backward and 0 < number < model.settled:
                         raise RequestError(
-                            f"seq_id: operation {sent.seq_id} comes after operation {model.settled}, which used or "
+                            f"seq_id: operation {number} comes after operation {model.settled}, which used or "
                             "dropped the gradients; send the batch with a new number"
                         )
-                    work = partial(client.forward_backward, piece, sent.loss_fn, settings, backward=backward)
+                    work = partial(client.forward_backward, piece, loss_fn, settings, backward=backward)
                     loss, found = await self._service.run_for(model, work)
                     total, scores = total + loss, scores + found
                 if backward:
-                    await self._service.count_batch(model, sent.seq_id)
+                    await self._service.count_batch(model, number)
             except BaseException:
                 if backward:
                     self._service.trainer.submit(client.drop_batch)  # after a piece that runs now
@@ -187,8 +188,8 @@ class TinkerRoutes:
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)
 
-        room, is_new = contextlib.ExitStack(), sent.seq_id not in model.futures
-        place = requests.OfModel(model_id=model.id, seq_id=sent.seq_id)
+        room, is_new = contextlib.ExitStack(), number not in model.futures
+        place = requests.OfModel(model_id=model.id, seq_id=number)
         reply = self._in_order(call, place, compute, on_ended=room.close)
         if is_new:
             room.push(call.room.pop_all())
@@ -282,7 +283,7 @@ class TinkerRoutes:
             service.check_base(body.base_model)
 
         async def create() -> Any:
-            if (known := service.known(id)) is not None:
+            if (known := service.models.get(id)) is not None:
                 if known.changed[1] == {"type": "load_weights", "path": body.path, "model_id": known.id}:
                     return known.changed[1]  # the call is sent again
                 raise RequestError(

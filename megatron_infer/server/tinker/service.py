@@ -147,7 +147,7 @@ class TinkerService:
         self._kept = KeptClients(state_dir) if durable else None
         self._sessions: dict[str, float] = {}
         """When each was heard last, on the monotonic clock."""
-        self._models: dict[str, Model] = {}
+        self.models: dict[str, Model] = {}
         self._num_coming = 0
         """Models that are being made."""
         self.made: dict[str, Sent] = {}
@@ -162,7 +162,7 @@ class TinkerService:
         for one that cannot."""
         for kept in () if self._kept is None else self._kept.load(self.trainer):
             self._sessions[kept.id.partition(":")[0]] = time.monotonic()
-            self._models[kept.id] = Model(
+            self.models[kept.id] = Model(
                 kept.id,
                 kept.client,
                 next_seq=kept.operations.next_seq,
@@ -187,7 +187,7 @@ class TinkerService:
     def new_session(self) -> str:
         """Raises ApiError 429 where each of the sessions has a training client."""
         if len(self._sessions) >= (most := self._part(MAX_SESSIONS)):
-            in_use = {name.partition(":")[0] for name in self._models}
+            in_use = {name.partition(":")[0] for name in self.models}
             idle = [id for id in self._sessions if id not in in_use]
             if not idle:
                 raise ApiError(429, f"{most} sessions are the most of this server", code="too_many")
@@ -204,7 +204,7 @@ class TinkerService:
     def end_session(self, id: str) -> None:
         """Forget it and its training clients; samplers and what was saved stay."""
         self._sessions.pop(id, None)
-        for name in [name for name in self._models if name.partition(":")[0] == id]:
+        for name in [name for name in self.models if name.partition(":")[0] == id]:
             self.unload_model(name)
 
     def check_base(self, name: str) -> None:
@@ -212,9 +212,9 @@ class TinkerService:
             raise RequestError(f"base_model is {name[:80]!r}, this server has {self.model_name!r}")
 
     def model(self, id: str) -> Model:
-        if id not in self._models:
+        if id not in self.models:
             raise not_found("model", id)
-        return self._models[id]
+        return self.models[id]
 
     def sampler(self, id: str) -> Sampler:
         if id not in self._samplers:
@@ -226,20 +226,16 @@ class TinkerService:
         self.check_session(session)
         return f"{session}:train:{number}"
 
-    def known(self, id: str) -> Model | None:
-        """A model that is there, one of an earlier server say."""
-        return self._models.get(id)
-
     async def create_model(self, id: str, *, rank: int, seed: int | None) -> Model:
         """One that is there is as it is. id: `model_id`."""
         session = id.partition(":")[0]
-        if (known := self.known(id)) is not None:
-            return known
-        if len(self._models) + self._num_coming >= self._max_models:
+        if id in self.models:
+            return self.models[id]
+        if len(self.models) + self._num_coming >= self._max_models:
             silent = time.monotonic() - SILENT_S
             for old in [old for old, heard in self._sessions.items() if heard < silent]:
                 self.end_session(old)
-        if len(self._models) + self._num_coming >= self._max_models:
+        if len(self.models) + self._num_coming >= self._max_models:
             raise ApiError(429, f"{self._max_models} training clients are the most of this server", code="too_many")
         self._num_coming += 1
         try:
@@ -249,7 +245,7 @@ class TinkerService:
             raise
         finally:
             self._num_coming -= 1
-        model = self._models[id] = Model(id, client)
+        model = self.models[id] = Model(id, client)
         if session not in self._sessions:
             self.unload_model(id)
         self.check_session(session)
@@ -262,7 +258,7 @@ class TinkerService:
 
     def unload_model(self, id: str) -> None:
         self.model(id)
-        del self._models[id]
+        del self.models[id]
 
         def forget() -> None:
             self.trainer.model.forget(id)
@@ -343,11 +339,11 @@ class TinkerService:
 
     def rows(self) -> dict[str, Row]:
         """Figures of the training clients that exist, by their labels."""
-        return {model.label: model.figures.row() for model in list(self._models.values())}
+        return {model.label: model.figures.row() for model in list(self.models.values())}
 
     def sampled(self, sampler: Sampler, *, num_tokens: int, seconds: float) -> None:
         """Samples have been drawn; they count for the sampler's training client, if that exists."""
-        if (model := self._models.get(sampler.model)) is not None:
+        if (model := self.models.get(sampler.model)) is not None:
             model.figures.sampled_tokens += num_tokens
             model.figures.sampling_seconds += seconds
 
@@ -391,7 +387,7 @@ class TinkerService:
 
         def kept() -> Any:
             reply = work()
-            if self._kept is not None and model.id in self._models:
+            if self._kept is not None and model.id in self.models:
                 changed = max((seq_id, reply), model.changed, key=lambda one: one[0])
                 self._kept.keep(model.id, model.client, seq_id=changed[0], reply=changed[1])
                 model.changed = changed
@@ -423,7 +419,7 @@ class TinkerService:
 
     async def _note(self, model: Model, operations: Operations) -> None:
         """A durable server has them on the disk when it ends. Raises ApiError."""
-        if self._kept is None or model.id not in self._models or operations == model.noted:
+        if self._kept is None or model.id not in self.models or operations == model.noted:
             return
         model.noted = None
         await asyncio.shield(asyncio.wrap_future(self._kept.note(model.id, operations)))

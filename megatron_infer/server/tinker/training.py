@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 import traceback
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -70,8 +71,8 @@ class Datum:
         for name, values in inputs.items():
             if values.shape != (len(targets),):
                 raise RequestError(f"data: {name} is {list(values.shape)}, the targets are [{len(targets)}]")
-        self._given = tokens, targets, inputs
-        self.sequence = [*tokens, targets[-1]]
+        self._given = array("q", tokens), array("q", targets), inputs  # a list has 36 bytes a token
+        self.sequence = array("q", [*tokens, targets[-1]])
         self.inputs = inputs
         followed = torch.tensor(self.sequence[1:]) == torch.tensor(targets)
         self._counted = None if bool(followed.all()) else followed.nonzero()[:, 0]
