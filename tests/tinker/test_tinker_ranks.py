@@ -118,7 +118,7 @@ def served_by(rank, local, folder, **settings):
     def tell(found):
         torch.distributed.broadcast_object_list([found], src=0)
 
-    with served(LiveTrainer(local, ranks=ranks), folder / "state of ranks", on_coordinator=tell, **settings) as case:
+    with served(ranks.trainer(training_share=0.5), folder / "state of ranks", on_coordinator=tell, **settings) as case:
         yield case
 
 
