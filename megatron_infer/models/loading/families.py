@@ -167,8 +167,38 @@ def _same(name: str) -> Derived:
     return lambda values: values[name]
 
 
-def _kv_heads(default: Any) -> Key:
-    return Key("num_key_value_heads", default, null=_same("num_attention_heads"))
+_COMMON: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", "count"),
+    "num_attention_heads": ("num_attention_heads", "count"),
+    "num_key_value_heads": ("num_query_groups", "count"),
+    "head_dim": ("kv_channels", "optional"),
+    "max_position_embeddings": ("max_sequence_length", "count"),
+    "rms_norm_eps": ("layernorm_epsilon", "positive"),
+    "tie_word_embeddings": ("tied_embeddings", "flag"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), ("num_moe_experts", "count")),
+    "num_experts_per_tok": ("moe_router_topk", "count"),
+    "moe_intermediate_size": ("moe_ffn_hidden_size", "count"),
+    "routed_scaling_factor": ("moe_router_topk_scaling_factor", "real"),
+    "norm_topk_prob": ("_normalised", "flag"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), ("_num_shared", "count")),
+    "first_k_dense_replace": ("_num_dense", "any"),
+    "n_group": ("_num_groups", "any"),
+    "topk_group": ("_group_topk", "any"),
+    "q_lora_rank": ("q_lora_rank", "nullable"),
+    "qk_nope_head_dim": ("qk_head_dim", "count"),
+    "v_head_dim": ("v_head_dim", "count"),
+}
+"""Key of several families -> (its field, its kind)."""
+
+
+def _keys(**defaults: Any) -> dict[str, Any]:
+    """The fields of these keys, each with the family's default."""
+    found = {}
+    for name, default in defaults.items():
+        field_name, kind = _COMMON[name]
+        null = _same("num_attention_heads") if name == "num_key_value_heads" else None
+        found[field_name] = Key(name, default, kind, null=null)
+    return found
 
 
 # ---------------------------------------------------------------------- Llama and its like
@@ -179,7 +209,7 @@ _DECODER: dict[str, Any] = {
     "ffn_hidden_size": Key("intermediate_size"),
     "num_layers": Key("num_hidden_layers"),
     "num_attention_heads": Key("num_attention_heads"),
-    "num_query_groups": _kv_heads(_same("num_attention_heads")),
+    **_keys(num_key_value_heads=_same("num_attention_heads")),
     "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
     "activation": Key("hidden_act", "silu", "activation"),
     "max_sequence_length": Key("max_position_embeddings", 2048),
@@ -232,7 +262,7 @@ _LLAMA = Family(
 )
 _MISTRAL = Family(
     model_type="mistral",
-    fields=_DECODER | {"num_query_groups": _kv_heads(8)},
+    fields=_DECODER | _keys(num_key_value_heads=8),
     tensors=_LLAMA_TENSORS,
     is_written=True,
     rope=Rope(),
@@ -240,7 +270,7 @@ _MISTRAL = Family(
 )
 _QWEN2 = Family(
     model_type="qwen2",
-    fields=_DECODER | {"num_query_groups": _kv_heads(32)},
+    fields=_DECODER | _keys(num_key_value_heads=32),
     tensors=_LLAMA_TENSORS,
     gguf="qwen2",
     is_written=True,
@@ -251,13 +281,17 @@ _QWEN2 = Family(
 _QWEN3 = replace(
     _QWEN2,
     model_type="qwen3",
-    fields=_QWEN2.fields | {"kv_channels": Key("head_dim", 128, "optional"), "qk_layernorm": True},
+    fields=_QWEN2.fields
+    | _keys(head_dim=128)
+    | {
+        "qk_layernorm": True,
+    },
     gguf="qwen3",
     biases=_ATTENTION_BIAS,
 )
 _SMOLLM3 = Family(
     model_type="smollm3",
-    fields=_DECODER | {"num_query_groups": _kv_heads(4), "tied_embeddings": Key("tie_word_embeddings", True, "flag")},
+    fields=_DECODER | _keys(num_key_value_heads=4, tie_word_embeddings=True),
     tensors=_LLAMA_TENSORS,
     is_written=True,
     written={"no_rope_layers": lambda v: [1 - unrotated for unrotated in v["no_rope_freq"]]},
@@ -268,7 +302,7 @@ _SMOLLM3 = Family(
 )
 _PHI3 = Family(
     model_type="phi3",
-    fields=_DECODER | {"layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive")},
+    fields=_DECODER | _keys(rms_norm_eps=1e-5),
     tensors=_LLAMA_TENSORS | {"self_attention.linear_qkv": "self_attn.qkv_proj", "mlp.linear_fc1": "mlp.gate_up_proj"},
     marks=("qkv_proj.", "gate_up_proj."),
     is_written=True,
@@ -333,18 +367,19 @@ def _cap(name: str) -> Derived:
     return lambda values: None if values[name] is None else float(values[name])
 
 
-_GEMMA_DECODER = _DECODER | {
-    "kv_channels": Key("head_dim", 256, "optional"),
-    "max_sequence_length": Key("max_position_embeddings", 8192),
-    "tied_embeddings": Key("tie_word_embeddings", True, "flag"),
-    "layernorm_zero_centered_gamma": True,
-    "extensions.embedding_scale": lambda v: v["hidden_size"] ** 0.5,
-}
+_GEMMA_DECODER = (
+    _DECODER
+    | _keys(head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True)
+    | {
+        "layernorm_zero_centered_gamma": True,
+        "extensions.embedding_scale": lambda v: v["hidden_size"] ** 0.5,
+    }
+)
 _GEMMA = Family(
     model_type="gemma",
     fields=_GEMMA_DECODER
+    | _keys(num_key_value_heads=16)
     | {
-        "num_query_groups": _kv_heads(16),
         "_activation": Key("hidden_act", "gelu_pytorch_tanh", "activation"),
         # the name that the first configs give to the approximation
         "activation": lambda v: "gelu_pytorch_tanh" if v["_activation"] == "gelu" else v["_activation"],
@@ -359,8 +394,8 @@ _GEMMA = Family(
 _GEMMA2 = Family(
     model_type="gemma2",
     fields=_GEMMA_DECODER
+    | _keys(num_key_value_heads=4)
     | {
-        "num_query_groups": _kv_heads(4),
         "activation": Key("hidden_activation", "gelu_pytorch_tanh", "activation"),
         "_query_scalar": Key("query_pre_attn_scalar", 256, "positive"),
         "softmax_scale": lambda v: v["_query_scalar"] ** -0.5,
@@ -390,11 +425,9 @@ _GEMMA3 = replace(
         for name, source in _GEMMA2.fields.items()
         if not name.endswith(("attention_cap", "attention_softcap"))
     }
+    | _keys(vocab_size=262208, num_attention_heads=8, max_position_embeddings=131072)
     | {
         # a config with an image tower leaves these out
-        "vocab_size": Key("vocab_size", 262208),
-        "num_attention_heads": Key("num_attention_heads", 8),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
         "_logit_cap": Key("final_logit_softcapping", None, "any"),
         "qk_layernorm": True,
     },
@@ -406,8 +439,8 @@ _GEMMA3 = replace(
 _OLMO2 = Family(
     model_type="olmo2",
     fields=_DECODER
+    | _keys(rms_norm_eps=1e-5)
     | {
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
         "qk_layernorm": True,
         "extensions.norms": "after",
         "extensions.whole_head_norms": True,
@@ -434,9 +467,8 @@ _EXAONE4 = replace(
     _OLMO2,
     model_type="exaone4",
     fields=_DECODER
+    | _keys(num_key_value_heads=32, rms_norm_eps=1e-5)
     | {
-        "num_query_groups": _kv_heads(32),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
         "qk_layernorm": True,
         "extensions.norms": "after",
     },
@@ -448,9 +480,9 @@ _EXAONE4 = replace(
 _NEMOTRON = Family(
     model_type="nemotron",
     fields=_DECODER
+    | _keys(max_position_embeddings=4096)
     | {
         "activation": Key("hidden_act", "relu2", "activation"),
-        "max_sequence_length": Key("max_position_embeddings", 4096),
         "layernorm_epsilon": Key("norm_eps", 1e-5, "positive"),
         "normalization": "LayerNorm",
         "layernorm_zero_centered_gamma": True,
@@ -472,10 +504,8 @@ _MIMO = replace(
 _GLM4 = Family(
     model_type="glm4",
     fields=_DECODER
+    | _keys(num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7)
     | {
-        "num_query_groups": _kv_heads(2),
-        "kv_channels": Key("head_dim", 128, "optional"),
-        "layernorm_epsilon": Key("rms_norm_eps", 1.5625e-7, "positive"),
         "rotary_interleaved": True,
         "extensions.norms": "both",
     },
@@ -581,12 +611,9 @@ _ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef")
 _QWEN_MOE = (
     EXPERTS
     | _SOFTMAX_ROUTER
+    | _keys(max_position_embeddings=32768, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    | _keys(norm_topk_prob=False)
     | {
-        "max_sequence_length": Key("max_position_embeddings", 32768),
-        "num_moe_experts": Key("num_experts", 128),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 768),
-        "_normalised": Key("norm_topk_prob", False, "flag"),
         "_step": Key("decoder_sparse_step", 1),
         "_dense": Key("mlp_only_layers", (), "any"),
         "moe_layer_freq": lambda v: [
@@ -599,11 +626,8 @@ _QWEN2_MOE = replace(
     model_type="qwen2_moe",
     fields=_DECODER
     | _QWEN_MOE
+    | _keys(num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
     | {
-        "num_query_groups": _kv_heads(16),
-        "num_moe_experts": Key("num_experts", 60),
-        "moe_router_topk": Key("num_experts_per_tok", 4),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
         "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
         "_slides": Key("use_sliding_window", False, "flag"),
@@ -633,10 +657,7 @@ _QWEN3_MOE = replace(
     model_type="qwen3_moe",
     fields=_QWEN3.fields
     | _QWEN_MOE
-    | {
-        "num_query_groups": _kv_heads(4),
-        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
-    },
+    | _keys(num_key_value_heads=4, head_dim=lambda v: v["hidden_size"] // v["num_attention_heads"]),
     tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
     marks=("mlp.experts.",),
     gguf="",
@@ -653,12 +674,9 @@ _MIXTRAL = Family(
     | _DECODER
     | EXPERTS
     | _SOFTMAX_ROUTER
+    | _keys(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, num_local_experts=8)
+    | _keys(num_experts_per_tok=2)
     | {
-        "num_query_groups": _kv_heads(8),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
-        "num_moe_experts": Key("num_local_experts", 8),
-        "moe_router_topk": Key("num_experts_per_tok", 2),
         "moe_ffn_hidden_size": Key("intermediate_size"),
     },
     tensors={
@@ -679,13 +697,10 @@ _OLMOE = Family(
     fields=_DECODER
     | EXPERTS
     | _SOFTMAX_ROUTER
+    | _keys(rms_norm_eps=1e-5, max_position_embeddings=4096, num_experts=64, num_experts_per_tok=8)
+    | _keys(norm_topk_prob=False)
     | {
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 4096),
-        "num_moe_experts": Key("num_experts", 64),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
         "moe_ffn_hidden_size": Key("intermediate_size"),
-        "_normalised": Key("norm_topk_prob", False, "flag"),
         "qk_layernorm": True,
         "extensions.whole_head_norms": True,
     },
@@ -705,14 +720,10 @@ _GLM4_MOE = Family(
     | EXPERTS
     | _SIGMOID_ROUTER
     | _EXPERTS_AND_SHARED
+    | _keys(num_key_value_heads=8, rms_norm_eps=1e-5, n_routed_experts=128, moe_intermediate_size=1408)
+    | _keys(first_k_dense_replace=1, max_position_embeddings=131072)
     | {
-        "num_query_groups": _kv_heads(8),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
         "qk_layernorm": Key("use_qk_norm", False, "flag"),
-        "num_moe_experts": Key("n_routed_experts", 128),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1408),
-        "_num_dense": Key("first_k_dense_replace", 1, "any"),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
     },
     tensors=_LLAMA_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     marks=("mlp.gate.e_score_correction_bias",),
@@ -746,14 +757,10 @@ _EXAONE_MOE = replace(
     model_type="exaone_moe",
     fields=_GLM4_MOE.fields
     | _TYPES_OR_FIRST_DENSE
+    | _keys(num_key_value_heads=32, num_experts=64, moe_intermediate_size=1024, routed_scaling_factor=2.5)
+    | _keys(num_shared_experts=1, max_position_embeddings=2048)
     | {
-        "num_query_groups": _kv_heads(32),
         "qk_layernorm": True,
-        "num_moe_experts": Key("num_experts", 64),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1024),
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
-        "_num_shared": Key("num_shared_experts", 1),
-        "max_sequence_length": Key("max_position_embeddings", 2048),
     },
     tensors=_GLM4_MOE.tensors | {"mlp.router.expert_bias": "mlp.e_score_correction_bias"},
     marks=("mlp.e_score_correction_bias",),
@@ -769,14 +776,11 @@ _HY_V3 = replace(
     model_type="hy_v3",
     fields={name: value for name, value in _GLM4_MOE.fields.items() if name not in _GROUPS}
     | _TYPES_OR_FIRST_DENSE
+    | _keys(head_dim=128, num_experts=192, moe_intermediate_size=1536, num_shared_experts=1)
     | {
-        "kv_channels": Key("head_dim", 128, "optional"),
         "qk_layernorm": True,
-        "num_moe_experts": Key("num_experts", 192),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
         "moe_router_topk_scaling_factor": Key("router_scaling_factor", 2.826, "real"),
         "_normalised": True,
-        "_num_shared": Key("num_shared_experts", 1),
     },
     tensors=_GLM4_MOE.tensors
     | {
@@ -798,15 +802,12 @@ _DOTS1 = replace(
     _GLM4_MOE,
     model_type="dots1",
     fields=_GLM4_MOE.fields
+    | _keys(num_key_value_heads=32, rms_norm_eps=1e-6, norm_topk_prob=False, first_k_dense_replace=0)
+    | _keys(max_position_embeddings=2048)
     | {
-        "num_query_groups": _kv_heads(32),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-6, "positive"),
         "qk_layernorm": True,
         "num_moe_experts": Key("n_routed_experts"),
         "moe_router_topk": Key("num_experts_per_tok"),
-        "_normalised": Key("norm_topk_prob", False, "flag"),
-        "_num_dense": Key("first_k_dense_replace", 0, "any"),
-        "max_sequence_length": Key("max_position_embeddings", 2048),
     },
     marks=(),
     biases={},
@@ -819,15 +820,13 @@ _BAILING_MOE_V2 = replace(
     _GLM4_MOE,
     model_type="bailing_moe_v2",
     fields=_GLM4_MOE.fields
+    | _keys(num_key_value_heads=_same("num_attention_heads"), rms_norm_eps=1e-6, num_shared_experts=1)
+    | _keys(routed_scaling_factor=2.5)
     | {
-        "num_query_groups": _kv_heads(_same("num_attention_heads")),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-6, "positive"),
         "qk_layernorm": Key("use_qk_norm", True, "flag"),
         "num_moe_experts": Key("num_experts"),
         "moe_router_topk": Key("num_experts_per_tok"),
         "moe_ffn_hidden_size": Key("moe_intermediate_size"),
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
-        "_num_shared": Key("num_shared_experts", 1),
     },
     tensors=_GLM4_MOE.tensors
     | {
@@ -862,12 +861,9 @@ def _layers_with_experts(v: Values) -> list[int]:
 _ERNIE = Family(
     model_type="ernie4_5",
     fields=_DECODER
+    | _keys(head_dim=128, num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=131072)
+    | _keys(tie_word_embeddings=True)
     | {
-        "kv_channels": Key("head_dim", 128, "optional"),
-        "num_query_groups": _kv_heads(2),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
-        "tied_embeddings": Key("tie_word_embeddings", True, "flag"),
         "rotary_interleaved": True,
     },
     tensors=_LLAMA_TENSORS,
@@ -881,15 +877,14 @@ _ERNIE_MOE = replace(
     fields=_ERNIE.fields
     | EXPERTS
     | _SIGMOID_ROUTER
+    | _keys(head_dim=lambda v: v["hidden_size"] // v["num_attention_heads"], num_key_value_heads=4)
+    | _keys(moe_intermediate_size=1536)
     | {
-        "kv_channels": Key("head_dim", lambda v: v["hidden_size"] // v["num_attention_heads"], "optional"),
-        "num_query_groups": _kv_heads(4),
         "moe_router_topk_scaling_factor": None,
         "extensions.softmax_scores": True,
         "_normalised": True,
         "num_moe_experts": Key("moe_num_experts", 64),
         "moe_router_topk": Key("moe_k", 6),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
         "_num_shared": Key("moe_num_shared_experts", 2, "any"),
         "moe_shared_expert_intermediate_size": lambda v: (v["_num_shared"] or 0) * v["moe_ffn_hidden_size"] or None,
         "_first": Key("moe_layer_start_index", 1, "any"),
@@ -924,17 +919,13 @@ _GPT_OSS = Family(
     | _DECODER
     | EXPERTS
     | _SOFTMAX_ROUTER
+    | _keys(num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, max_position_embeddings=131072)
+    | _keys(num_local_experts=128, num_experts_per_tok=4)
     | {
-        "num_query_groups": _kv_heads(8),
-        "kv_channels": Key("head_dim", 64, "optional"),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
         "activation": "quick_gelu",
         "activation_func_clamp_value": Key("swiglu_limit", 7.0, "positive"),
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "num_moe_experts": Key("num_local_experts", 128),
-        "moe_router_topk": Key("num_experts_per_tok", 4),
         "moe_ffn_hidden_size": Key("intermediate_size"),
     },
     tensors=_OUTER
@@ -972,15 +963,11 @@ _MIMO_V2_FLASH = Family(
     | EXPERTS
     | _SIGMOID_ROUTER
     | _GROUPS
+    | _keys(num_key_value_heads=4, rms_norm_eps=1e-5, max_position_embeddings=131072, n_routed_experts=256)
+    | _keys(num_experts_per_tok=8, moe_intermediate_size=2048)
     | {
-        "num_query_groups": _kv_heads(4),
         "kv_channels": Key("head_dim", 192),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 131072),
         "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real", null=1.0),
-        "num_moe_experts": Key("n_routed_experts", 256),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
         "_sparse": Key("moe_layer_freq", None, "any"),
         "_kinds": Key("mlp_layer_types", None, "any"),
         "moe_layer_freq": lambda v: [
@@ -1093,14 +1080,8 @@ _DEEPSEEK_V3 = Family(
     | EXPERTS
     | _SIGMOID_ROUTER
     | _LATENT
-    | {
-        "num_moe_experts": Key("n_routed_experts", 256),
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 2.5, "real"),
-        "_num_dense": Key("first_k_dense_replace", 3, "any"),
-        "_num_groups": Key("n_group", 8, "any"),
-        "_group_topk": Key("topk_group", 4, "any"),
-        "max_sequence_length": Key("max_position_embeddings", 4096),
-    },
+    | _keys(n_routed_experts=256, routed_scaling_factor=2.5, first_k_dense_replace=3, n_group=8, topk_group=4)
+    | _keys(max_position_embeddings=4096),
     tensors=_LATENT_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
     is_written=True,
@@ -1119,19 +1100,10 @@ _GLM4_MOE_LITE = replace(
     model_type="glm4_moe_lite",
     written=_LATENT_WRITTEN | _LAYER_TYPES | _SIGMOID_NORMALISED,
     fields=_DEEPSEEK_V3.fields
+    | _keys(rms_norm_eps=1e-5, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64)
+    | _keys(num_experts_per_tok=4, routed_scaling_factor=1.8, moe_intermediate_size=1536)
+    | _keys(max_position_embeddings=202752, first_k_dense_replace=1, n_group=1, topk_group=1)
     | {
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "q_lora_rank": Key("q_lora_rank", 768, "nullable"),
-        "qk_head_dim": Key("qk_nope_head_dim", 192),
-        "v_head_dim": Key("v_head_dim", 256),
-        "num_moe_experts": Key("n_routed_experts", 64),
-        "moe_router_topk": Key("num_experts_per_tok", 4),
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.8, "real"),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1536),
-        "max_sequence_length": Key("max_position_embeddings", 202752),
-        "_num_dense": Key("first_k_dense_replace", 1, "any"),
-        "_num_groups": Key("n_group", 1, "any"),
-        "_group_topk": Key("topk_group", 1, "any"),
         "_types": Key("mlp_layer_types", None, "any"),
         "moe_layer_freq": lambda v: [
             int(kind == "sparse") for kind in v["_types"] or ["dense", *["sparse"] * (v["num_layers"] - 1)]
@@ -1150,15 +1122,11 @@ _SARVAM_MLA = replace(
     model_type="sarvam_mla",
     is_written=False,  # what it says DeepSeek-V3's directories say too, under the same names of tensors
     fields=_DEEPSEEK_V3.fields
+    | _keys(q_lora_rank=None, num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
     | {
-        "q_lora_rank": Key("q_lora_rank", None, "nullable"),
         "num_moe_experts": Key("num_experts"),
         "moe_router_topk": Key("num_experts_per_tok"),
         "moe_ffn_hidden_size": Key("moe_intermediate_size"),
-        "_num_shared": Key("num_shared_experts", 1),
-        "_num_dense": Key("first_k_dense_replace", 1, "any"),
-        "_num_groups": Key("n_group", 1, "any"),
-        "_group_topk": Key("topk_group", 1, "any"),
     },
     ignored_keys=(*_DEEPSEEK_V3.ignored_keys, "q_head_dim", "moe_shared_expert_intermediate_size"),
 )
@@ -1167,13 +1135,11 @@ _DEEPSEEK_V2 = Family(
     fields=_DECODER
     | EXPERTS
     | _LATENT
+    | _keys(routed_scaling_factor=1.0, n_shared_experts=2, moe_intermediate_size=1407)
     | {
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         "moe_router_dtype": "fp32",
-        "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
-        "_num_shared": Key("n_shared_experts", 2),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size", 1407),
         "_method": Key("topk_method", "greedy", "any"),
         "moe_router_num_groups": lambda v: v["_num_groups"] if v["_method"] == "group_limited_greedy" else None,
         "moe_router_group_topk": lambda v: v["_group_topk"] if v["_method"] == "group_limited_greedy" else None,
@@ -1219,7 +1185,7 @@ _NO_LATENT_QUERIES = (
 _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     model_type="deepseek_v32",
-    fields=_DEEPSEEK_V3.fields | _SPARSE | {"max_sequence_length": Key("max_position_embeddings", 163840)},
+    fields=_DEEPSEEK_V3.fields | _SPARSE | _keys(max_position_embeddings=163840),
     tensors=_DEEPSEEK_V3.tensors | _INDEXER_TENSORS,
     marks=("self_attn.indexer.wq_b",),
     # the modelling file gives MLPs no biases, and all layers indexers
@@ -1244,16 +1210,11 @@ _GLM_MOE_DSA = replace(
     _DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     fields=_DEEPSEEK_V32.fields
+    | _keys(rms_norm_eps=1e-5, q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256, max_position_embeddings=202752)
+    | _keys(n_group=1, topk_group=1)
     | {
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "q_lora_rank": Key("q_lora_rank", 2048, "nullable"),
-        "qk_head_dim": Key("qk_nope_head_dim", 192),
-        "v_head_dim": Key("v_head_dim", 256),
-        "max_sequence_length": Key("max_position_embeddings", 202752),
         "dsa_indexer_n_heads": Key("index_n_heads", 32),
         "extensions.index_interleaved": True,
-        "_num_groups": Key("n_group", 1, "any"),
-        "_group_topk": Key("topk_group", 1, "any"),
         "_index_types": Key("indexer_types", None, "any"),
         "_index_pattern": Key("index_topk_pattern", None, "any"),
         "_index_freq": Key("index_topk_freq", 1, "any"),
@@ -1280,12 +1241,9 @@ _MINIMAX_M2 = Family(
     model_type="minimax_m2",
     fields=_DECODER
     | EXPERTS
+    | _keys(num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, num_local_experts=256)
+    | _keys(num_experts_per_tok=8)
     | {
-        "num_query_groups": _kv_heads(8),
-        "kv_channels": Key("head_dim", 128, "optional"),
-        "max_sequence_length": Key("max_position_embeddings", 196608),
-        "num_moe_experts": Key("num_local_experts", 256),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
         "moe_ffn_hidden_size": Key("intermediate_size"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -1411,7 +1369,7 @@ _ONE_BLOCK_TENSORS = {
 _MAMBA2 = Family(
     model_type="mamba2",
     fields=_MIXER
-    | {
+    | _keys(vocab_size=32768, max_position_embeddings=1 << 20, tie_word_embeddings=False) | {
         "hidden_size": Key("hidden_size"),
         "num_layers": Key("num_hidden_layers", 64),
         "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
@@ -1431,10 +1389,7 @@ _MAMBA2 = Family(
         "ffn_hidden_size": lambda v: v["mamba_num_heads"] * v["mamba_head_dim"],
         "gated_linear_unit": False,
         "activation": "silu",
-        "vocab_size": Key("vocab_size", 32768),
-        "max_sequence_length": Key("max_position_embeddings", 1 << 20),  # a state has no positions
         "position_embedding": "none",
-        "tied_embeddings": Key("tie_word_embeddings", False, "flag"),
     }
     | _LIMITS,
     tensors=_ONE_BLOCK_TENSORS,
@@ -1458,10 +1413,9 @@ _MAMBA2 = Family(
 _NEMOTRON_H = Family(
     model_type="nemotron_h",
     fields=_MIXER
+    | _keys(num_attention_heads=32, num_key_value_heads=8, vocab_size=131072, max_position_embeddings=4096)
     | {
         "hidden_size": Key("hidden_size", 4096),
-        "num_attention_heads": Key("num_attention_heads", 32),
-        "num_query_groups": _kv_heads(8),
         "_attention_head_dim": Key("attention_head_dim", 128, "optional"),
         "kv_channels": Key("head_dim", _same("_attention_head_dim"), "optional"),
         "ffn_hidden_size": Key("intermediate_size", 21504),
@@ -1479,8 +1433,6 @@ _NEMOTRON_H = Family(
         # The modelling file has no upper limit and takes the lower one from time_step_min.
         "hybrid.dt_min": Key("time_step_min", 0.001, "real"),
         "_limits": Key("time_step_limit", None, "range"),
-        "vocab_size": Key("vocab_size", 131072),
-        "max_sequence_length": Key("max_position_embeddings", 4096),
         "position_embedding": "none",
         "tied_embeddings": False,
         "num_moe_experts": Key("n_routed_experts", 8, "any"),
@@ -1587,9 +1539,8 @@ _BAMBA = Family(
     fields=_DECODER
     | _MIXER
     | _TWO_BLOCK_MIXER
+    | _keys(num_key_value_heads=8, rms_norm_eps=1e-5)
     | {
-        "num_query_groups": _kv_heads(8),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
         "_rotary_dim": lambda v: int(v["kv_channels"] * v["rotary_percent"]),
         "_rotary_dim_given": Key("attn_rotary_emb", None, "any"),
     },
@@ -1634,11 +1585,8 @@ _FALCON_H1 = Family(
     fields={"_widening": Key("mamba_expand", 2, "positive"), "_inner": Key("mamba_d_ssm", 1024, "nullable")}
     | {name: source for name, source in (_DECODER | _MIXER | _TWO_BLOCK_MIXER).items() if name != "_expand"}
     | {name: Key(name.rpartition(".")[2], 1.0, "real", null=1.0) for name in _PARALLEL_FACTORS}
+    | _keys(vocab_size=128000, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=8192)
     | {
-        "vocab_size": Key("vocab_size", 128000),
-        "num_query_groups": _kv_heads(8),
-        "layernorm_epsilon": Key("rms_norm_eps", 1e-5, "positive"),
-        "max_sequence_length": Key("max_position_embeddings", 8192),
         "mamba_head_dim": Key("mamba_d_head", lambda v: _falcon_width(v) // v["mamba_num_heads"], "auto"),
         "hybrid.gated_norm": Key("mamba_rms_norm", False, "flag"),
         "_gates_last": Key("mamba_norm_before_gate", True, "flag"),
@@ -1765,7 +1713,7 @@ _DELTA_WRITTEN: dict[str, Derived] = {
 }
 _QWEN3_5 = Family(
     model_type="qwen3_5_text",
-    fields=_DECODER | {"num_query_groups": _kv_heads(4)} | _DELTA,
+    fields=_DECODER | _keys(num_key_value_heads=4) | _DELTA,
     tensors=_LLAMA_TENSORS
     | _DELTA_TENSORS
     | {
@@ -1784,7 +1732,7 @@ _QWEN3_5 = Family(
     refusals=_DELTA_REFUSALS,
 )
 _DELTA_EXPERTS = {
-    "num_query_groups": _kv_heads(2),
+    **_keys(num_key_value_heads=2),
     "moe_ffn_hidden_size": Key("moe_intermediate_size", 512),
     "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 512),
     "moe_shared_expert_gate": True,
@@ -1798,10 +1746,9 @@ _QWEN3_5_MOE = replace(
     | EXPERTS
     | _SOFTMAX_ROUTER
     | _DELTA_EXPERTS
+    | _keys(num_experts=256, num_experts_per_tok=8)
     | {
         "ffn_hidden_size": Key("moe_intermediate_size", 512),
-        "num_moe_experts": Key("num_experts", 256),
-        "moe_router_topk": Key("num_experts_per_tok", 8),
     },
     tensors=_QWEN3_5.tensors | _GATED_EXPERTS | _SHARED_QWEN_EXPERTS,
     marks=(),  # those of the dense models
@@ -1816,11 +1763,7 @@ _QWEN3_NEXT = replace(
     fields=_QWEN3_5.fields
     | _QWEN_MOE
     | _DELTA_EXPERTS
-    | {
-        "num_moe_experts": Key("num_experts", 512),
-        "moe_router_topk": Key("num_experts_per_tok", 10),
-        "_normalised": Key("norm_topk_prob", True, "flag"),
-    },
+    | _keys(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
     tensors=_QWEN3_5.tensors
     | _GATED_EXPERTS
     | _SHARED_QWEN_EXPERTS

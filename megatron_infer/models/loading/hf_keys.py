@@ -31,54 +31,31 @@ _HARMLESS = frozenset({
     "_attn_implementation_autoset", "gradient_checkpointing", "prefix", "temperature", "top_k", "top_p",
     "max_length", "min_length", "do_sample", "num_beams", "repetition_penalty", "length_penalty", "is_llama_config",
 })
-# fmt: on
 
 # Keys of other models that change the arithmetic -> values at which they do not. Other values are refused.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_multiplier": (None,),
-    "residual_multiplier": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "softmax_scale": (None,),
-    "attn_scale": (None,),
-    "scale_emb": (None, 1, 1.0),
-    "scale_depth": (None,),
-    "dim_model_base": (None,),
-    "mup_scale": (None, 1, 1.0),
-    "clip_qkv": (None,),
-    "alibi": (None, False),
+    **dict.fromkeys((
+        "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+        "softmax_scale", "attn_scale", "scale_depth", "dim_model_base", "clip_qkv", "q_lora_rank", "kv_lora_rank",
+        "quantization_config", "compression_config", "attention_chunk_size", "floor_scale", "llama_4_scaling",
+        "head_dim_list",
+    ), (None,)),
+    **dict.fromkeys((
+        "residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale", "scale_emb", "mup_scale",
+        "resid_mlp_multiplier",
+    ), (None, 1, 1.0)),
+    **dict.fromkeys((
+        "alibi", "parallel_attn", "use_parallel_residual", "rope_interleaved", "attention_sink", "use_qk_norm",
+        "qk_layernorm", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "use_bidirectional_attention",
+    ), (None, False)),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_nextn_predict_layers"), (None, 0)),
+    **dict.fromkeys(("scale_attn_weights", "is_causal"), (None, True)),
     "position_embedding_type": (None, "absolute", "rope"),
-    "parallel_attn": (None, False),
-    "use_parallel_residual": (None, False),
-    "num_experts": (None, 0),
     "num_local_experts": (None, 0, 1),
-    "n_routed_experts": (None, 0),
-    "q_lora_rank": (None,),
-    "kv_lora_rank": (None,),
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "rope_interleaved": (None, False),
-    "attention_chunk_size": (None,),
-    "floor_scale": (None,),
     "attn_temperature_tuning": (None, False, 0),
-    "attention_sink": (None, False),
-    "num_nextn_predict_layers": (None, 0),
     "mlp_only_layers": (None, []),
-    "llama_4_scaling": (None,),
-    "resid_mlp_multiplier": (None, 1, 1.0),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "scale_attn_by_inverse_layer_idx": (None, False),
-    "scale_attn_weights": (None, True),
-    "reorder_and_upcast_attn": (None, False),
-    "head_dim_list": (None,),
-    "is_causal": (None, True),
-    "use_bidirectional_attention": (None, False),
 }
+# fmt: on
 
 
 class Keys:
