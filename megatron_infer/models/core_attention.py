@@ -69,13 +69,12 @@ class TorchCoreAttention(MegatronModule):
         config = self.config
         ranks = self.tp_group.size() if self.tp_group is not None else config.tensor_model_parallel_size
         num_heads = config.num_attention_heads // ranks
-        on_cpu = config.use_cpu_initialization or not torch.accelerator.is_available()
-        device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+        sinks = torch.zeros(num_heads, device=init_device(config), dtype=config.params_dtype)
         if config.softmax_type == "off-by-one":
-            self.softmax_offset = torch.zeros(num_heads, device=device, dtype=config.params_dtype)
+            self.softmax_offset = sinks
             return
         del self.softmax_offset  # else it could not become a parameter
-        self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, device=device, dtype=config.params_dtype))
+        self.softmax_offset = torch.nn.Parameter(sinks)
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
 
@@ -172,15 +171,27 @@ def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], devic
     return seen.triu(offset - window[0]).tril(offset + window[1])
 
 
+def init_device(config: TransformerConfig) -> torch.device:
+    """Where the parameters of a new module are."""
+    if config.use_cpu_initialization or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
+
+
 class WholeLinear(torch.nn.Linear):
     """A linear that every rank has all of, with the parameters of Transformer Engine's and what it returns."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool = False,
+        **_: Any,
     ) -> None:
-        device = "cpu" if config.use_cpu_initialization or not torch.accelerator.is_available() else None
-        with torch.device(device or torch.accelerator.current_accelerator()):
-            super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype, device=init_device(config))
         if config.perform_initialization:
             init_method(self.weight)
         if bias:
@@ -207,12 +218,10 @@ class TorchNorm(torch.nn.Module):
         self.shape = (hidden_size,)
         self.rms = config.normalization == "RMSNorm"
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        device = "cpu" if config.use_cpu_initialization or not torch.accelerator.is_available() else None
-        with torch.device(device or torch.accelerator.current_accelerator()):
-            gain = torch.zeros if self.zero_centered_gamma else torch.ones
-            self.weight = torch.nn.Parameter(gain(hidden_size, dtype=config.params_dtype))
-            bias = None if self.rms else torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        self.register_parameter("bias", bias)
+        made = {"dtype": config.params_dtype, "device": init_device(config)}
+        gain = torch.zeros if self.zero_centered_gamma else torch.ones
+        self.weight = torch.nn.Parameter(gain(hidden_size, **made))
+        self.register_parameter("bias", None if self.rms else torch.nn.Parameter(torch.zeros(hidden_size, **made)))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 

@@ -1,13 +1,12 @@
 """A gated delta net that trains on any device of torch and, with a step, generates from state slots.
 
 `SlottedDeltaNet` has the constructor arguments, parameters and checkpoint keys of megatron-core's GatedDeltaNet, which
-can only be built with CUDA and flash-linear-attention. `paged_delta_class` gives a live stock layer the same second
+can only be built with CUDA and flash-linear-attention. `paged_class` gives a live stock layer the same second
 forward and changes nothing else.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from megatron_infer.kernels.ssm import DeltaSpec
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_device, init_generator, split_in_parts
+from megatron_infer.models.core_attention import init_device
+from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_generator, sharded_in_parts
 from megatron_infer.models.mamba_scan import mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
 
@@ -46,12 +46,6 @@ class PagedDeltaNet:
         require_inference(self)  # type: ignore[arg-type]
         out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
         return out_TD.unsqueeze(1), None
-
-
-@functools.cache
-def paged_delta_class(net: type) -> type:
-    """The paged subclass of a delta net's class; training runs the class's own forward."""
-    return type(f"Paged{net.__name__}", (PagedDeltaNet, net), {"__doc__": net.__doc__, "__module__": __name__})
 
 
 def delta_spec_of(net: Any) -> DeltaSpec:
@@ -205,20 +199,8 @@ class TorchDeltaNet(mcore.MegatronModule):
     ) -> dict[str, Any]:
         """Checkpoint keys of megatron-core's GatedDeltaNet: in_proj and conv1d in parts, each divided over ranks."""
         group = self.pg_collection.tp if tp_group is None else tp_group
-        keys = {"A_log": 0, "dt_bias": 0}
-        sharded = mcore.sharded_tensors(self, prefix, keys, sharded_offsets, metadata, group, recurse=False)
-        for name, module in self.named_children():
-            where = f"{prefix}{name}."
-            if module is self.conv1d:
-                axes = {"weight": 0, "bias": 0}
-                sharded |= mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, group)
-            else:
-                sharded |= mcore.sharded_state_dict_default(module, where, sharded_offsets, metadata, tp_group=group)
-        for key, parts in (("in_proj", projected_parts(self)), ("conv1d", convolved_parts(self))):
-            for kind in ("weight", "bias"):
-                if f"{prefix}{key}.{kind}" in sharded:
-                    split_in_parts(sharded, f"{prefix}{key}.{kind}", parts)
-        return sharded
+        parts = {"in_proj": projected_parts(self), "conv1d": convolved_parts(self)}
+        return sharded_in_parts(self, parts, prefix, sharded_offsets, metadata, group)
 
 
 class SlottedDeltaNet(PagedDeltaNet, TorchDeltaNet):

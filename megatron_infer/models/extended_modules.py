@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.core_attention import TorchNorm, init_device
 from megatron_infer.models.extensions import Extensions, extensions_of
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
@@ -83,10 +83,8 @@ class WholeHeadNorm(torch.nn.Module):
         """Width of all heads of all ranks."""
         self.tp_group: Any = None
         """Set by `extend`; needed where there are several ranks."""
-        on_cpu = config.use_cpu_initialization or not torch.accelerator.is_available()
-        device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
         width = self.global_dim // ranks
-        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=init_device(config)))
         if ranks > 1:
             self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
             self.weight.partition_dim, self.weight.partition_stride = 0, 1  # type: ignore[attr-defined]

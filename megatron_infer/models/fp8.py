@@ -198,9 +198,6 @@ class _Quantisers:
 class Fp8Product:
     """x [T, X] -> x @ weight.T + bias, [T, W] in x's dtype; x and weight are quantised by the recipe."""
 
-    __slots__ = ("_copy", "_input", "_linears", "_matmul", "_parameters", "_quantisers", "_weight", "_weight_name",
-                 "name")  # fmt: skip
-
     def __init__(self, linears: Fp8Linears, quantisers: _Quantisers, module: Any, name: str, *, number: str) -> None:
         self.name, self._linears, self._quantisers = name, linears, quantisers
         self._parameters, self._weight_name = module._parameters, f"weight{number}"

@@ -58,8 +58,6 @@ class LayerOp:
     use the residual, fp32 [T, D]; it is None before the norm of the first layer.
     """
 
-    __slots__ = ()
-
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
         """May write into residual_TD, and into x where residual_TD is None."""
         raise NotImplementedError
@@ -78,8 +76,6 @@ class LayerOp:
 
 class LayerOps(LayerOp):
     """Operations one after the other."""
-
-    __slots__ = ("operations",)
 
     def __init__(self, *operations: LayerOp) -> None:
         self.operations = operations
@@ -103,8 +99,6 @@ class LayerOps(LayerOp):
 
 class FusedNorm(LayerOp):
     """A norm module as one call on its live weight, which also adds the residual."""
-
-    __slots__ = ("eps", "kind", "parameters", "zero_centered")
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         kinds = {torch.nn.RMSNorm: RMS, torch.nn.LayerNorm: LAYER, L2Norm: L2}
@@ -175,8 +169,6 @@ class FusedNorm(LayerOp):
 class NormAfter(LayerOp):
     """The norm of a body's output, before the residual is added."""
 
-    __slots__ = ("norm",)
-
     def __init__(self, norm: FusedNorm) -> None:
         self.norm = norm
 
@@ -187,8 +179,6 @@ class NormAfter(LayerOp):
 class AddResidual(LayerOp):
     """What stands in the place of the norm before a body that has none: (x + residual, x + residual)."""
 
-    __slots__ = ()
-
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if residual_TD is None:
             return x_TD, x_TD.float()
@@ -198,8 +188,6 @@ class AddResidual(LayerOp):
 
 class WholeHeadsNorm:
     """An RMS norm of queries or keys over all heads together, also those of other tensor-parallel ranks."""
-
-    __slots__ = ("eps", "global_dim", "parameters", "reducer")
 
     def __init__(self, module: Any, name: str, *, tp: Reducer | None, global_dim: int) -> None:
         """global_dim: width of all ranks' heads."""
@@ -239,8 +227,6 @@ class FusedLinear(LayerOp):
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias. After both
     comes the norm of the output, where the module has one.
     """
-
-    __slots__ = ("after", "attached", "foreign", "lora", "name", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -335,8 +321,6 @@ class FusedLinear(LayerOp):
 class AllReduce(LayerOp):
     """The sum of the ranks' products, and then the bias."""
 
-    __slots__ = ("parameters", "reducer")
-
     def __init__(self, reducer: Reducer, parameters: Parameters) -> None:
         self.reducer, self.parameters = reducer, parameters
 
@@ -347,8 +331,6 @@ class AllReduce(LayerOp):
 
 class FusedActivation(LayerOp):
     """The activation between fc1 and fc2; None is SwiGLU."""
-
-    __slots__ = ("function",)
 
     def __init__(self, function: Activation | None) -> None:
         self.function = function
@@ -362,8 +344,6 @@ class FusedActivation(LayerOp):
 
 class FusedMLP(LayerOps):
     """fc1, activation, fc2."""
-
-    __slots__ = ("activation", "fc1", "fc2")
 
     def __init__(
         self,
@@ -384,8 +364,6 @@ class FusedMLP(LayerOps):
 
 class AllGather(LayerOp):
     """The columns of all ranks side by side."""
-
-    __slots__ = ("reducer",)
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
@@ -408,21 +386,6 @@ class HeadForm:
 
 class SplitHeads(LayerOp):
     """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
-
-    __slots__ = (
-        "at_gate",
-        "at_k",
-        "at_q",
-        "at_v",
-        "k_norm",
-        "num_columns",
-        "q_norm",
-        "shape_k",
-        "shape_q",
-        "shape_v",
-        "strides_kv",
-        "strides_q",
-    )
 
     def __init__(
         self,
@@ -485,8 +448,6 @@ class SplitHeads(LayerOp):
 class Attend(LayerOp):
     """`Heads` -> paged attention [T, N * H]."""
 
-    __slots__ = ("form", "layer", "spec")
-
     def __init__(self, layer: int, spec: AttendSpec, form: HeadForm | None = None) -> None:
         self.layer, self.spec = layer, spec
         self.form = form or HeadForm()
@@ -499,8 +460,6 @@ class Attend(LayerOp):
 class GatedAttend(Attend):
     """`Heads` with a gate -> paged attention * sigmoid(gate)."""
 
-    __slots__ = ()
-
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         *heads, gate_TKGH = qkv
         out_TM, residual_TD = super().run(step, tuple(heads), residual_TD)
@@ -509,8 +468,6 @@ class GatedAttend(Attend):
 
 class FormedAttend(Attend):
     """`Heads` in a form of the layer's own -> paged attention [T, N * value_dim]."""
-
-    __slots__ = ()
 
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, v_TKV = qkv
@@ -524,8 +481,6 @@ class FormedAttend(Attend):
 
 class FusedAttention(LayerOps):
     """Fused projection, norms of heads, paged attention, output projection."""
-
-    __slots__ = ("attend",)
 
     def __init__(
         self,
@@ -570,8 +525,6 @@ class FusedAttention(LayerOps):
 class AttendAndMix(LayerOps):
     """Attention and a mixer of the same input; the sum of both, each with a factor."""
 
-    __slots__ = ("factors",)
-
     def __init__(self, attention: LayerOps, mixer: LayerOps, factors: tuple[float, float]) -> None:
         super().__init__(attention, mixer)
         self.factors = factors
@@ -614,8 +567,6 @@ class FusedLayer(LayerOps):
 
     (product, residual) of the layer before -> those of this one.
     """
-
-    __slots__ = ("blocks",)
 
     def __init__(self, *blocks: tuple[FusedNorm | AddResidual, LayerOp]) -> None:
         """blocks: a norm, or what stands in its place, and the body after it. A transformer layer has attention and an

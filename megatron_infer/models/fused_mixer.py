@@ -28,8 +28,6 @@ Columns = tuple[Tensor, ...]
 class SplitColumns(LayerOp):
     """The projection [T, X], times factors [X] if any, -> `Columns`, which are views of it."""
 
-    __slots__ = ("factors", "widths")
-
     def __init__(self, spec: RecurrentSpec, factors: Tensor | None = None) -> None:
         self.widths = (spec.inner_width, spec.num_channels, spec.num_steps)
         self.factors = factors
@@ -42,8 +40,6 @@ class SplitColumns(LayerOp):
 class SplitDeltaColumns(LayerOp):
     """The same of a delta net, whose projection has the gate in the middle."""
 
-    __slots__ = ("widths",)
-
     def __init__(self, spec: DeltaSpec) -> None:
         self.widths = (spec.num_channels, spec.inner_width, spec.num_steps)
 
@@ -54,8 +50,6 @@ class SplitDeltaColumns(LayerOp):
 
 class Scan(LayerOp):
     """`Columns` -> (y [T, M], gate)."""
-
-    __slots__ = ("layer", "scan_weights", "spec")
 
     def __init__(self, layer: int, spec: RecurrentSpec, scan_weights: ScanWeights) -> None:
         self.layer, self.spec, self.scan_weights = layer, spec, scan_weights
@@ -69,8 +63,6 @@ class Scan(LayerOp):
 
 class GatedNorm(LayerOp):
     """(y, gate) -> the norm of y * silu(gate), or the product alone where the mixer has no norm."""
-
-    __slots__ = ("eps", "group_size", "parameters")
 
     def __init__(self, mixer: Any, inner_width: int) -> None:
         self.parameters: Parameters | None = None
@@ -94,8 +86,6 @@ class GatedNorm(LayerOp):
 class NormThenGate(LayerOp):
     """(y, gate) -> norm(y) * silu(gate), with the norm over each head."""
 
-    __slots__ = ("head_dim", "norm")
-
     def __init__(self, norm: FusedNorm, head_dim: int) -> None:
         self.norm, self.head_dim = norm, head_dim
 
@@ -110,8 +100,6 @@ class NormThenGate(LayerOp):
 class RecurrentMixer(LayerOps):
     """The part of a layer that keeps a recurrent state."""
 
-    __slots__ = ("name", "scan_weights", "spec")
-
     def __init__(
         self, name: str, spec: RecurrentSpec, scan_weights: ScanWeights, operations: Iterable[LayerOp]
     ) -> None:
@@ -121,8 +109,6 @@ class RecurrentMixer(LayerOps):
 
 class FusedDeltaNet(RecurrentMixer):
     """One gated delta net."""
-
-    __slots__ = ()
 
     def __init__(self, net: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
         if not net.use_qk_l2norm:
@@ -150,8 +136,6 @@ class FusedDeltaNet(RecurrentMixer):
 
 class FusedMixer(RecurrentMixer):
     """One Mamba-2 mixer."""
-
-    __slots__ = ()
 
     def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None, of_input: float = 1.0) -> None:
         """of_input: multiplies the input of the mixer."""
@@ -216,8 +200,6 @@ class ScanWeights:
     fp32 parameters are aliased. What had to be computed (the decay, and parameters of another dtype) keeps its address
     from one refresh to the next.
     """
-
-    __slots__ = ("_owned", "_sources", "weights")
 
     def __init__(self, mixer: Any) -> None:
         own: Parameters = mixer._parameters

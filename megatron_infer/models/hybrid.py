@@ -27,10 +27,11 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.paged_layers import (
     PAGED_LAYERS,
+    PagedAttention,
     PagedMambaLayer,
     PagedMLPLayer,
     PagedTransformerLayer,
-    paged_attention_class,
+    paged_class,
 )
 from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer, ParallelLayerSubmodules
 from megatron_infer.models.specs import layer_spec
@@ -131,7 +132,9 @@ def hybrid_spec(
         "sharded_state_dict_keys_map": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     }
     if parallel:
-        attention["self_attention"] = with_module(plain.self_attention, paged_attention_class(AttentionBesideMixer))
+        attention["self_attention"] = with_module(
+            plain.self_attention, paged_class(PagedAttention, AttentionBesideMixer)
+        )
         attends = ModuleSpec(
             module=PAGED_LAYERS[ParallelLayer], submodules=ParallelLayerSubmodules(**attention, mixer=mixer)
         )

@@ -28,8 +28,6 @@ from megatron_infer.models.tp_collectives import Reducer
 class FusedIndexer:
     """The operations of one layer's indexer."""
 
-    __slots__ = ("_norm", "_num_heads", "_queries", "_weights", "_wk")
-
     def __init__(self, indexer: Any, name: str, *, num_heads: int, tp: Reducer | None) -> None:
         self._num_heads = num_heads
         self._queries = FusedLinear(indexer.linear_wq_b, f"{name}.linear_wq_b", tp=tp)

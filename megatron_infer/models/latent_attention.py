@@ -42,8 +42,6 @@ from megatron_infer.models.tp_collectives import Reducer
 class UpProjection:
     """The live weight of keys and values of all heads, one below the other: [N * (K + V), L] on this rank."""
 
-    __slots__ = ("key_dim", "linear", "num_heads")
-
     def __init__(self, linear: FusedLinear, *, num_heads: int, key_dim: int) -> None:
         self.linear, self.num_heads, self.key_dim = linear, num_heads, key_dim
 
@@ -57,8 +55,6 @@ class UpProjection:
 class Projection:
     """A linear whose whole output every rank has: its rows are split over the ranks and gathered, or on each rank."""
 
-    __slots__ = ("_gathers", "_tp", "linear")
-
     def __init__(self, module: torch.nn.Module, name: str, *, tp: Reducer | None) -> None:
         self._tp, self._gathers = tp, linear_role(module) is not WHOLE
         self.linear = FusedLinear(module, name, tp=tp)
@@ -70,8 +66,6 @@ class Projection:
 
 class LatentHeads(LayerOp):
     """[T, D] -> (queries [T, N, K + R], and the vector [T, 1, R + L] that is key and, from R on, value)."""
-
-    __slots__ = ("_tp", "kv_down", "kv_norm", "num_heads", "q_down", "q_norm", "q_up", "rank")
 
     def __init__(self, attention: Any, name: str, *, num_heads: int, tp: Reducer | None) -> None:
         config = attention.config
@@ -118,8 +112,6 @@ class LatentHeads(LayerOp):
 class LatentAttend(Attend):
     """What `LatentHeads` gives -> paged attention, in the latents' space or, of long chunks, not [T, N * V]."""
 
-    __slots__ = ("reuses_choice", "up")
-
     def __init__(self, layer: int, spec: AttendSpec, up: UpProjection, *, reuses_choice: bool = False) -> None:
         super().__init__(layer, spec)
         self.up = up
@@ -158,8 +150,6 @@ class LatentAttend(Attend):
 class SparseHeads(LatentHeads):
     """`LatentHeads` with index queries: the key has an index key after its latent, of zeros without an indexer."""
 
-    __slots__ = ("index_dim", "indexer")
-
     def __init__(
         self,
         attention: Any,
@@ -190,8 +180,6 @@ class SparseHeads(LatentHeads):
 class SparseAttend(LatentAttend):
     """What `SparseHeads` gives -> attention over the latents that an indexer chooses, and out of their space."""
 
-    __slots__ = ()
-
     def run(self, step: StepInputs, qkv: Any, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TNX, k_TKH, index = qkv
         mixed_TX = step.attend_to_chosen(self.layer, self._into(step, q_TNX), k_TKH, self.spec, index)
@@ -200,8 +188,6 @@ class SparseAttend(LatentAttend):
 
 class FusedLatentAttention(LayerOps):
     """Projections, paged attention over latents, output projection. Raises AdoptionError for what is not known."""
-
-    __slots__ = ("attend", "shape")
 
     def __init__(self, attention: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
         config = attention.config

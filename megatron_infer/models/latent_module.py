@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.paged_layers import PagedLatentAttention
+from megatron_infer.models.paged_layers import PAGED_ATTENTION
 from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn
 
 
-class TorchLatentAttention(PagedLatentAttention):
+class TorchLatentAttention(PAGED_ATTENTION[mcore.MLASelfAttention]):  # type: ignore[misc]
     """Stock latent attention of exactly the submodules that its spec names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ from megatron_infer.models.bridge_modules import (
     is_of,
 )
 from megatron_infer.models.core_attention import TorchCoreAttention
-from megatron_infer.models.delta_net import PagedDeltaNet, paged_delta_class
+from megatron_infer.models.delta_net import PagedDeltaNet
 from megatron_infer.models.extended_modules import MixedHeadsAttention, TwoRopeAttention, has_window
 from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.fused_layers import (
@@ -43,9 +43,9 @@ from megatron_infer.models.fused_layers import (
 )
 from megatron_infer.models.fused_mixer import FusedDeltaNet, FusedMixer, RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
-from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
+from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer
 from megatron_infer.models.moe import FusedExperts, LatentMoELayer
-from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_attention_class
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_class
 from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer
 from megatron_infer.models.rotary import ropes_of, rotary_dim
 from megatron_infer.models.sparse_module import TorchSparseAttention
@@ -126,13 +126,13 @@ class LayerAdoption:
             body = self.mixer = FusedDeltaNet(
                 layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp
             )
-            paged = {found: paged_delta_class(found)} if _is_stock_delta(found) else {}
+            paged = {found: paged_class(PagedDeltaNet, found)} if _is_stock_delta(found) else {}
             self._bindings.append((layer.self_attention, body, paged))
         elif attends:
             body = self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
             if isinstance(layer, ParallelLayer):
                 body = self._with_mixer(layer.mixer, "mixer", num_mamba)
-            paged = {} if issubclass(found, PagedAttention) else {found: paged_attention_class(found)}
+            paged = {} if issubclass(found, PagedAttention) else {found: paged_class(PagedAttention, found)}
             self._bindings.append((layer.self_attention, body, paged))
         if type(layer) not in _KNOWN_LAYERS:
             if attends and isinstance(layer.self_attention, PagedAttention | PagedDeltaNet):
@@ -195,7 +195,7 @@ class LayerAdoption:
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
         self.mixer = FusedMixer(layer.mixer, where, layer=index, tp=self._tp)
-        paged = {found: paged_mixer_class(found)} if is_stock_mixer(found) else {}
+        paged = {found: paged_class(PagedMixer, found)} if is_stock_mixer(found) else {}
         self._bindings.append((layer.mixer, self.mixer, paged))
         if type(layer) not in _KNOWN_LAYERS:
             if isinstance(layer.mixer, PagedMixer):

@@ -46,8 +46,6 @@ from megatron_infer.models.moe import FusedExperts
 class ProgramOps(LayerOps):
     """Operations that the kernels run as one program where they can."""
 
-    __slots__ = ("program",)
-
     def __init__(self, operations: Iterable[LayerOp], program: LayerProgram) -> None:
         super().__init__(*operations)
         self.program = program

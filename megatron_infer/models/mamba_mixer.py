@@ -1,14 +1,13 @@
 """A Mamba-2 mixer that trains on any device of torch and, with a step, generates from state slots.
 
 `SlottedMambaMixer` has the constructor arguments, parameters and checkpoint keys of megatron-core's MambaMixer, which
-cannot be imported without triton: each loads the other's checkpoints. `paged_mixer_class` gives a live stock mixer the
+cannot be imported without triton: each loads the other's checkpoints. `paged_class` gives a live stock mixer the
 same second forward and changes nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.core_attention import init_device
 from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import bound, is_step, require_inference
@@ -60,12 +60,6 @@ def is_stock_norm(cls: type) -> bool:
 
 def derives_from_stock_mixer(cls: type) -> bool:
     return any(is_stock_mixer(base) for base in cls.__mro__)
-
-
-@functools.cache
-def paged_mixer_class(mixer: type) -> type:
-    """The paged subclass of a mixer class; training runs the class's own forward."""
-    return type(f"Paged{mixer.__name__}", (PagedMixer, mixer), {"__doc__": mixer.__doc__, "__module__": __name__})
 
 
 def spec_of(mixer: Any) -> SsmSpec:
@@ -237,25 +231,9 @@ class TorchMambaMixer(mcore.MegatronModule):
     ) -> dict[str, Any]:
         """Checkpoint keys of megatron-core's MambaMixer: in_proj and conv1d in parts, each divided over the ranks."""
         width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
-        keys = dict.fromkeys(("A_log", "dt_bias", "D"), 0)
-        sharded = mcore.sharded_tensors(self, prefix, keys, sharded_offsets, metadata, self.tp_group, recurse=False)
-        for name, module in self.named_children():
-            where = f"{prefix}{name}."
-            if module is self.conv1d:
-                axes = {"weight": 0, "bias": 0}
-                found = mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, self.tp_group)
-            else:
-                found = mcore.sharded_state_dict_default(
-                    module, where, sharded_offsets, metadata, tp_group=self.tp_group
-                )
-            sharded.update(found)
         parts = {"z": width, "x": width, "B": state, "C": state, "dt": self.nheads_local_tp}
-        for key in ("weight", "bias"):
-            if f"{prefix}in_proj.{key}" in sharded:
-                split_in_parts(sharded, f"{prefix}in_proj.{key}", parts)
-            if f"{prefix}conv1d.{key}" in sharded:
-                split_in_parts(sharded, f"{prefix}conv1d.{key}", {part: parts[part] for part in "xBC"})
-        return sharded
+        of_linears = {"in_proj": parts, "conv1d": {part: parts[part] for part in "xBC"}}
+        return sharded_in_parts(self, of_linears, prefix, sharded_offsets, metadata, self.tp_group)
 
     def _set_shares(self, num_heads: int, num_groups: int) -> None:
         """This rank's heads and groups."""
@@ -357,12 +335,6 @@ def divided(whole: int, parts: int, what: str, by: str) -> int:
     return whole // parts
 
 
-def init_device(config: mcore.TransformerConfig) -> torch.device:
-    if config.use_cpu_initialization or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
-
-
 def init_generator(config: mcore.TransformerConfig) -> Any:
     """A context with the generator of tensor-parallel weights, which differs per rank; the global one on a CPU.
 
@@ -371,6 +343,34 @@ def init_generator(config: mcore.TransformerConfig) -> Any:
     if config.use_cpu_initialization or not config.perform_initialization:
         return nullcontext()
     return mcore.get_cuda_rng_tracker().fork()
+
+
+def sharded_in_parts(
+    layer: Any,
+    parts: Mapping[str, Mapping[str, int]],
+    prefix: str,
+    sharded_offsets: Any,
+    metadata: dict[str, Any] | None,
+    tp_group: Any,
+) -> dict[str, Any]:
+    """A recurrent layer's parameters for a distributed checkpoint.
+
+    parts: name of a linear or of the convolution -> rows of each of its parts, which are saved under keys of their own.
+    """
+    own = dict.fromkeys(("A_log", "dt_bias", "D"), 0)
+    sharded = mcore.sharded_tensors(layer, prefix, own, sharded_offsets, metadata, tp_group, recurse=False)
+    for name, module in layer.named_children():
+        where = f"{prefix}{name}."
+        if module is layer.conv1d:
+            axes = {"weight": 0, "bias": 0}
+            sharded |= mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, tp_group)
+        else:
+            sharded |= mcore.sharded_state_dict_default(module, where, sharded_offsets, metadata, tp_group=tp_group)
+    for name, rows in parts.items():
+        for kind in ("weight", "bias"):
+            if f"{prefix}{name}.{kind}" in sharded:
+                split_in_parts(sharded, f"{prefix}{name}.{kind}", rows)
+    return sharded
 
 
 def split_in_parts(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:

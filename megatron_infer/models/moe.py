@@ -107,28 +107,6 @@ class FusedExperts(LayerOp):
     rank without tokens calls `serve`.
     """
 
-    __slots__ = (
-        "down",
-        "exchange",
-        "experts",
-        "first",
-        "grouped",
-        "is_split",
-        "layer",
-        "probs_on_input",
-        "reduce",
-        "route",
-        "router",
-        "router_dtype",
-        "rules",
-        "shared",
-        "shared_module",
-        "shared_with_experts",
-        "softmax_scores",
-        "tp",
-        "up",
-    )
-
     def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
         """tp: the ranks that the shared experts are split over. The layer knows the ranks of the others itself."""
         _refuse_unsupported(moe, name)

@@ -20,7 +20,6 @@ from megatron_infer.models.latent_attention import FusedLatentAttention
 from megatron_infer.models.mcore_compat import (
     LATENT_ATTENTIONS,
     MambaLayer,
-    MLASelfAttention,
     MLPLayer,
     SelfAttention,
     TransformerLayer,
@@ -81,35 +80,14 @@ class PagedAttention:
         return out_TD.unsqueeze(1), None
 
 
-class PagedSelfAttention(PagedAttention, SelfAttention):
-    """Stock self attention with the paged path for a step."""
-
-
-class PagedLatentAttention(PagedAttention, MLASelfAttention):
-    """Stock latent attention with the paged path for a step."""
-
-
-PAGED_ATTENTION: dict[type, type] = {
-    SelfAttention: PagedSelfAttention,
-    MLASelfAttention: PagedLatentAttention,
-} | {
-    attention: type(f"Paged{attention.__name__}", (PagedAttention, attention), {"__module__": __name__})
-    for attention in LATENT_ATTENTIONS
-    if attention is not MLASelfAttention
-}
-"""Stock attention class -> ours."""
-
-
 @functools.cache
-def paged_attention_class(attention: type) -> type:
-    """The paged subclass of a class of `PAGED_ATTENTION` or one derived from it; training runs its own forward."""
-    if attention in PAGED_ATTENTION:
-        return PAGED_ATTENTION[attention]
-    return type(
-        f"Paged{attention.__name__}",
-        (PagedAttention, attention),
-        {"__doc__": attention.__doc__, "__module__": __name__},
-    )
+def paged_class(mixin: type, stock: type) -> type:
+    """The subclass of a stock class with the second forward of `mixin`; training runs the class's own forward."""
+    return type(f"Paged{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__, "__module__": mixin.__module__})
+
+
+PAGED_ATTENTION = {stock: paged_class(PagedAttention, stock) for stock in (SelfAttention, *LATENT_ATTENTIONS)}
+"""Stock attention class -> ours."""
 
 
 class PagedForward:
@@ -130,27 +108,13 @@ class PagedForward:
         return (x_TD + residual_TD).to(hidden_states.dtype).unsqueeze(1), kwargs.get("context")
 
 
-class PagedTransformerLayer(PagedForward, TransformerLayer):
-    """Stock transformer layer that runs its operations for a step."""
-
-
-class PagedMLPLayer(PagedForward, MLPLayer):
-    """Stock MLP layer of a hybrid stack that runs its operations for a step."""
-
-
-class PagedMambaLayer(PagedForward, MambaLayer):
-    """Stock Mamba layer that runs its operations for a step."""
-
-
-PAGED_LAYERS: dict[type, type] = {
-    TransformerLayer: PagedTransformerLayer,
-    MLPLayer: PagedMLPLayer,
-    MambaLayer: PagedMambaLayer,
-} | {
-    layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__, "__module__": __name__})
-    for layer in (ParallelLayer, *moe_layer_classes())
+PAGED_LAYERS = {
+    stock: paged_class(PagedForward, stock)
+    for stock in (TransformerLayer, MLPLayer, MambaLayer, ParallelLayer, *moe_layer_classes())
 }
 """Stock layer class -> ours."""
+PagedTransformerLayer = PAGED_LAYERS[TransformerLayer]
+PagedMLPLayer, PagedMambaLayer = PAGED_LAYERS[MLPLayer], PAGED_LAYERS[MambaLayer]
 
 
 def bound(operations: Any, module: Any) -> Any:

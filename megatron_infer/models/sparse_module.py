@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
-from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.core_attention import TorchNorm, WholeLinear
 from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.mcore_compat import (
     AttnMaskType,
@@ -25,7 +25,6 @@ from megatron_infer.models.mcore_compat import (
     sharded_tensors,
 )
 from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn, latent_rotary_table
-from megatron_infer.models.whole_linear import WholeLinear
 
 _LAST_CHOICE = "_keys_of_last_indexer"
 """Attribute of a config, which all layers share: bool [b, s, s] of the last indexer that ran, until the last layer that

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
-from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet, paged_delta_class
+from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet
 from megatron_infer.models.extended_modules import (
     KeyNorm,
     MixedHeadsAttention,
@@ -19,7 +19,7 @@ from megatron_infer.models.extended_modules import (
 )
 from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
 from megatron_infer.models.latent_module import TorchLatentAttention
-from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
+from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     GatedDeltaNet,
@@ -43,7 +43,7 @@ from megatron_infer.models.paged_layers import (
     PAGED_LAYERS,
     PagedAttention,
     PagedTransformerLayer,
-    paged_attention_class,
+    paged_class,
 )
 from megatron_infer.models.sparse_module import TorchSparseAttention
 from megatron_infer.models.stage_layers import delta_layers, expert_layers
@@ -77,7 +77,7 @@ def _paged_layer(spec: Any, name: str) -> Any:
     nets = (TorchDeltaNet,) if GatedDeltaNet is None else (TorchDeltaNet, GatedDeltaNet)
     if isinstance(found, type) and issubclass(found, nets):
         if not issubclass(found, PagedDeltaNet):
-            attention.module = paged_delta_class(found)
+            attention.module = paged_class(PagedDeltaNet, found)
         if spec.module is TransformerLayer:
             spec.module = PagedTransformerLayer
         return spec
@@ -87,7 +87,7 @@ def _paged_layer(spec: Any, name: str) -> Any:
         known = "megatron-core's SelfAttention nor MLASelfAttention"
         raise AdoptionError(where, f"{what} is neither {known} nor derived from one of them")
     if not issubclass(found, PagedAttention):
-        attention.module = paged_attention_class(found)
+        attention.module = paged_class(PagedAttention, found)
     if spec.module is TransformerLayer:
         spec.module = PagedTransformerLayer
     return spec
@@ -110,9 +110,9 @@ def _page_stack(stack: HybridStackSubmodules) -> None:
         raise AdoptionError("mamba_layer.mixer", f"{what} is neither megatron-core's MambaMixer nor derived from it")
     if not issubclass(found, PagedMixer):
         if isinstance(mixer, type):
-            mamba.submodules.mixer = paged_mixer_class(found)
+            mamba.submodules.mixer = paged_class(PagedMixer, found)
         else:
-            mixer.module = paged_mixer_class(found)
+            mixer.module = paged_class(PagedMixer, found)
 
 
 def gpt_spec(

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.te_tensors import TE_PACKAGE
 from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, is_of
-from megatron_infer.models.whole_linear import WholeLinear
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
@@ -35,8 +34,6 @@ _NORMS = ("LayerNorm", "RMSNorm")
 class LiveParameters:
     """A module's live parameters as "weight" and "bias"; a missing one is None. Holds no tensor."""
 
-    __slots__ = ("_names", "_parameters")
-
     def __init__(self, module: torch.nn.Module, *, weight: str = "weight", bias: str = "bias") -> None:
         self._parameters, self._names = module._parameters, {"weight": weight, "bias": bias}
 
@@ -54,12 +51,10 @@ def _is(module: Any, where: tuple[str, str]) -> bool:
 
 
 def linear_role(module: Any) -> str | None:
-    """COLUMN, ROW or WHOLE (each rank has all of it) of megatron-core's linears on Transformer Engine, Bridge's with
-    a norm and our own; None for other modules."""
+    """COLUMN, ROW or WHOLE (each rank has all of it) of megatron-core's linears on Transformer Engine and Bridge's with
+    a norm; None for other modules."""
     if is_of(module, NORMED_ROW_LINEAR):
         return ROW
-    if isinstance(module, WholeLinear):
-        return WHOLE
     return _LINEARS.get(type(module).__qualname__) if type(module).__module__ == TE_MODULES else None
 
 

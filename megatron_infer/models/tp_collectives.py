@@ -37,8 +37,6 @@ class Reducer:
     own order.
     """
 
-    __slots__ = ("__weakref__", "_small", "group", "rank", "size")
-
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._small: dict[torch.dtype, SymmetricSum | None] = {}
@@ -130,8 +128,6 @@ class TokenExchange:
 
     Every rank of the group calls it in each layer of a step, with or without tokens.
     """
-
-    __slots__ = ("asked", "group", "rank", "size")
 
     def __init__(self, group: Any, *, tp: Reducer | None = None) -> None:
         """tp: ranks with the same tokens, among which the sums are added up afterwards. Those of them that are in the

@@ -20,7 +20,7 @@ from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
-from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PagedTransformerLayer
 from megatron_infer.models.rotary import rotary_table
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -319,7 +319,7 @@ def their_hybrid(config):
 @pytest.mark.parametrize(
     ("name", "spec", "cls", "part", "paged"),
     [
-        ("gqa", their_gpt, TheirLayer, "self_attention", PagedSelfAttention),
+        ("gqa", their_gpt, TheirLayer, "self_attention", PAGED_ATTENTION[SelfAttention]),
         ("hybrid", their_hybrid, TheirMambaLayer, "mixer", SlottedMambaMixer),
     ],
 )

@@ -13,8 +13,8 @@ from model_kinds import LATENT, PARALLEL, SOFTCAPPED
 from megatron_infer.errors import ModelError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.mcore_compat import Float16Module, TransformerLayer
-from megatron_infer.models.paged_layers import PagedAttention, PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, TransformerLayer
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PagedAttention, PagedTransformerLayer
 from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -283,7 +283,7 @@ def test_with_inference_copies_the_spec_and_equals_adoption():
     spec = stock_spec(config)
     paged = with_inference(spec)
     assert spec.module is TransformerLayer and paged.module is PagedTransformerLayer
-    assert paged.submodules.self_attention.module is PagedSelfAttention
+    assert paged.submodules.self_attention.module is PAGED_ATTENTION[SelfAttention]
     assert torch.equal(generate(adopt(tiny_gpt(spec=paged))), generate(adopt(tiny_gpt(spec=spec))))
     block = with_inference(unpaged_spec(config))
     assert all(layer.module is PagedTransformerLayer for layer in block.layer_specs)
