@@ -83,11 +83,14 @@ def main() -> None:
     answers |= dict.fromkeys(sizes, lambda *_: 0)
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # of Python 3.12, which Megatron-LM needs for nothing else
+    compiled = {"megatron.legacy.fused_kernels": SimpleNamespace(load=lambda args: None)}
+    """megatron-core 0.16's script asks nvcc for its version here, and compiles nothing."""
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[1 + is_module :]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     with (
         cpu_shim(),
+        mock.patch.dict(sys.modules, compiled),
         mock.patch.object(dist, "init_process_group", over_gloo),
         mock.patch.multiple(torch.cuda, **answers),
     ):

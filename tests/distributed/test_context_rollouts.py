@@ -275,8 +275,8 @@ def check_files(session: Any, rank: int, folder: Path) -> None:
 
 def check_versions(session: Any, rank: int) -> None:
     session.update_weights(version=40 + rank)
-    queue = RolloutQueue(session._rollout, PROMPTS, PARAMS, groups_per_step=2)
     with session.generating() as roll:
+        queue = RolloutQueue(roll, PROMPTS, PARAMS, groups_per_step=2)
         for call in (
             lambda: roll.generate(PROMPTS, PARAMS),
             lambda: roll.generate(PROMPTS[rank:], PARAMS),
@@ -351,8 +351,8 @@ def on_expert_parts(rank: int, size: int, folder: Path) -> None:
         assert ours == one, name
     with cpu_shim():
         check_parts(session, rank)
-    for group in {*session._rank_groups}:
-        group.lockstep.close()
+    for ranks in {session.engine.rank_group, session.ranks}:
+        ranks.lockstep.close()
 
 
 def check_parts(session: Any, rank: int) -> None:
