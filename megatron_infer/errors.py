@@ -169,11 +169,18 @@ class RankFailure(InferenceError, RuntimeError):
     """
 
     def __init__(self, rank: int, phase: str, reason: str, *, is_of_job: bool = False) -> None:
-        super().__init__(f"rank {rank} of the {'job' if is_of_job else 'engine'} failed in {phase}: {reason}")
+        super().__init__(rank, phase, reason)
         self.rank = rank
         self.phase = phase
         self.reason = reason
         self.is_of_job = is_of_job
+        self.job_rank = rank if is_of_job else None
+        """In the world; None: not known yet."""
+
+    def __str__(self) -> str:
+        of_job = "" if self.job_rank in (None, self.rank) else f" (rank {self.job_rank} of the job)"
+        place = "job" if self.is_of_job else "engine"
+        return f"rank {self.rank} of the {place}{of_job} failed in {self.phase}: {self.reason}"
 
 
 def brief(error: BaseException) -> str:

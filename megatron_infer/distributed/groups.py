@@ -159,7 +159,8 @@ class ParallelGroups:
         """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
         if self.engine is None:
             return LocalLockstep()
-        return Lockstep(_links_over(self.engine, timeout_s), timeout_s=timeout_s, give_up=give_up)
+        links = _links_over(self.engine, timeout_s)
+        return Lockstep(links, timeout_s=timeout_s, give_up=give_up, members=self.engine_ranks)
 
     def sharing_lockstep(self, engine: Lockstep | LocalLockstep, *, timeout_s: float) -> Lockstep | LocalLockstep:
         """Link the ranks of `sharing`, where these are some of the engine's. Every rank of the engine calls it."""
@@ -167,7 +168,8 @@ class ParallelGroups:
             return LocalLockstep()
         every, own = (dist.get_process_group_ranks(group) for group in (self.engine, self.sharing))
         numbers = [every.index(rank) for rank in own]
-        return Lockstep(_links_over(self.sharing, timeout_s), timeout_s=timeout_s, within=engine, ranks=numbers)
+        links = _links_over(self.sharing, timeout_s)
+        return Lockstep(links, timeout_s=timeout_s, within=engine, ranks=numbers, members=every)
 
     @property
     def engine_ranks(self) -> list[int]:
@@ -189,7 +191,7 @@ class ParallelGroups:
             timeout_s=timeout_s,
             hosts=list(own_addresses()),
         )
-        return Lockstep(links, timeout_s=timeout_s, give_up=give_up, patient=True)
+        return Lockstep(links, timeout_s=timeout_s, give_up=give_up, patient=True, members=ranks)
 
     def _gather_with_context(self, text: str) -> dict[int, str]:
         """The texts of the engine's ranks and of those beside it, by global rank."""
@@ -210,7 +212,8 @@ class ParallelGroups:
 
 def lockstep_over(group: ProcessGroup, *, timeout_s: float) -> Lockstep:
     """Link the ranks of a group; a rank that lives may be late. Every rank of it calls this."""
-    return Lockstep(_links_over(group, timeout_s), timeout_s=timeout_s, patient=True)
+    members = dist.get_process_group_ranks(group)
+    return Lockstep(_links_over(group, timeout_s), timeout_s=timeout_s, patient=True, members=members)
 
 
 def _links_over(group: ProcessGroup, timeout_s: float) -> RankLinks:

@@ -12,7 +12,7 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,6 +116,9 @@ class LocalLockstep:
     def left(self, trouble: str) -> None:
         """No other rank waits for this one."""
 
+    def share_failures(self, others: Iterable[Lockstep | LocalLockstep]) -> None:
+        """No other rank can fail."""
+
     def check_alive(self, *, goodbyes: bool = True) -> None:
         """No other rank can be gone."""
 
@@ -141,12 +144,16 @@ class Lockstep:
         patient: bool = False,
         within: Lockstep | None = None,
         ranks: Sequence[int] = (),
+        members: Sequence[int] = (),
     ) -> None:
         """give_up: see `Heartbeat`. patient: a rank that lives may be late, unless it has left a block by an error.
         within: the lockstep of all ranks of the engine, of which these are some, whose heartbeats it shares. ranks:
-        their numbers there, for errors."""
+        their numbers there, for errors. members: the ranks that errors count, in the world."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self._ranks = ranks or range(links.size)
+        self._members = list(members or range(links.size))
+        self._others: weakref.WeakSet[Lockstep] = weakref.WeakSet()
+        """See `share_failures`."""
         self._links = links
         self._patient = patient
         if within is None:
@@ -301,6 +308,11 @@ class Lockstep:
             self._watch.trouble = trouble
             self._watch.catch_up()
 
+    def share_failures(self, others: Iterable[Lockstep | LocalLockstep]) -> None:
+        """Send the ranks of these locksteps, too, a failure that this one finds: they may wait for ranks that end by
+        it."""
+        self._others.update(one for one in others if isinstance(one, Lockstep) and one is not self)
+
     def check_alive(self, *, goodbyes: bool = True) -> None:
         """Raise RankFailure if a rank has ended or is silent: for waits that are not rounds.
 
@@ -418,7 +430,7 @@ class Lockstep:
         patience_s: float,
     ) -> _M:
         """What `receive` of the link to a rank gives next."""
-        deadline = time.monotonic() + patience_s
+        deadline, limit = time.monotonic() + patience_s, math.inf
         while True:
             try:
                 message = receive(SLICE_S)
@@ -429,8 +441,8 @@ class Lockstep:
             if message is not None:
                 return message
             self._watch.check()
-            deadline = min(deadline, self._limit_of_trouble(rank, patience_s))
-            if time.monotonic() > deadline:
+            limit = self._limit_of_trouble(rank, limit)
+            if time.monotonic() > min(deadline, limit):
                 raise alone or RankFailure(self._ranks[rank], self.phase, self._late(rank, call))
 
     def _answer(self, answer: dict[str, Any]) -> None:
@@ -444,7 +456,7 @@ class Lockstep:
         # The leader may wait for other ranks first, for each as long as for this one.
         link = self._links.calls[0]
         deadline = time.monotonic() + (patience_s if alone is not None else self.size * patience_s)
-        lost = False
+        lost, limit = False, math.inf
         try:
             link.send(mine)
         except LinkClosed:
@@ -459,10 +471,11 @@ class Lockstep:
             if message is not None:
                 return message
             self._watch.check()
-            deadline = min(deadline, self._limit_of_trouble(0, patience_s))
-            if not lost and alone is not None and time.monotonic() > deadline:
+            limit = self._limit_of_trouble(0, limit)
+            is_late = time.monotonic() > min(deadline, limit)
+            if not lost and alone is not None and is_late:
                 raise alone
-            if lost or time.monotonic() > deadline:
+            if lost or is_late:
                 reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
                 raise RankFailure(self._ranks[0], self.phase, reason)
 
@@ -486,10 +499,11 @@ class Lockstep:
             self._fail(failure)
         return bytes(content)
 
-    def _limit_of_trouble(self, rank: int, patience_s: float) -> float:
-        """Until when a wait without a limit goes on for a rank that may have left the calls of the others."""
-        is_in_trouble = patience_s == math.inf and self._watch.is_in_trouble(self._ranks[rank])
-        return time.monotonic() + self._watch.patience_s if is_in_trouble else math.inf
+    def _limit_of_trouble(self, rank: int, limit: float) -> float:
+        """Until when a wait goes on for a rank that may have left the calls of the others. limit: as found before."""
+        if not self._watch.is_in_trouble(self._ranks[rank]):
+            return math.inf
+        return min(limit, time.monotonic() + self._watch.patience_s)
 
     def _late(self, rank: int, call: str) -> str:
         where = self._watch.phase_of(self._ranks[rank])
@@ -497,7 +511,11 @@ class Lockstep:
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure
+        failure.job_rank = self._members[failure.rank]
         self._watch.spread(failure.rank, failure.reason)
+        for other in self._others:
+            if other._broken is None and failure.job_rank in other._members:
+                other._watch.spread(other._members.index(failure.job_rank), failure.reason)
         raise failure
 
 

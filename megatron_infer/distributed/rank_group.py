@@ -162,7 +162,7 @@ class RankGroup:
     def whole_stage_raises(self) -> bool:
         """This rank has raised between two collectives of its pipeline stage -> whether all ranks of the stage have, in
         as many calls of this: else another one waits in the collective, and must meet this rank in no later one."""
-        ranks = sorted(self.groups.stage_ranks)
+        ranks = sorted(self.groups.stage_ranks & set(self.ranks))
         if len(ranks) == 1:
             return True
         stage = ",".join(map(str, ranks))
@@ -187,7 +187,8 @@ class RankGroup:
             return
         if isinstance(error, RankFailure) and error.is_of_job:
             return
-        if isinstance(error, RankFailure) and error.rank == self.lockstep.rank and not is_of_collective(error):
+        is_own = isinstance(error, RankFailure) and self._in_world(error) == self.ranks[self.lockstep.rank]
+        if is_own and not is_of_collective(error):
             return
         found = None
         deadline = time.monotonic() + BLAME_S
@@ -202,13 +203,16 @@ class RankGroup:
             self._reports.tell(found)
             raise RankFailure(found.rank, found.phase or self.lockstep.phase, found.reason, is_of_job=True) from error
 
+    def _in_world(self, failure: RankFailure) -> int:
+        """The rank that failed."""
+        return self.ranks[failure.rank] if failure.job_rank is None else failure.job_rank
+
     def _tell(self, phase: str, error: BaseException) -> None:
         """Report an error of this rank, or of another one that it names, to the job's other ranks."""
         if self._reports is None or self._reports.has_told:
             return
         if isinstance(error, RankFailure):
-            rank = error.rank if error.is_of_job else self.ranks[error.rank]
-            self._reports.tell(Report(rank, error.phase, error.reason))
+            self._reports.tell(Report(self._in_world(error), error.phase, error.reason))
         elif isinstance(error, OtherRankFailed) and error.ranks and max(error.ranks) < self.size:
             self._reports.tell(Report(self.ranks[error.ranks[0]], phase, str(error)))
         elif not is_of_collective(error):

@@ -10,7 +10,6 @@ import torch
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.stage_sizes import StageSizes
-from megatron_infer.distributed.lockstep import ALONE_S
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.distributed.stage_link import StageLink
 from megatron_infer.engine.build_drafts import max_drafts_of
@@ -104,8 +103,9 @@ def build_runner(
     )
     if link is None:
         return runner, runner, graphs
-    alone_s = ALONE_S if adopted.groups() else None
-    return StageRunner(runner, link, on_wait=rank_group.check_alive, alone_s=alone_s), runner, graphs
+    whole_stage_raises = rank_group.whole_stage_raises
+    stage = StageRunner(runner, link, on_wait=rank_group.check_alive, whole_stage_raises=whole_stage_raises)
+    return stage, runner, graphs
 
 
 def _check_order(adopted: AdoptedModel, link: StageLink) -> None:

@@ -144,6 +144,8 @@ class RolloutSession:
         keep = None if self.meter is None else self.meter.keep
         drawing = engine.rank_group.context_parts(**limit) or self.ranks
         self._rank_groups = (engine.rank_group, self.ranks, trainer, drawing)
+        for group in self._rank_groups:
+            group.lockstep.share_failures(other.lockstep for other in self._rank_groups)
         if drawing is engine.rank_group and context_parallel is None:
             self._rollout = Rollout(engine, on_delivered=keep)
         else:

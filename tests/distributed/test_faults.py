@@ -28,6 +28,9 @@ LONG = [
     Case("EP2", "loss", "RAISES", 0, 1),
     Case("CP2", "score", "KILLED", 1, 3),
     Case("DP2", "reward", "RAISES", 1, 0),
+    Case("TP2 x CP2", "resume", "KILLED", 1, 1),
+    Case("TP2 x CP2", "generate", "LIVES", 3, 81),
+    Case("PP2 x EP2, own requests", "generate", "RAISES", 0, 15),
 ]
 BOUND_S = 2 * LIMIT_S + SLACK_S
 """A rank waits in a collective, and may then wait for the report of another that has waited in one."""
@@ -102,6 +105,7 @@ def on_job(rank: int, size: int, folder: Path) -> None:
     reports = PeerReports("127.0.0.1", [rank])
     dist.barrier()
     assert reports.find() is None
+    dist.barrier()
     if rank == 1:
         reports.tell(Report(1, "score", "ValueError: a hook"))
     dist.barrier()

@@ -25,6 +25,20 @@ from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
 from megatron_infer.scheduler.step_plan import StepPlan
 
 
+def gathering(size: int) -> tuple[threading.Barrier, Callable[[int, str], list[str]]]:
+    """A barrier of `size` threads, and a function that gives each of them the texts of all."""
+    barrier, texts = threading.Barrier(size), {}
+
+    def gather(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        barrier.wait()
+        everyone = [texts[r] for r in range(size)]
+        barrier.wait()
+        return everyone
+
+    return barrier, gather
+
+
 def play(
     size: int,
     act: Callable[[Lockstep], Any],
@@ -33,15 +47,8 @@ def play(
     give_up: Callable[[int], bool] = lambda rank: True,
 ) -> list[Any]:
     """act(lockstep) on `size` ranks -> what each returned or raised. give_up: see `Watch`, with the rank."""
-    barrier, texts = threading.Barrier(size), {}
+    barrier, gather = gathering(size)
     results: list[Any] = [None] * size
-
-    def gather(rank: int, text: str) -> list[str]:
-        texts[rank] = text
-        barrier.wait()
-        everyone = [texts[r] for r in range(size)]
-        barrier.wait()
-        return everyone
 
     def run(rank: int) -> None:
         links = connect(rank, size, lambda text: gather(rank, text), timeout_s=20.0)
@@ -484,3 +491,37 @@ def test_what_a_rank_left_is_part_of_the_error_of_those_that_miss_it():
     error = play(2, act)[0]
     assert isinstance(error, RankFailure) and error.rank == 1
     assert "left training() by KeyError: 'reward'" in str(error)
+
+
+def test_a_leader_that_left_a_block_by_an_error_is_not_waited_for_as_one_that_waits_for_others():
+    def act(lockstep: Lockstep) -> float:
+        started = time.monotonic()
+        if lockstep.is_leader:
+            lockstep.left("left generating() by KeyError: 'reward'")
+            time.sleep(4.0)
+        else:
+            with pytest.raises(RankFailure, match=r"rank 0 .* \(left generating\(\) by KeyError: 'reward'\), but has not"):
+                lockstep.meet("suspend()")
+        return time.monotonic() - started
+
+    assert max(play(6, act, timeout_s=0.8)[1:]) < 3.0
+
+
+def test_a_failure_that_some_ranks_find_is_named_where_all_ranks_meet():
+    """Ranks 1 and 2 have a lockstep of their own too, as the ranks of one of several engines have."""
+    _, gather = gathering(2)
+
+    def act(lockstep: Lockstep) -> None:
+        if lockstep.rank == 0:
+            lockstep.meet("score()")
+        place = lockstep.rank - 1
+        links = connect(place, 2, lambda text: gather(place, text), timeout_s=20.0)
+        pair = Lockstep(links, timeout_s=0.8, members=[1, 2])
+        pair.share_failures([pair, lockstep])
+        if lockstep.rank == 1:
+            pair.meet("suspend()")
+        time.sleep(3.0)
+
+    outside, finder, _ = play(3, act, timeout_s=20.0)
+    assert isinstance(outside, RankFailure) and outside.rank == 2 and "has not come to suspend()" in str(outside)
+    assert str(finder).startswith("rank 1 of the engine (rank 2 of the job) failed in start: it lives"), finder

@@ -139,7 +139,7 @@ def test_a_stage_of_one_session_counts_its_errors_apart_from_those_of_other_layo
         processes.append(module)
 
     def raises(rank: int, *stage: int) -> bool:
-        group = SimpleNamespace(groups=SimpleNamespace(stage_ranks=set(stage)))
+        group = SimpleNamespace(groups=SimpleNamespace(stage_ranks=set(stage)), ranks=stage)
         return processes[rank].RankGroup.whole_stage_raises(group)
 
     assert not raises(0, 0, 2), "rank 2 has not raised"

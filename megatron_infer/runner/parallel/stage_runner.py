@@ -12,7 +12,6 @@ the step and sends them to the others, whose part of the step begins with receiv
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -52,8 +51,6 @@ class StageStep:
     """This stage's part."""
     on_wait: Callable[[], None]
     """Called every WAIT_S while `read` waits; may raise."""
-    alone_s: float | None
-    """How long to wait for the result where this rank raised and other ranks of its stage may wait for it."""
     failure: StageFailure | None = None
     """This stage's, where its part raised."""
     cause: str = ""
@@ -82,23 +79,15 @@ class StageStep:
         self.computed.result()
         if self.broken is not None:  # the last stage's result may depend on this rank
             raise self.broken
-        if not self._wait(self.result, self.alone_s if self.cause else None) or (
-            self.cause and self.result.exception() is not None
-        ):  # else all ranks of this stage raised, and the last stage has received that from each
-            raise CollectiveAbandoned(self.cause)
+        self._wait(self.result)
         output = self.result.result()
         if self.broken is not None:
             raise self.broken
         return output
 
-    def _wait(self, future: Future[Any], limit_s: float | None = None) -> bool:
-        """Whether it was done in time."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+    def _wait(self, future: Future[Any]) -> None:
         while not wait([future], timeout=WAIT_S).done:
             self.on_wait()
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-        return True
 
 
 class StageRunner:
@@ -113,16 +102,18 @@ class StageRunner:
         link: StageLink,
         *,
         on_wait: Callable[[], None] = lambda: None,
-        alone_s: float | None = None,
+        whole_stage_raises: Callable[[], bool] = lambda: True,
     ) -> None:
         """runner: computes this stage's part. on_wait: raises when other stages are not to be waited for any longer.
-        alone_s: see StageStep; None: a stage of one rank.
+        whole_stage_raises: see `RankGroup.whole_stage_raises`.
         """
         self.link, self.draws = link, link.is_last
         self.store, self.builder, self.sampler = runner.store, runner.builder, runner.sampler
         self.graphs, self.model = runner.graphs, runner.model
         self.received = None if link.is_first else link.nothing_received
-        self._runner, self._on_wait, self._alone_s = runner, on_wait, alone_s
+        self._runner, self._on_wait, self._whole_stage_raises = runner, on_wait, whole_stage_raises
+        self._broken: StageStep | None = None
+        """The first step after which this rank meets the other ranks of its stage in no further collective."""
         self._thread = OrderedThread(f"stage {link.rank}")
         self._thread.submit(runner.device.make_current)
         self._inbox = OrderedThread(f"stage {link.rank} {'outbox' if link.is_last else 'inbox'}")
@@ -140,7 +131,7 @@ class StageRunner:
         table_writes: Sequence[tuple[int, int, int]],
         ranks: RankSizes | None = None,
     ) -> StageStep:
-        step = StageStep(LocalStep(plan, ranks), self._on_wait, self._alone_s)
+        step = StageStep(LocalStep(plan, ranks), self._on_wait)
         step.computed = self._thread.submit(partial(self._compute, step, table_writes))
         if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
             step.computed.exception()
@@ -160,10 +151,15 @@ class StageRunner:
         return self._runner.sizes(plan)
 
     def serve(self, ranks: RankSizes) -> None:
-        done = self._thread.submit(partial(self._runner.serve, ranks))
+        done = self._thread.submit(partial(self._serve, ranks))
         while not wait([done], timeout=WAIT_S).done:
             self._on_wait()
         done.result()
+
+    def _serve(self, ranks: RankSizes) -> None:
+        if self._broken is not None:
+            raise CollectiveAbandoned("this rank raised in an earlier step") from self._broken.broken
+        self._runner.serve(ranks)
 
     def _compare_routing(self, own: Sequence[RoutingShape] | None) -> tuple[list[tuple[int, int]], RoutingShape | None]:
         """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds
@@ -190,6 +186,8 @@ class StageRunner:
         that are given up with the step; the last stage finds out when it reads the step's outputs.
         """
         local, plan, link = step.local, step.plan, self.link
+        if self._broken is not None:
+            step.failure, step.broken = self._broken.failure, self._broken.broken
         # from the plan alone: the messages have the same size on every stage, one that failed included
         routing = self.routing if self.routing is not None and asks_routing(plan) else None
         shape = self._runner.shape_of(plan) if local.ranks is None else local.ranks.shape
@@ -301,6 +299,10 @@ class StageRunner:
             step.broken = error
         else:
             step.cause = f"{type(error).__name__}: {error}"
+            if not self._whole_stage_raises():
+                step.broken = CollectiveAbandoned(step.cause)
+        if step.broken is not None:
+            self._broken = step
 
     def _failure(self, step: StageStep, failure: StageFailure) -> RunnerOutput:
         """The same on all ranks, except for its cause."""
