@@ -40,7 +40,7 @@ WITH_DATA = "forward_backward"
 
 
 class OnEveryRank:
-    """An object of rank 0, whose operations every rank runs on its own."""
+    """An object of rank 0, whose methods every rank runs on its own; attributes are rank 0's."""
 
     def __init__(self, ranks: JobRanks, client: str, local: Any) -> None:
         self._ranks = ranks
@@ -48,9 +48,8 @@ class OnEveryRank:
         self._local = local
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._local.OPERATIONS:
-            return partial(self._ranks.run, self._client, name)
-        return getattr(self._local, name)
+        found = getattr(self._local, name)
+        return partial(self._ranks.run, self._client, name) if callable(found) else found
 
 
 class JobRanks:

@@ -8,8 +8,9 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from starlette.responses import Response
@@ -39,6 +40,8 @@ LATER = (429, 503)
 """Statuses of a refusal after which the call is sent again, with its number."""
 MAX_DATA = 4096
 """Sequences of one forward_backward."""
+
+_B = TypeVar("_B", bound=requests.OfModel)
 
 
 class TinkerRoutes:
@@ -76,14 +79,20 @@ class TinkerRoutes:
             "session_heartbeat": ("Keep a session", self._heartbeat),
             "sessions/{id}/finish": ("End a session", self._finish),
             "create_model": ("Make a training client", self._create_model),
-            "unload_model": ("Forget a training client", self._unload_model),
+            "unload_model": ("Forget a training client", self._ordered(requests.OfModel, self._unload_model)),
             "get_info": ("Describe a training client", self._get_info),
             "forward_backward": ("Compute a loss, and its gradients", self._forward_backward),
-            "optim_step": ("Step a client's optimizer", self._optim_step),
-            "save_weights": ("Save a client's adapter and optimizer", self._save_weights),
+            "optim_step": ("Step a client's optimizer", self._ordered(requests.OptimStep, self._optim_step)),
+            "save_weights": (
+                "Save a client's adapter and optimizer",
+                self._ordered(requests.SaveWeights, self._save_weights),
+            ),
             "load_weights": ("Load what was saved", self._load_weights),
             "weights_info": ("Describe what was saved", self._weights_info),
-            "save_weights_for_sampler": ("Make a client's adapter one to sample from", self._save_for_sampler),
+            "save_weights_for_sampler": (
+                "Make a client's adapter one to sample from",
+                self._ordered(requests.SaveWeights, self._save_for_sampler),
+            ),
             "create_sampling_session": ("Make a sampler", self._create_sampler),
             "asample": ("Draw samples", self._sample),
             "retrieve_future": ("The result of a call", self._retrieve),
@@ -135,14 +144,9 @@ class TinkerRoutes:
 
         return self._made(call, id, create)
 
-    async def _unload_model(self, call: Call) -> Any:
-        body = read(call, requests.OfModel)
-
-        async def unload() -> Any:
-            self._service.unload_model(body.model_id)
-            return {"type": "unload_model", "model_id": body.model_id}
-
-        return self._in_order(call, body, unload)
+    async def _unload_model(self, model: Model, _: requests.OfModel) -> Any:
+        self._service.unload_model(model.id)
+        return {"type": "unload_model", "model_id": model.id}
 
     async def _get_info(self, call: Call) -> Any:
         model, name = self._service.model(read(call, requests.OfModel).model_id), self._service.model_name
@@ -219,46 +223,33 @@ class TinkerRoutes:
             data.append(one)
         return data
 
-    async def _optim_step(self, call: Call) -> Any:
-        body = read(call, requests.OptimStep)
-        model, how = self._service.model(body.model_id), body.adam_params
-        numbers = {name: getattr(how, name) for name in how.__struct_fields__}
-
+    async def _optim_step(self, model: Model, body: requests.OptimStep) -> Any:
         def work() -> Any:
-            return {"type": "optim_step", "metrics": model.client.optim_step(**numbers)}
+            metrics = model.client.optim_step(**msgspec.structs.asdict(body.adam_params))
+            return {"type": "optim_step", "metrics": metrics}
 
-        async def step() -> Any:
+        service, seq_id = self._service, body.seq_id or 0
+        try:
             if model.lost:
-                lost = model.lost
-                self._service.settle(model, body.seq_id or 0)
-                await self._service.run(model.client.drop_gradients)
+                await service.run(model.client.drop_gradients)
                 raise RequestError(
-                    f"optim_step: the gradients of operations {lost} were lost with an earlier server; those since are "
-                    "dropped too, send all batches of the step again"
+                    f"optim_step: the gradients of operations {model.lost} were lost with an earlier server; those "
+                    "since are dropped too, send all batches of the step again"
                 )
-            try:
-                reply = await self._service.change(model, body.seq_id or 0, work)
-            except RequestError:  # the client has no gradients now
-                self._service.settle(model, body.seq_id or 0)
-                raise
-            model.figures.steps += 1
-            return reply
+            reply = await service.change(model, seq_id, work)
+        except RequestError:  # the client has no gradients now
+            service.settle(model, seq_id)
+            raise
+        model.figures.steps += 1
+        return reply
 
-        return self._in_order(call, body, step)
-
-    async def _save_weights(self, call: Call) -> Any:
-        body = read(call, requests.SaveWeights)
-        model, service = self._service.model(body.model_id), self._service
-
-        async def save() -> Any:
-            name = body.path or f"step{model.client.version}"
-            path = service.state_dir / model.id / "weights" / name
-            if path.exists() and not body.overwrite:
-                raise RequestError(f"path: {name} is there already; give overwrite: true")
-            await service.run_for(model, lambda: model.client.save(path))
-            return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
-
-        return self._in_order(call, body, save)
+    async def _save_weights(self, model: Model, body: requests.SaveWeights) -> Any:
+        name = body.path or f"step{model.client.version}"
+        path = self._service.state_dir / model.id / "weights" / name
+        if path.exists() and not body.overwrite:
+            raise RequestError(f"path: {name} is there already; give overwrite: true")
+        await self._service.run_for(model, lambda: model.client.save(path))
+        return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
 
     async def _load_weights(self, call: Call) -> Any:
         body, service = read(call, requests.LoadWeights), self._service
@@ -308,20 +299,15 @@ class TinkerRoutes:
 
     # ------------------------------------------------------------------ sampling
 
-    async def _save_for_sampler(self, call: Call) -> Any:
-        body, service = read(call, requests.SaveWeights), self._service
-        model = service.model(body.model_id)
-
-        async def save() -> Any:
-            uri = f"tinker://{model.id}/sampler_weights/{body.path}" if body.path else None
-            if body.path:
-                folder = service.state_dir / model.id / "sampler_weights" / body.path
-                await service.run_for(model, lambda: model.client.save_for_sampler(folder))
-            sampler = await service.publish(model, uri)
-            shown = {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
-            return shown | {"version": model.client.version}
-
-        return self._in_order(call, body, save)
+    async def _save_for_sampler(self, model: Model, body: requests.SaveWeights) -> Any:
+        service, uri = self._service, None
+        if body.path:
+            uri = f"tinker://{model.id}/sampler_weights/{body.path}"
+            folder = service.state_dir / model.id / "sampler_weights" / body.path
+            await service.run_for(model, lambda: model.client.save_for_sampler(folder))
+        sampler = await service.publish(model, uri)
+        shown = {"type": "save_weights_for_sampler", "path": uri, "sampling_session_id": sampler.id}
+        return shown | {"version": model.client.version}
 
     async def _create_sampler(self, call: Call) -> Any:
         body, service = read(call, requests.CreateSamplingSession), self._service
@@ -424,6 +410,18 @@ class TinkerRoutes:
                 raise refused
 
             return self._in_order(call, place, refuse)
+
+        return answer
+
+    def _ordered(
+        self, kind: type[_B], work: Callable[[Model, _B], Coroutine[Any, Any, Any]]
+    ) -> Callable[[Call], Awaitable[Any]]:
+        """Of a route whose bodies name a training client and the place of `work` among its operations."""
+
+        async def answer(call: Call) -> Any:
+            body = read(call, kind)
+            model = self._service.model(body.model_id)
+            return self._in_order(call, body, lambda: work(model, body))
 
         return answer
 

@@ -285,7 +285,7 @@ class TinkerService:
         """A sampler of the client as it is now: its adapter is loaded into the engine, all weights are there. path: of
         its files, if it has."""
         if self.trainer.local.adapter is None:
-            model.client.check_whole()
+            await self.run(model.client.check_whole)
             return self.new_sampler(None, path, model=model.id, content=self.trainer.local.content)
         name = self._new_name()
         await self.run_for(model, lambda: model.client.publish(name))

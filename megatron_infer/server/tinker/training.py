@@ -113,18 +113,6 @@ def pieces(data: Sequence[Datum]) -> list[list[Datum]]:
 class TrainingClient:
     """One client's values and optimizer, this rank's part of them. Calls are every rank's, in the engine's thread."""
 
-    OPERATIONS = (
-        "forward_backward",
-        "take_batch",
-        "drop_batch",
-        "optim_step",
-        "drop_gradients",
-        "save",
-        "load",
-        "save_for_sampler",
-        "publish",
-    )
-
     def __init__(self, model: LiveModel, values: list[Tensor], *, rank: int) -> None:
         """values: of what trains, in the model's dtype. rank: of the adapter; 0: all weights train."""
         self._model = model
@@ -429,8 +417,6 @@ def _digest_of_base(model: nn.Module, adapter: AttachedLoRA) -> str:
 class LiveModel:
     """This rank's part of the model, and its clients. Operations are called on every rank in the same order."""
 
-    OPERATIONS = ("create", "forget", "load_adapter", "unload")
-
     def __init__(self, session: RolloutSession, adapter: AttachedLoRA | None) -> None:
         """adapter: attached with trains_only, before the session was made; None: one client trains all weights."""
         self.session = session
@@ -526,7 +512,7 @@ class LiveTrainer:
         everywhere: Callable[[str, Any], Any] = lambda client, local: local,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """everywhere: gives an object whose OPERATIONS run on every rank of the job. client: its id; "": it is the
+        """everywhere: gives an object whose methods run on every rank of the job. client: its id; "": it is the
         model. end: no operation follows; called in the engine's thread."""
         if not 0 < training_share <= 1:
             raise ConfigError(f"training_share is {training_share}, it must be above 0 and at most 1")
