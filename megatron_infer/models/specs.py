@@ -18,7 +18,6 @@ from megatron_infer.models.extended_modules import (
     TwoRopeAttention,
 )
 from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
-from megatron_infer.models.latent_module import TorchLatentAttention
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
@@ -26,6 +25,7 @@ from megatron_infer.models.mcore_compat import (
     GatedDeltaNetSubmodules,
     HybridStackSubmodules,
     IdentityOp,
+    MLASelfAttention,
     ModuleSpec,
     RowParallelLinear,
     TransformerBlockSubmodules,
@@ -33,6 +33,7 @@ from megatron_infer.models.mcore_compat import (
     TransformerLayer,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
+    latent_attention_on_cpu,
     spec_module,
     submodules_of,
     with_module,
@@ -45,6 +46,7 @@ from megatron_infer.models.paged_layers import (
     PagedTransformerLayer,
     paged_class,
 )
+from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn
 from megatron_infer.models.sparse_module import TorchSparseAttention
 from megatron_infer.models.stage_layers import delta_layers, expert_layers
 
@@ -113,6 +115,19 @@ def _page_stack(stack: HybridStackSubmodules) -> None:
             mamba.submodules.mixer = paged_class(PagedMixer, found)
         else:
             mixer.module = paged_class(PagedMixer, found)
+
+
+class TorchLatentAttention(PAGED_ATTENTION[MLASelfAttention]):  # type: ignore[misc]
+    """Stock latent attention of exactly the submodules that its spec names, built without CUDA too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with latent_attention_on_cpu(DeviceAgnosticRotary, DeviceAgnosticYarn):
+            super().__init__(*args, **kwargs)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Of 0.19.2, which else puts Transformer Engine's linears with norms inside in the place of plain ones."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 def gpt_spec(

@@ -140,13 +140,13 @@ class Family:
     """Prefixes of tensors that transformers does not read either; {num_layers} stands for the number of layers."""
     gguf: str = ""
     """The architecture in its GGUF files, whose tensors are named as Llama's."""
-    is_written: bool = False
+    is_written: bool = True
     """Whether `config_of` tries to describe a model as one of this family."""
     written: Mapping[str, Derived] = field(default_factory=dict)
     """Key -> its value from a description's fields, where a key's value is kept in none of them."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The key that asks for biases, or ALWAYS -> the linears that have them."""
-    rope: Rope | None = None
+    rope: Rope | None = field(default_factory=Rope)
     no_rope: bool = False
     """Whether no_rope_layers or no_rope_layer_interval take the rotation from layers."""
     window: Window | None = None
@@ -192,7 +192,7 @@ _COMMON: dict[str, tuple[str, Any]] = {
 
 
 def _keys(**defaults: Any) -> dict[str, Any]:
-    """The fields of these keys, each with the family's default."""
+    """The fields of these keys, each with the family's default, None: as in `Key`."""
     found = {}
     for name, default in defaults.items():
         field_name, kind = _COMMON[name]
@@ -244,6 +244,11 @@ _DEEPSEEK_EXPERTS = _GATED_EXPERTS | {
     "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
+_SPARSE_BLOCKS = {name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")} | {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+    "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
+}
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "proj")}
 _MLP_BIAS = {"mlp_bias": ("fc1", "fc2")}
 _QWEN_WINDOW = Window(
@@ -255,17 +260,13 @@ _LLAMA = Family(
     fields=_DECODER,
     tensors=_LLAMA_TENSORS,
     gguf="llama",
-    is_written=True,
     biases=_ATTENTION_BIAS | _MLP_BIAS,
-    rope=Rope(),
     window=Window(),
 )
 _MISTRAL = Family(
     model_type="mistral",
     fields=_DECODER | _keys(num_key_value_heads=8),
     tensors=_LLAMA_TENSORS,
-    is_written=True,
-    rope=Rope(),
     window=Window(default=4096, writes_all=True),
 )
 _QWEN2 = Family(
@@ -273,19 +274,13 @@ _QWEN2 = Family(
     fields=_DECODER | _keys(num_key_value_heads=32),
     tensors=_LLAMA_TENSORS,
     gguf="qwen2",
-    is_written=True,
     biases={ALWAYS: ("qkv",)},
-    rope=Rope(),
     window=_QWEN_WINDOW,
 )
 _QWEN3 = replace(
     _QWEN2,
     model_type="qwen3",
-    fields=_QWEN2.fields
-    | _keys(head_dim=128)
-    | {
-        "qk_layernorm": True,
-    },
+    fields=_QWEN2.fields | _keys(head_dim=128) | {"qk_layernorm": True},
     gguf="qwen3",
     biases=_ATTENTION_BIAS,
 )
@@ -293,7 +288,6 @@ _SMOLLM3 = Family(
     model_type="smollm3",
     fields=_DECODER | _keys(num_key_value_heads=4, tie_word_embeddings=True),
     tensors=_LLAMA_TENSORS,
-    is_written=True,
     written={"no_rope_layers": lambda v: [1 - unrotated for unrotated in v["no_rope_freq"]]},
     biases=_ATTENTION_BIAS | _MLP_BIAS,
     rope=Rope(base=2e6),
@@ -305,7 +299,6 @@ _PHI3 = Family(
     fields=_DECODER | _keys(rms_norm_eps=1e-5),
     tensors=_LLAMA_TENSORS | {"self_attention.linear_qkv": "self_attn.qkv_proj", "mlp.linear_fc1": "mlp.gate_up_proj"},
     marks=("qkv_proj.", "gate_up_proj."),
-    is_written=True,
     rope=Rope(partial=True),
     window=Window(),
     ignored_keys=("original_max_position_embeddings",),  # of the longrope type only, where it is read
@@ -340,11 +333,11 @@ _GPT2 = Family(
         "mlp.linear_fc1": "mlp.c_fc",
         "mlp.linear_fc2": "mlp.c_proj",
     },
+    rope=None,
     base="transformer",
     layers="transformer.h",
     transposed=True,
     marks=("transformer.",),
-    is_written=True,
     biases={ALWAYS: ("qkv", "proj", "fc1", "fc2")},
 )
 
@@ -385,10 +378,8 @@ _GEMMA = Family(
         "activation": lambda v: "gelu_pytorch_tanh" if v["_activation"] == "gelu" else v["_activation"],
     },
     tensors=_LLAMA_TENSORS,
-    is_written=True,
     written={"hidden_act": _same("activation")},
     biases=_ATTENTION_BIAS,
-    rope=Rope(),
     ignored_keys=("hidden_activation",),  # the modelling file reads hidden_act
 )
 _GEMMA2 = Family(
@@ -406,14 +397,12 @@ _GEMMA2 = Family(
         "extensions.logit_softcap": _cap("_logit_cap"),
     },
     tensors=_LLAMA_TENSORS | _NORMS_AFTER | {"pre_mlp_layernorm": "pre_feedforward_layernorm"},
-    is_written=True,
     written={
         "query_pre_attn_scalar": _query_scalar,
         "attn_logit_softcapping": _same("extensions.attention_softcap"),
         "final_logit_softcapping": _same("extensions.logit_softcap"),
     },
     biases=_ATTENTION_BIAS,
-    rope=Rope(),
     window=Window(default=4096, pattern=("", 2), writes_types=True),
     ignored_keys=("hidden_act", "cache_implementation"),
 )
@@ -452,9 +441,7 @@ _OLMO2 = Family(
     }
     | _NORMS_AFTER,
     marks=("post_feedforward_layernorm.",),
-    is_written=True,
     biases=_ATTENTION_BIAS,
-    rope=Rope(),
 )
 _OLMO3 = replace(
     _OLMO2,
@@ -489,7 +476,6 @@ _NEMOTRON = Family(
         "gated_linear_unit": False,
     },
     tensors=_LLAMA_TENSORS | {"mlp.linear_fc1": "mlp.up_proj"},
-    is_written=True,
     biases=_ATTENTION_BIAS | _MLP_BIAS,
     rope=Rope(percent=0.5, partial=True),
 )
@@ -516,7 +502,6 @@ _GLM4 = Family(
         "mlp.linear_fc2.post_layernorm": "post_mlp_layernorm",
     },
     marks=("post_self_attn_layernorm.",),
-    is_written=True,
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
 )
@@ -544,11 +529,10 @@ _ONE_EXPERT = (
 _NO_BIAS_WITH_EXPERTS: Required = {"attention_bias": ((None, False), "megatron-core biases both")}
 _SIGMOID_ROUTER = {
     # Scores chosen with a correction bias, normalised and scaled: what megatron-core's router computes.
-    "moe_router_topk_scaling_factor": Key("routed_scaling_factor", 1.0, "real"),
+    **_keys(routed_scaling_factor=1.0, norm_topk_prob=True),
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_dtype": "fp32",
-    "_normalised": Key("norm_topk_prob", True, "flag"),
 }
 _NORMALISED_ALONE = (
     lambda v: v["_has_experts"] and v["_normalised"] == (v["moe_router_topk"] == 1),
@@ -556,17 +540,13 @@ _NORMALISED_ALONE = (
     "normalises the weights if and only if there are several",
 )
 _GROUPS = {
-    "_num_groups": Key("n_group", 1, "any"),
-    "_group_topk": Key("topk_group", 1, "any"),
+    **_keys(n_group=1, topk_group=1),
     "moe_router_num_groups": lambda v: v["_num_groups"] if (v["_num_groups"] or 1) > 1 else None,
     "moe_router_group_topk": lambda v: v["_group_topk"] if (v["_num_groups"] or 1) > 1 else None,
 }
 _EXPERTS_AND_SHARED = {
     # all layers have both but the first ones, which are dense
-    "num_moe_experts": Key("n_routed_experts", 64),
-    "moe_router_topk": Key("num_experts_per_tok", 8),
-    "moe_ffn_hidden_size": Key("moe_intermediate_size", 2048),
-    "_num_shared": Key("n_shared_experts", 1),
+    **_keys(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1),
     "moe_shared_expert_intermediate_size": lambda v: v["_num_shared"] * v["moe_ffn_hidden_size"],
     "_num_dense": Key("first_k_dense_replace", 0, "any"),
     "moe_layer_freq": lambda v: [int(layer >= (v["_num_dense"] or 0)) for layer in range(v["num_layers"])],
@@ -676,17 +656,9 @@ _MIXTRAL = Family(
     | _SOFTMAX_ROUTER
     | _keys(num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, num_local_experts=8)
     | _keys(num_experts_per_tok=2)
-    | {
-        "moe_ffn_hidden_size": Key("intermediate_size"),
-    },
-    tensors={
-        **{name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")},
-        "mlp.router": "block_sparse_moe.gate",
-        "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
-    },
+    | {"moe_ffn_hidden_size": Key("intermediate_size")},
+    tensors=_SPARSE_BLOCKS,
     marks=("block_sparse_moe.experts.",),
-    is_written=True,
     rope=Rope(base=1e6),
     window=Window(writes_all=True),
     ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise"),
@@ -705,9 +677,7 @@ _OLMOE = Family(
         "extensions.whole_head_norms": True,
     },
     tensors=_LLAMA_TENSORS | _GATED_EXPERTS,
-    is_written=True,
     written=_NORMALISED,
-    rope=Rope(),
     ignored_keys=_ROUTER_LOSSES,
     renamed_keys={"num_local_experts": "num_experts"},
     required_of_experts=_NO_BIAS_WITH_EXPERTS,
@@ -722,13 +692,10 @@ _GLM4_MOE = Family(
     | _EXPERTS_AND_SHARED
     | _keys(num_key_value_heads=8, rms_norm_eps=1e-5, n_routed_experts=128, moe_intermediate_size=1408)
     | _keys(first_k_dense_replace=1, max_position_embeddings=131072)
-    | {
-        "qk_layernorm": Key("use_qk_norm", False, "flag"),
-    },
+    | {"qk_layernorm": Key("use_qk_norm", False, "flag")},
     tensors=_LLAMA_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     marks=("mlp.gate.e_score_correction_bias",),
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
-    is_written=True,
     written=_FIRST_DENSE | _SIGMOID_NORMALISED | _GROUPS_WRITTEN | _num_shared("n_shared_experts"),
     biases={"attention_bias": ("qkv",)},
     rope=Rope(percent=0.5, partial=True),
@@ -759,9 +726,7 @@ _EXAONE_MOE = replace(
     | _TYPES_OR_FIRST_DENSE
     | _keys(num_key_value_heads=32, num_experts=64, moe_intermediate_size=1024, routed_scaling_factor=2.5)
     | _keys(num_shared_experts=1, max_position_embeddings=2048)
-    | {
-        "qk_layernorm": True,
-    },
+    | {"qk_layernorm": True},
     tensors=_GLM4_MOE.tensors | {"mlp.router.expert_bias": "mlp.e_score_correction_bias"},
     marks=("mlp.e_score_correction_bias",),
     ignored_tensors=("mtp.",),
@@ -803,12 +768,8 @@ _DOTS1 = replace(
     model_type="dots1",
     fields=_GLM4_MOE.fields
     | _keys(num_key_value_heads=32, rms_norm_eps=1e-6, norm_topk_prob=False, first_k_dense_replace=0)
-    | _keys(max_position_embeddings=2048)
-    | {
-        "qk_layernorm": True,
-        "num_moe_experts": Key("n_routed_experts"),
-        "moe_router_topk": Key("num_experts_per_tok"),
-    },
+    | _keys(max_position_embeddings=2048, n_routed_experts=None, num_experts_per_tok=None)
+    | {"qk_layernorm": True},
     marks=(),
     biases={},
     rope=Rope(),
@@ -821,13 +782,8 @@ _BAILING_MOE_V2 = replace(
     model_type="bailing_moe_v2",
     fields=_GLM4_MOE.fields
     | _keys(num_key_value_heads=_same("num_attention_heads"), rms_norm_eps=1e-6, num_shared_experts=1)
-    | _keys(routed_scaling_factor=2.5)
-    | {
-        "qk_layernorm": Key("use_qk_norm", True, "flag"),
-        "num_moe_experts": Key("num_experts"),
-        "moe_router_topk": Key("num_experts_per_tok"),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size"),
-    },
+    | _keys(routed_scaling_factor=2.5, num_experts=None, num_experts_per_tok=None, moe_intermediate_size=None)
+    | {"qk_layernorm": Key("use_qk_norm", True, "flag")},
     tensors=_GLM4_MOE.tensors
     | {
         "embedding.word_embeddings": "model.word_embeddings",
@@ -863,11 +819,8 @@ _ERNIE = Family(
     fields=_DECODER
     | _keys(head_dim=128, num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=131072)
     | _keys(tie_word_embeddings=True)
-    | {
-        "rotary_interleaved": True,
-    },
+    | {"rotary_interleaved": True},
     tensors=_LLAMA_TENSORS,
-    is_written=True,
     biases={"use_bias": ("qkv", "proj", "fc1", "fc2")},
     rope=Rope(base=500000.0),
 )
@@ -941,7 +894,6 @@ _GPT_OSS = Family(
     stacked_experts="alternating columns",
     reads_mxfp4=True,
     marks=("self_attn.sinks",),
-    is_written=True,
     biases={ALWAYS: ("qkv", "proj", "router", "experts")},
     rope=Rope(
         base=150000.0,
@@ -992,7 +944,6 @@ _MIMO_V2_FLASH = Family(
     },
     marks=("self_attn.attention_sink_bias",),
     ignored_tensors=("model.mtp.",),  # layers that draft
-    is_written=True,
     written=_LAYER_TYPES
     | _SIGMOID_NORMALISED
     | _GROUPS_WRITTEN
@@ -1040,11 +991,9 @@ _LATENT = {
     "qk_layernorm": True,
     # The modelling files norm latents with the default of their norm's class.
     "latent_norm_epsilon": 1e-6,
-    "q_lora_rank": Key("q_lora_rank", 1536, "nullable"),
+    **_keys(q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
     "kv_lora_rank": Key("kv_lora_rank", 512),
-    "qk_head_dim": Key("qk_nope_head_dim", 128),
     "qk_pos_emb_head_dim": Key("qk_rope_head_dim", 64),
-    "v_head_dim": Key("v_head_dim", 128),
     "kv_channels": lambda v: v["qk_head_dim"] + v["qk_pos_emb_head_dim"],
     "num_query_groups": _same("num_attention_heads"),
     "_num_kv_heads": Key("num_key_value_heads", None, "any"),
@@ -1084,7 +1033,6 @@ _DEEPSEEK_V3 = Family(
     | _keys(max_position_embeddings=4096),
     tensors=_LATENT_TENSORS | _DEEPSEEK_EXPERTS | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     ignored_tensors=("model.layers.{num_layers}.",),  # layers that draft
-    is_written=True,
     written=_LATENT_WRITTEN | _FIRST_DENSE | _SIGMOID_NORMALISED,
     rope=Rope(mscales=True),
     ignored_keys=(*_LATENT_IGNORED, "num_nextn_predict_layers", "num_mtp_layers"),
@@ -1123,11 +1071,7 @@ _SARVAM_MLA = replace(
     is_written=False,  # what it says DeepSeek-V3's directories say too, under the same names of tensors
     fields=_DEEPSEEK_V3.fields
     | _keys(q_lora_rank=None, num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
-    | {
-        "num_moe_experts": Key("num_experts"),
-        "moe_router_topk": Key("num_experts_per_tok"),
-        "moe_ffn_hidden_size": Key("moe_intermediate_size"),
-    },
+    | _keys(num_experts=None, num_experts_per_tok=None, moe_intermediate_size=None),
     ignored_keys=(*_DEEPSEEK_V3.ignored_keys, "q_head_dim", "moe_shared_expert_intermediate_size"),
 )
 _DEEPSEEK_V2 = Family(
@@ -1145,7 +1089,6 @@ _DEEPSEEK_V2 = Family(
         "moe_router_group_topk": lambda v: v["_group_topk"] if v["_method"] == "group_limited_greedy" else None,
     },
     tensors=_LATENT_TENSORS | _DEEPSEEK_EXPERTS,
-    is_written=True,
     written=_LATENT_WRITTEN
     | _FIRST_DENSE
     | {"topk_method": lambda v: "group_limited_greedy" if v.get("moe_router_num_groups") else "greedy"},
@@ -1253,15 +1196,8 @@ _MINIMAX_M2 = Family(
         "qk_layernorm": True,
         "extensions.whole_head_norms": True,
     },
-    tensors={
-        **{name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")},
-        "mlp.router": "block_sparse_moe.gate",
-        "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias",
-        "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{expert}.w2",
-    },
+    tensors=_SPARSE_BLOCKS | {"mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias"},
     marks=("block_sparse_moe.e_score_correction_bias",),
-    is_written=True,
     rope=Rope(base=5e6, partial=True, dim_key="rotary_dim"),
     ignored_keys=(*_ROUTER_LOSSES, "router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     required={
@@ -1300,16 +1236,16 @@ _GRANITE = Family(
     model_type="granite",
     fields=_DECODER | _GRANITE_FACTORS,
     tensors=_LLAMA_TENSORS,
+    is_written=False,
     biases=_ATTENTION_BIAS | _MLP_BIAS,
-    rope=Rope(),
 )
 _GRANITE_MOE = Family(
     model_type="granitemoe",
     fields=_DECODER | _GRANITE_FACTORS | _GRANITE_EXPERTS,
     tensors={name: named for name, named in _LLAMA_TENSORS.items() if not name.startswith("mlp.")}
     | _GRANITE_EXPERT_TENSORS,
+    is_written=False,
     marks=("block_sparse_moe.input_linear",),
-    rope=Rope(),
     ignored_keys=_ROUTER_LOSSES,
     required_of_experts=_NO_BIAS_WITH_EXPERTS,
     refusals=(_ONE_EXPERT,),
@@ -1326,6 +1262,15 @@ _MIXER = {
     "normalization": "RMSNorm",
     "hybrid.norm_groups": _same("mamba_num_groups"),
     "hybrid.norm_epsilon": _same("layernorm_epsilon"),
+}
+_ONE_BLOCK_MIXER = {
+    "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
+    "mamba_num_groups": Key("n_groups", 8),
+    "hybrid.conv_width": Key("conv_kernel", 4),
+    "hybrid.conv_bias": Key("use_conv_bias", True, "flag"),
+    "hybrid.projection_bias": Key("use_bias", False, "flag"),
+    "gated_linear_unit": False,
+    "position_embedding": "none",
 }
 _LIMITS = {
     "_limits": Key("time_step_limit", None, "range"),
@@ -1368,18 +1313,13 @@ _ONE_BLOCK_TENSORS = {
 
 _MAMBA2 = Family(
     model_type="mamba2",
-    fields=_MIXER
+    fields=_MIXER | _ONE_BLOCK_MIXER
     | _keys(vocab_size=32768, max_position_embeddings=1 << 20, tie_word_embeddings=False) | {
         "hidden_size": Key("hidden_size"),
         "num_layers": Key("num_hidden_layers", 64),
-        "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
         "mamba_num_heads": Key("num_heads", 128),
         "mamba_head_dim": Key("head_dim", 64),
         "mamba_state_dim": Key("state_size", 128),
-        "mamba_num_groups": Key("n_groups", 8),
-        "hybrid.conv_width": Key("conv_kernel", 4),
-        "hybrid.conv_bias": Key("use_conv_bias", True, "flag"),
-        "hybrid.projection_bias": Key("use_bias", False, "flag"),
         "_expand": Key("expand", 2, "positive"),
         "_inner": Key("intermediate_size", None, "any"),
         # TransformerConfig requires attention. No layer reads these; they divide over ranks where the mixers do.
@@ -1387,15 +1327,13 @@ _MAMBA2 = Family(
         "num_query_groups": _same("mamba_num_heads"),
         "kv_channels": _same("mamba_head_dim"),
         "ffn_hidden_size": lambda v: v["mamba_num_heads"] * v["mamba_head_dim"],
-        "gated_linear_unit": False,
         "activation": "silu",
-        "position_embedding": "none",
     }
     | _LIMITS,
     tensors=_ONE_BLOCK_TENSORS,
+    rope=None,
     base="backbone",
     layers="backbone.layers",
-    is_written=True,
     written=_inner_width("expand") | _LIMITS_WRITTEN,
     pattern=Pattern(),
     ignored_keys=(
@@ -1412,28 +1350,21 @@ _MAMBA2 = Family(
 )  # fmt: skip
 _NEMOTRON_H = Family(
     model_type="nemotron_h",
-    fields=_MIXER
+    fields=_MIXER | _ONE_BLOCK_MIXER
     | _keys(num_attention_heads=32, num_key_value_heads=8, vocab_size=131072, max_position_embeddings=4096)
     | {
         "hidden_size": Key("hidden_size", 4096),
         "_attention_head_dim": Key("attention_head_dim", 128, "optional"),
         "kv_channels": Key("head_dim", _same("_attention_head_dim"), "optional"),
         "ffn_hidden_size": Key("intermediate_size", 21504),
-        "layernorm_epsilon": Key("layer_norm_epsilon", 1e-5, "positive"),
-        "gated_linear_unit": False,
         "activation": Key("mlp_hidden_act", "relu2", "activation"),
         "mamba_num_heads": Key("mamba_num_heads", 128),
         "mamba_head_dim": Key("mamba_head_dim", 64),
         "mamba_state_dim": Key("ssm_state_size", 128),
-        "mamba_num_groups": Key("n_groups", 8),
-        "hybrid.conv_width": Key("conv_kernel", 4),
-        "hybrid.conv_bias": Key("use_conv_bias", True, "flag"),
-        "hybrid.projection_bias": Key("use_bias", False, "flag"),
         "_mamba_proj_bias": Key("mamba_proj_bias", False, "flag"),
         # The modelling file has no upper limit and takes the lower one from time_step_min.
         "hybrid.dt_min": Key("time_step_min", 0.001, "real"),
         "_limits": Key("time_step_limit", None, "range"),
-        "position_embedding": "none",
         "tied_embeddings": False,
         "num_moe_experts": Key("n_routed_experts", 8, "any"),
         "moe_router_topk": Key("num_experts_per_tok", 2, "any"),
@@ -1461,12 +1392,12 @@ _NEMOTRON_H = Family(
         "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
         "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
     },
+    rope=None,
     base="backbone",
     base_in_memory="model",
     layers="backbone.layers",
     marks=("backbone.", ".mixer.", "model.embeddings."),
     ignored_tensors=("mtp.",),
-    is_written=True,
     written=_SIGMOID_NORMALISED | _GROUPS_WRITTEN | {
         "hybrid_override_pattern": _same("hybrid.pattern"), "num_hidden_layers": _same("num_layers"),
     },
@@ -1494,9 +1425,7 @@ _NEMOTRON_H = Family(
         "tie_word_embeddings": ((None, False), "the modelling file does not tie them"),
         "mamba_hidden_act": _SILU,
     },
-    required_of_experts={
-        "mlp_bias": ((None, False), "experts with biases are not mapped"),
-    },
+    required_of_experts={"mlp_bias": ((None, False), "experts with biases are not mapped")},
     refusals=(
         (
             lambda v: v["_limits"] != (0.0, None),
@@ -1557,7 +1486,6 @@ _BAMBA = Family(
     },
     blocks_per_layer=2,
     marks=(".mamba.",),
-    is_written=True,
     written=_inner_width("mamba_expand")
     | _LIMITS_WRITTEN
     | {
@@ -1595,14 +1523,12 @@ _FALCON_H1 = Family(
     },
     tensors=_BAMBA.tensors,
     blocks_per_layer=2,
-    is_written=True,
     written=_LIMITS_WRITTEN
     | {
         "num_hidden_layers": lambda v: v["num_layers"] // 2,
         "mamba_d_ssm": lambda v: v["mamba_num_heads"] * v["mamba_head_dim"],
         "mamba_norm_before_gate": lambda v: False,
     },
-    rope=Rope(),
     pattern=Pattern(allowed="P", others="P", two_blocks=True),
     ignored_keys=(
         *_HYBRID_IGNORED, "mamba_chunk_size", "layers_block_type", "layer_types", "mlp_expansion_factor",
@@ -1650,10 +1576,10 @@ _GRANITE_MOE_HYBRID = Family(
         "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
     }
     | _GRANITE_EXPERT_TENSORS,
+    is_written=False,
     blocks_per_layer=2,
     marks=("shared_mlp.",),
     biases=_ATTENTION_BIAS,
-    rope=Rope(),
     pattern=Pattern(types=("layer_types", "layers_block_type"), allowed="M*", two_blocks=True),
     ignored_keys=(*_HYBRID_IGNORED, "mamba_chunk_size", "init_method"),
     required={
@@ -1673,8 +1599,7 @@ _DELTA = {
     "attention_output_gate": True,
     "qk_layernorm": True,
     "layernorm_zero_centered_gamma": True,
-    "kv_channels": Key("head_dim", 256, "optional"),
-    "max_sequence_length": Key("max_position_embeddings", 32768),
+    **_keys(head_dim=256, max_position_embeddings=32768),
     "linear_conv_kernel_dim": Key("linear_conv_kernel_dim", 4),
     "linear_key_head_dim": Key("linear_key_head_dim", 128),
     "linear_value_head_dim": Key("linear_value_head_dim", 128),
@@ -1724,7 +1649,6 @@ _QWEN3_5 = Family(
     },
     marks=("linear_attn.in_proj_qkv.",),
     ignored_tensors=("mtp.",),
-    is_written=True,
     written=_DELTA_WRITTEN,
     biases=_ATTENTION_BIAS,
     rope=Rope(percent=0.25, partial=True),
@@ -1732,8 +1656,7 @@ _QWEN3_5 = Family(
     refusals=_DELTA_REFUSALS,
 )
 _DELTA_EXPERTS = {
-    **_keys(num_key_value_heads=2),
-    "moe_ffn_hidden_size": Key("moe_intermediate_size", 512),
+    **_keys(num_key_value_heads=2, moe_intermediate_size=512),
     "moe_shared_expert_intermediate_size": Key("shared_expert_intermediate_size", 512),
     "moe_shared_expert_gate": True,
 }
@@ -1747,9 +1670,7 @@ _QWEN3_5_MOE = replace(
     | _SOFTMAX_ROUTER
     | _DELTA_EXPERTS
     | _keys(num_experts=256, num_experts_per_tok=8)
-    | {
-        "ffn_hidden_size": Key("moe_intermediate_size", 512),
-    },
+    | {"ffn_hidden_size": Key("moe_intermediate_size", 512)},
     tensors=_QWEN3_5.tensors | _GATED_EXPERTS | _SHARED_QWEN_EXPERTS,
     marks=(),  # those of the dense models
     ignored_keys=(*_QWEN3_5.ignored_keys, *_ROUTER_LOSSES, "intermediate_size"),  # every layer has experts
