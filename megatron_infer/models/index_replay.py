@@ -138,7 +138,7 @@ def _attentions(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[
         prefix = f"chunk {number}: " if len(chunks) > 1 else ""
         for i, layer in enumerate(unwrap(chunk).decoder.layers):
             core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-            if type(core) is TorchSparseAttention or (DSAttention is not None and type(core) is DSAttention):
+            if type(core) in (TorchSparseAttention, DSAttention):
                 yield f"{prefix}decoder.layers.{i}.self_attention.core_attention", core
 
 

@@ -54,7 +54,7 @@ class FusedIndexer:
 
 def is_sparse(core: Any) -> bool:
     """Whether a core attention attends to the keys that an indexer chooses."""
-    return type(core) is TorchSparseAttention or (DSAttention is not None and type(core) is DSAttention)
+    return type(core) in (TorchSparseAttention, DSAttention)
 
 
 def index_spec(attention: Any, name: str, *, rotary_dim: int) -> IndexSpec:

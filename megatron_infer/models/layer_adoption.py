@@ -82,7 +82,7 @@ class LayerAdoption:
         else:
             raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
         kind = type(getattr(layer, "mixer", getattr(layer, "self_attention", None)))
-        if model.config.context_parallel_size > 1 and (is_stock_mixer(kind) or _is_stock_delta(kind)):
+        if model.config.context_parallel_size > 1 and (is_stock_mixer(kind) or kind is mcore.GatedDeltaNet):
             raise AdoptionError(
                 name,
                 f"context_parallel_size={model.config.context_parallel_size} with a recurrent layer of megatron-core's "
@@ -122,11 +122,11 @@ class LayerAdoption:
         found = type(layer.self_attention)
         attends = found is not mcore.IdentityOp
         body: LayerOps | None = None
-        if _is_stock_delta(found) or isinstance(layer.self_attention, PagedDeltaNet):
+        if found is mcore.GatedDeltaNet or isinstance(layer.self_attention, PagedDeltaNet):
             body = self.mixer = FusedDeltaNet(
                 layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp
             )
-            paged = {found: paged_class(PagedDeltaNet, found)} if _is_stock_delta(found) else {}
+            paged = {found: paged_class(PagedDeltaNet, found)} if found is mcore.GatedDeltaNet else {}
             self._bindings.append((layer.self_attention, body, paged))
         elif attends:
             body = self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
@@ -331,11 +331,6 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
             core, _config_of(core, config), f"{where}.core_attention", num_heads=config.num_attention_heads // size
         ),
     )
-
-
-def _is_stock_delta(cls: type) -> bool:
-    """True for megatron-core's own gated delta net."""
-    return mcore.GatedDeltaNet is not None and cls is mcore.GatedDeltaNet
 
 
 def _is_known_core(core: Any) -> bool:

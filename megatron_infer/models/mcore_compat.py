@@ -64,6 +64,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -79,6 +80,7 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import Float16Module, MegatronModule
@@ -114,15 +116,6 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
         from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
     from megatron.core.models.mamba import MambaModel
 
-    try:  # from 0.16 on
-        from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    except ImportError:
-        GatedDeltaNet = GatedDeltaNetSubmodules = None
-
-    try:
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
-    except ImportError:
-        DSAttention = None
     try:  # from 0.19 on, of models with sparse attention
         from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
     except ImportError:

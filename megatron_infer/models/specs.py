@@ -76,8 +76,7 @@ def _paged_layer(spec: Any, name: str) -> Any:
     if attention is None:
         raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
     found = spec_module(attention)
-    nets = (TorchDeltaNet,) if GatedDeltaNet is None else (TorchDeltaNet, GatedDeltaNet)
-    if isinstance(found, type) and issubclass(found, nets):
+    if isinstance(found, type) and issubclass(found, (TorchDeltaNet, GatedDeltaNet)):
         if not issubclass(found, PagedDeltaNet):
             attention.module = paged_class(PagedDeltaNet, found)
         if spec.module is TransformerLayer:
