@@ -73,10 +73,17 @@ def cluster(count=2, *, engines=None, **options):
 
 
 def serve_roles(rank, engine, folder, talk, **options):
-    """One of four ranks: of two engines of two ranks each, the first computes prompts and the second goes on with the
-    requests. talk(coordinator, client): on the first rank while they serve. options: of the coordinator."""
-    if rank % 2:
-        engine.follow()
+    """`serve_ranks` of two engines of two ranks each: one computes prompts, the other goes on with the requests.
+    options: of the coordinator."""
+    role = "decode_only" if rank >= 2 else "prefill_only"
+    serve_ranks(rank, engine, folder, talk, count=2, options=options, role=role)
+
+
+def serve_ranks(rank, engine, folder, talk, *, count, options=None, followed=(), **how):
+    """One rank of `count` engines behind a coordinator, which is on rank 0. talk(coordinator, client): called on rank 0
+    while they serve. options: of the coordinator; followed: arguments of `follow`; how: options of the replica."""
+    if not engine.rank_group.groups.is_leader:
+        engine.follow(*followed)
         return
     address, ended, failures = folder / "address", folder / "ended", []
 
@@ -84,7 +91,7 @@ def serve_roles(rank, engine, folder, talk, **options):
         try:
             if rank == 0:
                 with InferenceClient(one.address, timeout_s=60.0) as client:
-                    wait_for(lambda: len(client.stats()["replicas"]) == 2, 120)
+                    wait_for(lambda: len(client.stats()["replicas"]) == count, 120)
                     talk(one, client)
             else:
                 wait_for(ended.exists, 900)
@@ -95,13 +102,12 @@ def serve_roles(rank, engine, folder, talk, **options):
             serving.stop()
 
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(coordinator(**options)) if rank == 0 else None
+        one = stack.enter_context(coordinator(**(options or {}))) if rank == 0 else None
         if one is not None:
             (folder / "new").write_text(one.address)
             (folder / "new").rename(address)
         wait_for(address.exists, 300)
-        role = "decode_only" if rank else "prefill_only"
-        serving = stack.enter_context(Replica(engine, address.read_text(), role=role))
+        serving = stack.enter_context(Replica(engine, address.read_text(), **how))
         thread = threading.Thread(target=speak, args=(one, serving))
         thread.start()
         serving.run()

@@ -4,18 +4,15 @@ stages."""
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 
 import pytest
 import torch
-from coordinator_case import coordinator, wait_for
+from coordinator_case import serve_ranks, wait_for
 from engine_ranks import GPT, make_engine, take_part, weights_of, workload
 from gloo_ranks import new_groups, run_on_ranks, stage_ends
 
-from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.protocol import ControlFailed
-from megatron_infer.coordinator.replica import Replica
 from megatron_infer.models.mcore_compat import parallel_state
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.rl.weight_receiver import WeightReceiver
@@ -43,84 +40,50 @@ def serve_own(rank, size, folder, sizes):
     engine = make_engine(model, dp_attention=True, max_requests=4, collective_timeout_s=60)
     groups, receiver = engine.rank_group.groups, WeightReceiver(engine)
     assert groups.own_requests and groups.dp_size == 2
-    if not groups.is_leader:
-        engine.follow(receiver.followed())
-        return
-    failures = []
 
-    def run(address):
-        how = {"control": True, "commands": receiver.commands(), "name": f"replica{groups.dp_rank}"}
-        with Replica(engine, address, **how) as replica:
-            if groups.dp_rank:
-                lose("reset_prefix_cache", replica)
-            thread = threading.Thread(target=stop_with_the_other if rank else talk, args=(address, replica))
-            thread.start()
-            replica.run()
-            thread.join()
-        engine.dismiss()
-        assert not len(engine.output_processor)
+    def talk(one, client):
+        assert_answers([client.submit(*work()[0])], tokens)  # one replica has no request
+        for begin, end in (("pause", "unpause"), ("suspend", "resume")):
+            futures = [client.submit(*pair) for pair in work()]
+            wait_for(lambda: all(one["running"] for one in client.stats()["replicas"]))
+            for command in (begin, end):
+                answers = getattr(client, command)()
+                assert len(answers) == 2 and all(one.ok for one in answers.values()), answers
+                if command == begin:
+                    assert_missed(one, client)  # ranks that compute nothing are asked too
+                    time.sleep(0.3)
+            assert_answers(futures, tokens)
+        assert all(one.ok for one in client.set_weight_version(7).values())
+        output = client.submit(*work()[1]).result(60)
+        assert [span.policy_version for span in output.outputs[0].spans] == [7]
+        futures = [client.submit(*pair) for pair in work()]
+        assert_missed(one, client)
+        assert_answers(futures, tokens)
+        checksums = client.control("check_weights", action="checksum").values()
+        assert len({one.value["checksum"] for one in checksums}) == 1
+        assert all(one.ok for one in client.control("begin_weights").values())
+        assert_missed(one, client)  # between the parts of an update no rank steps
+        assert all(one.ok for one in client.control("cancel_weights").values())
+        assert_answers([client.submit(*work()[0])], tokens)
+        assert all(one.ok for one in client.pause(timeout_s=30).values())
 
-    def stop_with_the_other(address, replica):
-        wait_for((folder / "ended").exists)
-        time.sleep(0.2)
-        replica.stop()
-
-    def talk(address, replica):
-        try:
-            with InferenceClient(address) as client:
-                wait_for(lambda: len(client.stats()["replicas"]) == 2)
-                assert_answers([client.submit(*work()[0])], tokens)  # one replica has no request
-                for begin, end in (("pause", "unpause"), ("suspend", "resume")):
-                    futures = [client.submit(*pair) for pair in work()]
-                    wait_for(lambda: all(one["running"] for one in client.stats()["replicas"]))
-                    for command in (begin, end):
-                        answers = getattr(client, command)()
-                        assert len(answers) == 2 and all(one.ok for one in answers.values()), answers
-                        if command == begin:
-                            assert_missed(client)  # ranks that compute nothing are asked too
-                            time.sleep(0.3)
-                    assert_answers(futures, tokens)
-                assert all(one.ok for one in client.set_weight_version(7).values())
-                output = client.submit(*work()[1]).result(60)
-                assert [span.policy_version for span in output.outputs[0].spans] == [7]
-                futures = [client.submit(*pair) for pair in work()]
-                assert_missed(client)
-                assert_answers(futures, tokens)
-                checksums = client.control("check_weights", action="checksum").values()
-                assert len({one.value["checksum"] for one in checksums}) == 1
-                assert all(one.ok for one in client.control("begin_weights").values())
-                assert_missed(client)  # between the parts of an update no rank steps
-                assert all(one.ok for one in client.control("cancel_weights").values())
-                assert_answers([client.submit(*work()[0])], tokens)
-                assert all(one.ok for one in client.pause(timeout_s=30).values())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            (folder / "ended").touch()
-            replica.stop()
-
-    if rank == 0:
-        with coordinator(timeout_s=5.0) as one:
-            (folder / "address.part").write_text(one.address)
-            (folder / "address.part").rename(folder / "address")
-            run(one.address)
-    else:
-        wait_for((folder / "address").exists)
-        run((folder / "address").read_text())
-    if failures:
-        raise failures[0]
+    how = {"control": True, "commands": receiver.commands(), "name": f"replica{groups.dp_rank}"}
+    serve_ranks(rank, engine, folder, talk, count=2, followed=(receiver.followed(),), options={"timeout_s": 5.0}, **how)
+    assert not groups.is_leader or not len(engine.output_processor)
 
 
-def assert_missed(client):
+def assert_missed(one, client):
     """A command that one replica does not get fails, and the job goes on."""
+    send = one.core.broadcasts._send
+
+    def lose(peer, message):
+        if getattr(message, "command", "") != "reset_prefix_cache" or one.core._replicas[peer].name != "replica1":
+            send(peer, message)
+
+    one.core.broadcasts._send = lose
     with pytest.raises(ControlFailed, match="replica1"):
         client.control("reset_prefix_cache", timeout_s=1)
-
-
-def lose(command, replica):
-    """Commands of this name do not come to the replica."""
-    receive = replica.on_message
-    replica.on_message = lambda message: None if getattr(message, "command", "") == command else receive(message)
+    one.core.broadcasts._send = send
 
 
 def assert_answers(futures, tokens):

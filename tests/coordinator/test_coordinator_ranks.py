@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 
 import pytest
-from coordinator_case import coordinator, serve_roles, wait_for
+from coordinator_case import serve_ranks, serve_roles, wait_for
 from engine_ranks import account, assert_same_account, make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
 
 from megatron_infer.coordinator import parcel_transfer
-from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.coordinator.replica import Replica
 
 
 def work():
@@ -23,41 +20,23 @@ def work():
 def serve(rank, size, folder, timeout_s, idle_s):
     new_groups(tensor_model_parallel_size=size)
     engine = make_engine(part_of_model("attention", str(folder), rank, size), collective_timeout_s=timeout_s)
-    if rank:
-        engine.follow()
-        return
     tokens = [line.split() for line in (folder / "tokens").read_text().splitlines()]
-    failures = []
 
-    def talk(one, replica):
-        try:
-            with InferenceClient(one.address) as client:
-                wait_for(lambda: client.stats()["replicas"])
-                time.sleep(idle_s)  # longer than a collective may take: no rank is missed while there is no work
-                futures = [client.submit(*pair) for pair in work()]
-                wait_for(lambda: client.stats()["replicas"][0]["running"])
-                time.sleep(0.1)  # the requests run for a fraction of a second on an idle machine
-                one.core.unreachable(next(iter(one.core._replicas)), "a test says so")
-                for wanted, future in zip(tokens, futures, strict=True):
-                    output = future.result(60)
-                    assert output.error is None, output.error
-                    assert [str(token) for token in output.outputs[0].token_ids] == wanted
-                assert client.stats()["resent"] >= 1
-                assert next(iter(client.pause().values())).ok
-                assert next(iter(client.unpause().values())).ok
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            replica.stop()
+    def talk(one, client):
+        time.sleep(idle_s)  # longer than a collective may take: no rank is missed while there is no work
+        futures = [client.submit(*pair) for pair in work()]
+        wait_for(lambda: client.stats()["replicas"][0]["running"])
+        time.sleep(0.1)  # the requests run for a fraction of a second on an idle machine
+        one.core.unreachable(next(iter(one.core._replicas)), "a test says so")
+        for wanted, future in zip(tokens, futures, strict=True):
+            output = future.result(60)
+            assert output.error is None, output.error
+            assert [str(token) for token in output.outputs[0].token_ids] == wanted
+        assert client.stats()["resent"] >= 1
+        assert next(iter(client.pause().values())).ok
+        assert next(iter(client.unpause().values())).ok
 
-    with coordinator(timeout_s=5.0) as one, Replica(engine, one.address, control=True) as replica:
-        thread = threading.Thread(target=talk, args=(one, replica))
-        thread.start()
-        replica.run()
-        thread.join()
-    engine.dismiss()
-    if failures:
-        raise failures[0]
+    serve_ranks(rank, engine, folder, talk, count=1, control=True)
 
 
 @pytest.mark.parametrize(("timeout_s", "idle_s"), [(60.0, 0.5), pytest.param(5.0, 7.0, marks=pytest.mark.long)])
