@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -64,6 +64,22 @@ _GONE = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | access.HANDSHAKE_FA
 
 class ParcelLost(CoordinatorError):
     """A parcel that cannot be fetched: its request goes on from its tokens."""
+
+
+@dataclass(slots=True)
+class ParcelCounts:
+    """Parcels of one direction that have arrived whole, and those that have not."""
+
+    parcels: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """From the request for the parcel to its last part."""
+    failures: int = 0
+
+    def arrived(self, num_bytes: int, seconds: float) -> None:
+        self.parcels += 1
+        self.bytes += num_bytes
+        self.seconds += seconds
 
 
 @dataclass(slots=True)
@@ -123,6 +139,7 @@ class ParcelTransfer:
         self._stopping = False
         self.address = ""
         """Where others fetch, from `start` on."""
+        self._sent, self._received = ParcelCounts(), ParcelCounts()
         self.s_per_byte = S_PER_BYTE
         """What a byte takes from one engine to another, as measured with parcels of a part or more."""
 
@@ -147,6 +164,11 @@ class ParcelTransfer:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def counts(self) -> dict[str, dict[str, float]]:
+        """Of parcels that others have fetched ("out"), and of those that were fetched here ("in")."""
+        with self._lock:
+            return {"out": asdict(self._sent), "in": asdict(self._received)}
+
     def offer(self, parcel: Parcel, *, copy_s: float = 0.0) -> str | None:
         """Keep a parcel until it is fetched, TRANSFER_TIMEOUT_S at most -> its id. None: too much waits already.
         copy_s: what it took to hand it out; to take it in takes about as long."""
@@ -164,11 +186,18 @@ class ParcelTransfer:
     def _fetched(self, place: ParcelPlace, num_published: int, max_bytes: int) -> Parcel | None:
         from megatron_infer.engine.durable.parcel import Parcel
 
+        began = time.monotonic()
         try:
-            return Parcel.of_bytes(self._fetch(place.address, place.id, num_published, max_bytes))
+            content = self._fetch(place.address, place.id, num_published, max_bytes)
+            parcel = Parcel.of_bytes(content)
         except Exception as error:  # such as bytes that are no parcel, or a lack of memory
             log.info("a parcel is lost, its request goes on from its tokens: %s: %s", type(error).__name__, error)
+            with self._lock:
+                self._received.failures += 1
             return None
+        with self._lock:
+            self._received.arrived(len(content), time.monotonic() - began)
+        return parcel
 
     def _fetch(self, address: str, parcel_id: str, num_published: int, max_bytes: int) -> bytes:
         if _road(address) != _road(self.address):  # such as inproc://, which would lead to sockets of this process
@@ -245,10 +274,13 @@ class ParcelTransfer:
             self._send_part(peer)
         elif frames == [b"done"] and peer in self._sending:
             sent = self._sending.pop(peer)
+            way_s = time.monotonic() - sent.began
             with self._lock:
                 waiting = self._waiting.pop(sent.parcel_id, None)
+                if waiting is not None:
+                    self._sent.arrived(len(sent.content), way_s)
             if waiting is not None and len(sent.content) >= PART_BYTES:
-                seconds = time.monotonic() - sent.began + 2 * waiting.copy_s
+                seconds = way_s + 2 * waiting.copy_s
                 # One slow parcel must not make moves too dear: without another parcel nothing would measure again.
                 reading = min(seconds / len(sent.content), 2 * self.s_per_byte)
                 self.s_per_byte += SMOOTHING * (reading - self.s_per_byte)
@@ -294,7 +326,9 @@ class ParcelTransfer:
     def _forget_old(self) -> None:
         now = time.monotonic()
         with self._lock:
+            num_before = len(self._waiting)
             self._waiting = {name: one for name, one in self._waiting.items() if one.until > now}
+            self._sent.failures += num_before - len(self._waiting)
         self._sending = {peer: one for peer, one in self._sending.items() if one.parcel_id in self._waiting}
 
 

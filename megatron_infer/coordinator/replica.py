@@ -201,8 +201,10 @@ class Replica:
 
     def beat(self) -> protocol.Message:
         info = self._info
-        free_rows = max(0, info.capacity - info.num_requests)
-        return protocol.Beat(self._welcomed_as, info.now, free_rows, self._num_foreign, self.step_s, self._stats)
+        free_rows, stats = max(0, info.capacity - info.num_requests), self._stats
+        if stats and self._parcels is not None:
+            stats = stats | {"parcels": self._parcels.counts()}
+        return protocol.Beat(self._welcomed_as, info.now, free_rows, self._num_foreign, self.step_s, stats)
 
     def _post(self, message: protocol.Message | int | None) -> None:
         """Pass a message or a new incarnation to the engine's thread; None only wakes it."""

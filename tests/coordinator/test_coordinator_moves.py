@@ -24,6 +24,8 @@ from megatron_infer.coordinator.parcel_transfer import ParcelTransfer
 from megatron_infer.coordinator.protocol import ControlFailed, ParcelPlace, Refused
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.durable.parcel import Parcel
+from megatron_infer.engine.metrics.definitions import as_row
+from megatron_infer.engine.metrics.server_meter import ServerMeter
 from megatron_infer.errors import ConfigError, OtherRankFailed, RankFailure
 
 PARAMS = [
@@ -74,6 +76,19 @@ def of_roles(model, *, versions=(), settings=(), **roles):
         yield one, engines, client
 
 
+def parcels(client, *replicas) -> list[tuple]:
+    """Of each (replica, way) the parcels, whether they had bytes and took time, and the failures, as metrics."""
+    meter = ServerMeter()
+    meter.update(client.stats())
+    row = as_row(meter.families(), prefix="")
+    counts = []
+    for name, way in replicas:
+        names = [f"replica_parcel{what}_total/{name}/{way}" for what in ("s", "_bytes", "_seconds", "_failures")]
+        of = [row.get(one, 0.0) for one in names]  # a replica reports with its next heartbeat
+        counts.append((of[0], of[1] > 0, of[2] > 0, of[3]))
+    return counts
+
+
 def is_empty(one, engines) -> None:
     wait_for(lambda: not any(replica["running"] for replica in one.core.stats()["replicas"]))
     one.core.check()
@@ -120,6 +135,9 @@ def test_prompts_are_computed_on_one_side_and_answers_on_the_other(model, expect
         assert {replica["name"]: replica["role"] for replica in stats["replicas"]} == names
         decoding = [engine for name, engine in engines.items() if names[name] == "decode_only"]
         assert computed(*decoding) == 0, "a prompt was computed where answers are"
+        if len(roles) == 2:
+            wait_for(lambda: parcels(client, ("r0", "out"), ("r1", "in")) == [(4, True, True, 0)] * 2)
+            assert parcels(client, ("r0", "in"), ("r1", "out")) == [(0, False, False, 0)] * 2
         short = client.generate(PROMPT[:5], SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(short[0].outputs[0].token_ids) == 3 and computed(*decoding) == 5
         assert len(next(iter(client.stream(PROMPTS[2], PARAMS[2]))).outputs[0].token_ids) == 1
@@ -207,6 +225,8 @@ LOSSES = [
     "other weights there",
     "no answer in time",
 ]
+NUM_LOST = {"the parcel is gone": 0, "other weights there": 0}
+"""Of four parcels: of these losses the tokens move alone, or the parcel arrives and is of no use."""
 
 
 @pytest.mark.security
@@ -228,6 +248,7 @@ def test_a_parcel_that_is_lost_or_unusable_costs_the_computation_and_nothing_els
     with of_roles(model, p="prefill_only", d="decode_only", versions=versions) as (one, engines, client):
         same_tokens(client.generate(PROMPTS, PARAMS), expected)
         assert client.stats()["moved"] == 4 and computed(engines["d"]) > 0
+        wait_for(lambda: parcels(client, ("d", "in"))[0][3] == NUM_LOST.get(loss, 4))
         is_empty(one, engines.values())
 
 

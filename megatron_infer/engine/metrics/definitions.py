@@ -203,6 +203,7 @@ SERVER = _specs(
     ("e2e_seconds", "histogram", "seconds", "To the end, of completed requests"),
 )
 """Metrics of the HTTP process, as its clients see them."""
+_PARCELS = ("replica", "way")
 COORDINATOR = _specs(
     ("coordinator_up", "gauge", "1", "1 while the coordinator answers"),
     ("coordinator_waiting", "gauge", "requests", "Requests that wait for a replica"),
@@ -225,6 +226,10 @@ COORDINATOR = _specs(
         ("replica", "status"),
     ),
     ("replica_free_rows", "gauge", "rows", "Further requests that the replica has rows for", ("replica",)),
+    ("replica_parcels_total", "counter", "parcels", "Memory of requests that moved here (in) or away (out)", _PARCELS),
+    ("replica_parcel_bytes_total", "counter", "bytes", "Bytes of these parcels", _PARCELS),
+    ("replica_parcel_seconds_total", "counter", "seconds", "Their way from replica to replica", _PARCELS),
+    ("replica_parcel_failures_total", "counter", "parcels", "Lost parcels: their requests went on by tokens", _PARCELS),
     ("worker_up", "gauge", "1", "1 while the process serves: an engine's, or one of --http-workers", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
@@ -313,6 +318,16 @@ def as_row(families: Iterable[Family], prefix: str = "inference/") -> dict[str, 
             else:
                 row[name] = metric.value
     return row
+
+
+def parcel_families(counts: Mapping[str, Mapping[str, float]], *, replica: str) -> list[Family]:
+    """Series of a replica's parcels. counts: of each way, by what is counted (`ParcelTransfer.counts`)."""
+    metrics = MetricSet()
+    for way in counts:
+        for name in ("parcels", "parcel_bytes", "parcel_seconds", "parcel_failures"):
+            value = counts[way][name.removeprefix("parcel_")]
+            metrics.counter(f"replica_{name}_total", replica=replica, way=way).inc(value)
+    return metrics.families()
 
 
 def coordinator_families(stats: Mapping[str, Any] | None) -> list[Family]:

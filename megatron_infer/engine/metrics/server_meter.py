@@ -8,7 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_infer.engine.metrics.definitions import MetricSet, coordinator_families, engine_families
+from megatron_infer.engine.metrics.definitions import (
+    MetricSet,
+    coordinator_families,
+    engine_families,
+    parcel_families,
+)
 from megatron_infer.engine.metrics.engine_meter import E2E_BOUNDS, ITL_BOUNDS, TTFT_BOUNDS, outcome_of
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.monotonic import MonotonicCounts, merged
@@ -110,6 +115,7 @@ class ServerMeter:
                 self._engines.set_present(())
                 return
             names = _names(stats["replicas"])
+            self._unread &= names.keys()
             for name, replica in names.items():
                 self._engines.add(name)
                 if replica["stats"].get("figures"):
@@ -134,7 +140,8 @@ class ServerMeter:
     def _update_engine(self, name: str, stats: dict[str, Any]) -> None:
         try:
             snapshot = EngineSnapshot.from_dict(stats["figures"])
-            self._engines.update(name, snapshot.born, engine_families(snapshot, replica=name))
+            parcels = parcel_families(stats.get("parcels", {}), replica=name)
+            self._engines.update(name, snapshot.born, engine_families(snapshot, replica=name) + parcels)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of another release
             del stats["figures"]
             if name not in self._unread:

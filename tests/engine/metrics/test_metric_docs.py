@@ -51,7 +51,8 @@ def exported():
     """Metric families of an engine and of a server with a replica and a worker, by name."""
     counts = "submitted finished refused moved relieved resent replicas_lost fenced waiting clients".split()
     replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
-    replica["stats"] = {"figures": figures().to_dict()}
+    parcels = {"parcels": 1, "bytes": 2, "seconds": 0.5, "failures": 0}
+    replica["stats"] = {"figures": figures().to_dict(), "parcels": {"out": parcels, "in": parcels}}
     meter = ServerMeter()
     meter.sources.append(lambda: families_of({"client": ClientFigures(loss=1.0).row()}))
     meter.call_began()
