@@ -168,12 +168,6 @@ class EngineControls:
         self._loop.drain()
         return self.snapshots.put_back(content, self._loop.backlog)
 
-    def keep_snapshots(self, path: str | os.PathLike[str] | None, *, every_steps: int, fsync: bool) -> None:
-        self.snapshots.keep(path, self._loop.backlog, every_steps=every_steps, fsync=fsync)
-
-    def acknowledge(self, request_ids: Sequence[str] | None) -> int:
-        return self.snapshots.acknowledge(request_ids)
-
     def hand_out(self, request_id: str, *, whole: bool) -> Parcel:
         self._relay.require_shared("hand_out()")
         self._relay.meet("hand_out()", {"request_id": request_id, "whole": whole})

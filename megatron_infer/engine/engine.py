@@ -389,11 +389,11 @@ class DynamicInferenceEngine(EngineCommands[None, MemoryReport, int]):
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
         """On the leader: keep requests in `path` and a journal: `SnapshotManager.keep`. None ends it."""
         self.relay.require_leader("keep_snapshots()")
-        self.controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
+        self.controls.snapshots.keep(path, self.loop.backlog, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:
         """Finished outputs (None: all) are stored by the caller, so that kept files drop them -> how many."""
-        return self.controls.acknowledge(request_ids)
+        return self.controls.snapshots.acknowledge(request_ids)
 
 
 def _read(prompts: Any) -> Any:
