@@ -108,8 +108,10 @@ def rendered(tokenizer: Any, conversation: dict[str, Any], **options: Any) -> st
         return "refused"
 
 
-def compare(ours: Tokenizer, theirs: Any, *, num_random: int = 300) -> dict[str, tuple[int, list[Any]]]:
-    """Kind -> (cases, those that differ)."""
+def compare(
+    ours: Tokenizer, theirs: Any, *, num_random: int = 300, num_cut: int = 80
+) -> dict[str, tuple[int, list[Any]]]:
+    """Kind -> (cases, those that differ). num_random: texts drawn at random; num_cut: texts that are cut at each id."""
     found: dict[str, tuple[int, list[Any]]] = {}
     texts = list(texts_of([str(token) for token in theirs.added_tokens_decoder.values()], num_random))
     different = [
@@ -125,7 +127,7 @@ def compare(ours: Tokenizer, theirs: Any, *, num_random: int = 300) -> dict[str,
     whole = [(text, theirs(text)["input_ids"]) for text in texts]
     different = [text for text, ids in whole if streamed(ours, ids, 0) != theirs.decode(ids, skip_special_tokens=True)]
     found["streams"] = len(whole), different
-    cuts = [(ids, cut) for _, ids in whole[:80] for cut in range(1, len(ids))]
+    cuts = [(ids, cut) for _, ids in whole[:num_cut] for cut in range(1, len(ids))]
     found["cuts"] = (
         len(cuts),
         [(ids, cut) for ids, cut in cuts if streamed(ours, ids, cut) != expected_continuation(theirs, ids, cut)],

@@ -40,7 +40,7 @@ CASES = [(kind, name) for kind in KINDS for name in TARGETS if kind == "attentio
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
 @pytest.mark.parametrize(("kind", "target"), CASES, indirect=["kind"])
 def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, kind, uninterrupted, tmp_path, target, kv):
