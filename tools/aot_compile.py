@@ -76,7 +76,7 @@ class Job:
     variant: str
     arch: int
     launched: Any = None
-    """What a run launched (`testing.launches.Launched`), where no list names it."""
+    """What a run launched (`launches.Launched` of tests/support), where no list names it."""
 
     @property
     def specialisation(self) -> Any:
@@ -181,7 +181,7 @@ def _is_for(variant: Any, arch: int) -> bool:
 
 def jobs_launched(folder: Path, archs: Sequence[int], *, only: str | None) -> list[Job]:
     """What a run noted in `folder`, for one architecture."""
-    from megatron_infer.testing.launches import read
+    from launches import read
 
     found = [one for one in read(folder) if not only or only in f"{one.module}.{one.name}"]
     if not found and not only:
@@ -431,5 +431,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
     sys.exit(main())

@@ -15,6 +15,8 @@ import pytest
 import stage_case
 import torch
 from engine_ranks import take_part, weights_of
+from replay_recorder import REPLAY, ReplayRecorder, _NoReading
+from static_kernels import STATIC
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
@@ -24,8 +26,6 @@ from megatron_infer.runner.parallel.tensor_parallel_sampler import RowSpread
 from megatron_infer.runner.warm_up import launch_kernels
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect, run_one_by_one
-from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 GRAPHS = {

@@ -13,6 +13,7 @@ from typing import Any
 import fake_packages
 import pytest
 import torch
+from static_kernels import STATIC, StaticAttention, StaticScan
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import backend_candidates, select, threads
@@ -22,7 +23,6 @@ from megatron_infer.kernels.packages import flashinfer_rope
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.triton import launch
-from megatron_infer.testing.static_kernels import STATIC, StaticAttention, StaticScan
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
 MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
@@ -204,7 +204,7 @@ def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind)
 WIDE = dataclasses.replace(MAMBA, state_dim=512)
 HALF = {"dtype": torch.float16}
 ELSEWHERE = "but attention: runs on a GPU, the model is on cpu"
-NO_CLASSES = ("nowhere:Kernels", "megatron_infer.testing.static_kernels:Nothing", "megatron_infer.testing.tiny:")
+NO_CLASSES = ("nowhere:Kernels", "static_kernels:Nothing", "megatron_infer.testing.tiny:")
 REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
     (None, {"attention": "flashinfer"}, f"attention_backend=flashinfer, {ELSEWHERE}"),
     (None, {"attention": "flash_attn"}, f"attention_backend=flash_attn, {ELSEWHERE}"),

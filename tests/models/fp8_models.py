@@ -13,6 +13,8 @@ from unittest import mock
 import torch
 import transformer_engine.pytorch as te
 from plain_forward import full_logits
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 from transformer_engine.pytorch import cpp_extensions
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.quantisers import QuantizedTensor, Quantizer
@@ -26,8 +28,6 @@ from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.models.fused_layers import LayerOps
 from megatron_infer.rl.updates.inventory import Inventory
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 8, 61], [7, 7, 1], [88] * 21]

@@ -11,6 +11,7 @@ import torch
 from pipeline_case import VOCAB, check_same, contexts_of, free_pages, make_engine, run_to_end, workload
 from rehearsal import DRAFTS, rehearse
 from server_case import tokenizer
+from static_kernels import STATIC
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
@@ -25,7 +26,6 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
 )
 from megatron_infer.testing.eager_recorder import EAGER
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 EMPTY = TextGenerationInputs.empty()

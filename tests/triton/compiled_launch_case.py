@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from stub_driver import stubbed
 
 from megatron_infer.kernels.triton import compiled_launch
 from megatron_infer.kernels.triton import launch as launching
-from megatron_infer.testing.stub_driver import stubbed
 
 
 @triton.jit(do_not_specialize=["loose"], do_not_specialize_on_alignment=["y"])

@@ -14,8 +14,9 @@ from load_file import load_file
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from launches import recording
+
 from megatron_infer.kernels.triton.launch import unavailable
-from megatron_infer.testing.launches import recording
 
 LAUNCHES_VARIABLE = "MEGATRON_INFER_LAUNCHES"
 """A folder: what tests launch is noted there, for `tools/aot_compile.py --launches` to compile."""

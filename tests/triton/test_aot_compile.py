@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from launches import recording
 
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.testing.launches import recording
 
 pytestmark = pytest.mark.triton
 

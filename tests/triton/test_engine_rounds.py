@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from replay_recorder import REPLAY
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -13,7 +14,6 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_hybrid
 
 pytestmark = pytest.mark.triton

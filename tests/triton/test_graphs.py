@@ -6,6 +6,7 @@ import pytest
 import torch
 from lora_cases import random_adapter
 from model_kinds import make_model
+from replay_recorder import REPLAY, ReplayRecorder
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
@@ -15,7 +16,6 @@ from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from replay_recorder import REPLAY
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -14,7 +15,6 @@ from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton

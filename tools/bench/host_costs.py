@@ -2,7 +2,7 @@
 
     python tools/bench/host_costs.py [--batch 1] [--experts 128] [--layers 4 12] [--profile llama] [--json out.json]
 
-Kernels are compiled for an H100 and launched on a driver that does nothing (`megatron_infer.testing.stub_driver`). A
+Kernels are compiled for an H100 and launched on a driver that does nothing (tests/support/stub_driver.py). A
 layer's cost is the difference between a deep and a shallow decoder over the difference of their depths, in CPU time of
 one thread, the least of many repeats. Linears and allocations are torch's on a CPU, of sizes at which only the calls
 remain: CUDA's own (cuBLAS, a caching allocator) and the driver's part of a launch are not in it.
@@ -14,6 +14,7 @@ import argparse
 import cProfile
 import json
 import pstats
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,8 +30,11 @@ from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.models.adopt import AdoptedModel, adopt
-from megatron_infer.testing.stub_driver import stubbed
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+from stub_driver import stubbed
 
 KINDS = ("llama", "moe", "mamba")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEYS = 4, 2, 16, 16, 512

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 
 from gpu_checks.context import Context
 from gpu_checks.engines import Work, answers, environment, make_engine, make_model, tokens_of, workload
@@ -21,8 +23,6 @@ from megatron_infer.memory.device import Device
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE, SPARE_BYTES, Recorded, Recorder, make_recorder
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 
 SLACK = 48 << 20
 """Bytes that the allocator rounds up to, and that workspaces and kernels loaded meanwhile take."""

@@ -36,6 +36,8 @@ from module_guard_case import (
     run_to_end,
     setting,
 )
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 from torch import nn
 
 from megatron_infer.config.inference import InferenceConfig
@@ -48,8 +50,6 @@ from megatron_infer.models.mcore_compat import MLP, SelfAttention, TransformerLa
 from megatron_infer.models.module_guard import ModuleGuard
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 

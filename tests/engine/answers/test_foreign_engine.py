@@ -5,6 +5,7 @@ from __future__ import annotations
 import fake_packages
 import pytest
 import torch
+from replay_recorder import REPLAY
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.config.inference import ConfigWarning
@@ -17,7 +18,6 @@ from megatron_infer.kernels.packages import (
 )
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}

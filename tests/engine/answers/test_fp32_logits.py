@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import make_engine
+from static_kernels import STATIC
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -15,7 +16,6 @@ from megatron_infer.kernels import packing
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPTS = [[5, 9, 33, 71, 8, 100, 2], [90, 41, 7]]

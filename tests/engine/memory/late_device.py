@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from replay_recorder import READING, asks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -38,7 +39,6 @@ from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.memory.regions import choose
 from megatron_infer.memory.regions.pinned import PinnedPool
 from megatron_infer.runner.cuda_graphs.graph_pool import CudaRecorder
-from megatron_infer.testing.replay_recorder import READING, asks
 
 MAIN, SIDE, SCATTER = STREAMS = 0, 1, 2
 ON = {Stream.STEPS: MAIN, Stream.COPY: SIDE, Stream.SCATTER: SCATTER}

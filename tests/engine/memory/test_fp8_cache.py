@@ -10,6 +10,8 @@ import pytest
 import torch
 from durable_case import make_engine as make_durable
 from model_kinds import buffers, make_model
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 from test_quantised_weights import check_saved_requests_go_on, prompt_logprobs, run
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
@@ -18,8 +20,6 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.kv_rounding import FP8
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 
 LRU = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
 FEATURES: dict[str, dict[str, Any]] = {

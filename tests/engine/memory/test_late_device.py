@@ -11,6 +11,7 @@ import pytest
 import torch
 from late_device import LateDevice, LateGpu, LateStream
 from model_kinds import make_model, prefix_caching
+from static_kernels import STATIC, StaticScan
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -29,7 +30,6 @@ from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.sampling.sampler import Sampler
 from megatron_infer.runner.step_buffer import StepBuffer
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.static_kernels import STATIC, StaticScan
 from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 128

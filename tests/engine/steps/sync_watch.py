@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replay_recorder import asks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_infer.memory.device import Device, HostRead
-from megatron_infer.testing.replay_recorder import asks
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer"}

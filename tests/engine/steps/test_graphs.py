@@ -11,6 +11,8 @@ import pytest
 import torch
 from engines import each_of, finish, submit
 from model_kinds import make_model
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
@@ -21,8 +23,6 @@ from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.runner.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 
 VOCAB = 128
 SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 48, "enable_chunked_prefill": True}

@@ -11,13 +11,13 @@ import engines
 import pytest
 import torch
 from model_kinds import make_model
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 from sync_watch import SyncWatch
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import engines
 import pytest
 from lora_cases import random_adapter
+from replay_recorder import REPLAY
+from static_kernels import STATIC
 
 from megatron_infer import LoRAConfig, SamplingParams
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SIZES = {"max_sequence_length": 64, "max_requests": 4, "max_tokens": 48, "enable_chunked_prefill": True}
