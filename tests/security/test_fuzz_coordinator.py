@@ -39,6 +39,7 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
     protocol.Abort(1),
     protocol.Control(9, "reset_prefix_cache", {}, 0.1),
     protocol.Query(10),
+    protocol.Drain(11, "nobody", True),
 )
 LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000, "num_blocks": 64}
 NOW = protocol.EngineNow(root=b"root")
@@ -70,7 +71,10 @@ FROM_REPLICAS: tuple[protocol.Message, ...] = (
     protocol.PrefixNews(1, b"root", True, b"", bytes(64)),
     protocol.Done(1, 1, protocol.Answer(ok=True, value={"a": 1})),
     protocol.Pong(),
+    protocol.HandedOut(1, 1, "parcel"),
+    protocol.EvictsNext([1, 2], 1),
 )
+ADAPTERS = {"adapter_changes": {"x": (1.0, {"name": "x", "path": "p"}), "y": (2.0, None)}, "undone": ["change"]}
 
 
 class RawPeer:
@@ -165,7 +169,8 @@ def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rou
             with RawPeer(case.coordinator.address) as peer:
                 incarnation = peer.enter("replica", rng)
                 register = msgspec.structs.replace(REGISTER, incarnation=incarnation)
-                peer.send(*wire_of(register, rng)) if rng.random() < 0.2 else peer.say(register)
+                told = msgspec.structs.replace(register, **ADAPTERS)
+                peer.send(*wire_of(told, rng)) if rng.random() < 0.2 else peer.say(register)
                 futures = [client.submit([i + 1, 2], GREEDY) for i in range(8)]
                 for _ in range(12):
                     for message in peer.read(1):
@@ -203,8 +208,9 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
         output, pieces=[msgspec.structs.replace(piece, offset=1)], finished=True, pooled=bytes(8)
     )
     failed = protocol.Output(run.number, incarnation, [], True, error=Failure("InferenceError", "why"))
-    first = [protocol.frames_of([protocol.encode(output)])] if rng.random() < 0.5 else []
-    return [*first, *(wire_of(rng.choice((output, last, failed)), rng) for _ in range(rng.randrange(4)))]
+    moved = protocol.HandedOut(run.number, incarnation, "parcel")
+    first = [protocol.frames_of([protocol.encode(rng.choice((output, moved)))])] if rng.random() < 0.5 else []
+    return [*first, *(wire_of(rng.choice((output, last, failed, moved)), rng) for _ in range(rng.randrange(4)))]
 
 
 # ---------------------------------------------------------------------- what was found
