@@ -188,14 +188,20 @@ def latent_projections_of(linear: type) -> Iterator[None]:
         vars(moe_layer).update(before)
 
 
+def megatron_fsdp_wrapper(adapter: Any) -> type:
+    """The class that wraps `MegatronFSDP`. adapter: megatron-core's module with that name, from 0.20 on of a function,
+    which makes objects of this class or of another one, where weights are sharded in another way."""
+    found: type = getattr(adapter, "FullyShardedDataParallelV1", None) or adapter.FullyShardedDataParallel
+    return found
+
+
 def known_wrappers() -> tuple[type, ...]:
     """Wrappers that change neither the shapes of a model's parameters nor its forward."""
     from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
     own = [DistributedDataParallel, Float16Module, TorchFullyShardedDataParallel, *megatron_fsdp_classes()]
-    adapter = sys.modules.get("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-    if adapter is not None:
-        own.append(adapter.FullyShardedDataParallel)
+    if (adapter := sys.modules.get("megatron.core.distributed.fsdp.mcore_fsdp_adapter")) is not None:
+        own.append(megatron_fsdp_wrapper(adapter))
     return (*own, torch.nn.parallel.DistributedDataParallel)
 
 

@@ -131,7 +131,7 @@ class MegatronFsdpTrainer:
 
     def __init__(self, model: Any, *, strategy: str = "optim_grads_params") -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
-        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = DistributedDataParallelConfig(
@@ -142,8 +142,9 @@ class MegatronFsdpTrainer:
             overlap_param_gather=True,
         )
         with pytest.MonkeyPatch.context() as patch:  # its meshes are of CUDA devices
-            patch.setattr(FullyShardedDataParallel, "_init_dist_index", _index_on_cpu)
-            self.model = FullyShardedDataParallel(model.config, config, model, device=torch.device("cpu"))
+            wrapper = mcore.megatron_fsdp_wrapper(mcore_fsdp_adapter)
+            patch.setattr(wrapper, "_init_dist_index", _index_on_cpu)
+            self.model = wrapper(model.config, config, model, device=torch.device("cpu"))
         adam = OptimizerConfig(optimizer="adam", lr=0.02, clip_grad=1.0, use_distributed_optimizer=True)
         self.optimizer = get_megatron_optimizer(adam, [self.model])
         self.fsdp = self.model.module
