@@ -99,7 +99,7 @@ class TinkerRoutes:
             "cancel_future": ("Give up a call", self._cancel),
         }.items():
             answer = _answering(self._refused_in_order(handler))
-            routes.add("POST", PREFIX + path, answer, summary, statuses=(404, 408, 410, 429, 503))
+            routes.add("POST", PREFIX + path, answer, summary, statuses=(400, 404, 408, 410, 413, 415, 429, 503))
         routes.add("GET", PREFIX + "get_server_capabilities", _answering(self._capabilities), "What the server has")
         routes.add(
             "GET", PREFIX + "samplers/{id}", _answering(self._get_sampler), "Describe a sampler", statuses=(404,)
