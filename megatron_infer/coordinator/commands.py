@@ -32,6 +32,7 @@ class ReplicaCommands:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
         self._further, self._adapter_commands = further, adapter_commands or {}
+        self._own: Mapping[str, Callable[..., Any]] = {**(further or {}), **self._adapter_commands}
         self._queues: dict[str, deque[_Queued]] = {}
         """Commands for an adapter, in order; the first one waits for its directory to be read. By name."""
         self.in_force = CommandsInForce()
@@ -65,8 +66,7 @@ class ReplicaCommands:
     def _adapter_command(
         self, engine: ServedEngine, command: protocol.Command, came: float, again: Callable[[], None]
     ) -> protocol.Answer | None:
-        own = {**(self._further or {}), **self._adapter_commands}
-        name = str(command.args.get("name"))
+        own, name = self._own, str(command.args.get("name"))
         queue = self._queues.setdefault(name, deque())
         mine = next((one for one in queue if one.command is command), None)
         if mine is None:
@@ -87,7 +87,7 @@ class ReplicaCommands:
                 answer = _failed(error)
         if answer is None:
             answer = _execute(engine, own, command, mine.came, {} if mine.reading is None else {"source": mine.reading})
-        self._forget(own, mine)
+        self._forget(mine)
         queue.popleft()
         if queue:
             queue[0].again()
@@ -100,16 +100,15 @@ class ReplicaCommands:
 
     def forget_waiting(self) -> None:
         """The coordinator whose commands wait is gone: none of them is carried out, and what was read is given up."""
-        own, queues = {**(self._further or {}), **self._adapter_commands}, list(self._queues.values())
+        queues = list(self._queues.values())
         self._queues.clear()
         for queued in (one for queue in queues for one in queue):
-            self._forget(own, queued)
+            self._forget(queued)
 
-    @staticmethod
-    def _forget(own: Mapping[str, Callable[..., Any]], queued: _Queued) -> None:
+    def _forget(self, queued: _Queued) -> None:
         """What was read is loaded, or will not be."""
         if queued.reading is not None:
-            own["forget_reading"](queued.reading)
+            self._own["forget_reading"](queued.reading)
 
 
 @dataclass(slots=True, eq=False)

@@ -92,6 +92,7 @@ class Dispatcher:
         request = PendingRequest(client, submit, seed, sequences, submit.prompt)
         client.requests[submit.id] = request
         self.counts.submitted += 1
+        self._count_waiting(request, +1)
         self._assign(request)
 
     def _full_for(self, caller: Caller, *, is_new: bool) -> str | None:
@@ -226,7 +227,6 @@ class Dispatcher:
             self._start(request, place)
         else:
             self._leave(request)
-            self._count_waiting(request, -1)
             self._assign(request)
         self._fill(replica)
         if place is not None:
@@ -337,8 +337,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ assignment
 
     def _assign(self, request: PendingRequest) -> None:
-        """Choose a replica; if none takes requests, the request waits unassigned."""
-        self._count_waiting(request, +1)
+        """Choose a replica for a waiting request; if none takes requests, the request stays unassigned."""
         request.number, request.route = 0, None
         if self.router is not None:
             request.route = self.router.choose(request.prompt or b"", salt=request.submit.salt, adapter=request.adapter)
@@ -449,7 +448,6 @@ class Dispatcher:
                 text = f"{request.attempts} replicas were lost while they served it (limit: max_attempts)"
                 self._finish(request, Failure("ReplicaLost", text))
             else:
-                self._count_waiting(request, -1)
                 self._assign(request)
 
     def _replica_of(self, request: PendingRequest) -> ReplicaState:
