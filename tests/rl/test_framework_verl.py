@@ -519,6 +519,14 @@ EXACT = LIVE | {
     f"{A}.model.use_remove_padding": True,
     f"{A}.actor.megatron.use_remove_padding": True,
 }
+TWO_RANKS = {
+    f"{A}.actor.megatron.tensor_model_parallel_size": 2,
+    f"{A}.rollout.tensor_model_parallel_size": 2,
+    "trainer.n_gpus_per_node": 2,
+    "+ray_kwargs.ray_init.num_gpus": 2,
+}
+"""Tensor-parallel, with sequence parallelism as verl has it then."""
+EXACT_RANKS = TWO_RANKS | {f"{A}.actor.megatron.sequence_parallel": False}
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
     return len(set(solution_str))
 """
@@ -565,11 +573,37 @@ def test_import_of_verl_finds_the_plugin_by_its_entry_point_and_loads_names_alon
     run_verl(["-c", PLUGIN], tmp_path)
 
 
+INEXACT = f"""
+import verl_megatron_on_cpu
+from types import SimpleNamespace
+from megatron_infer.errors import ConfigError
+from {MODULE}.live import LiveWeights
+exact = {{"pipeline_model_parallel_size": 1, "sequence_parallel": False, "use_fused_kernels": False}}
+inexact = {{"pipeline_model_parallel_size": 2, "sequence_parallel": True, "use_fused_kernels": True}}
+for change in ({{}}, *({{name: value}} for name, value in inexact.items())):
+    trainer = SimpleNamespace(module=[None], engine_config=SimpleNamespace(**exact | change), is_exact=False)
+    try:
+        LiveWeights(trainer, iter(())).score_exactly()
+    except ConfigError as error:
+        assert str(error).startswith("batch_invariant=True with ") and next(iter(change)) in str(error), error
+    assert trainer.is_exact == (not change), change
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="make frameworks")
+def test_worker_that_has_no_exact_forward_is_refused_by_name(tmp_path):
+    run_verl(["-c", INEXACT], tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="make frameworks")
 @pytest.mark.parametrize(
-    ("worker", "most"), [(FSDP2, 1e-5), (LIVE, 0.05), (EXACT, 0.0)], ids=["fsdp2", "megatron", "exact"]
+    ("worker", "most"),
+    [(FSDP2, 1e-5), (LIVE, 0.05), (EXACT, 0.0), (LIVE | TWO_RANKS, 0.05), (EXACT | EXACT_RANKS, 0.0)],
+    ids=["fsdp2", "megatron", "exact", "megatron on two ranks", "exact on two ranks"],
 )
 def test_grpo_of_verls_own_trainer_draws_by_the_weights_that_it_trains(worker, most, folder, tmp_path):
     """most: of probabilities, between rollout and trainer. The Megatron worker's bf16 is rounded in each layer."""

@@ -33,12 +33,18 @@ class LiveWeights:
 
     def score_exactly(self) -> None:
         """The trainer's log probabilities have the bits of an engine with batch_invariant=True from now on."""
-        if len(self.module) > 1 or self._trainer.engine_config.pipeline_model_parallel_size > 1:
+        config = self._trainer.engine_config
+        if len(self.module) > 1 or config.pipeline_model_parallel_size > 1:
             raise ConfigError(
                 "batch_invariant=True with actor.megatron.pipeline_model_parallel_size above 1: verl's stages send "
                 "pipeline_dtype, exact stages send fp32; use one stage, or leave batch_invariant out"
             )
-        if self._trainer.engine_config.use_fused_kernels:
+        if config.sequence_parallel:
+            raise ConfigError(
+                "batch_invariant=True with actor.megatron.sequence_parallel=True: each tensor-parallel rank has all "
+                "tokens in an exact forward; set sequence_parallel to False, or leave batch_invariant out"
+            )
+        if config.use_fused_kernels:
             raise ConfigError(
                 "batch_invariant=True with actor_rollout_ref.model.use_fused_kernels=True: fused kernels have no exact "
                 "forward; set use_fused_kernels to False, or leave batch_invariant out"

@@ -37,6 +37,8 @@ class _Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=params_dtype, device=device))
         if not self.rms:
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype, device=device))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = bool(sequence_parallel)
 
     def forward(self, x):
         bias = None if self.rms else self.bias
@@ -112,6 +114,21 @@ class _Base(torch.nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
+def parallel_product(linear, x, product):
+    """`product` of x on a tensor-parallel rank: x and the result are those of all ranks, with gradients."""
+    if linear.tp_size == 1 or linear.parallel_mode is None:
+        return product(x)
+    from megatron.core.tensor_parallel import mappings  # which imports Transformer Engine
+
+    if linear.parallel_mode == "column":
+        if linear.sequence_parallel:
+            return product(mappings.gather_from_sequence_parallel_region(x, group=linear.tp_group))
+        return product(mappings.copy_to_tensor_model_parallel_region(x, group=linear.tp_group))
+    if linear.sequence_parallel:
+        return mappings.reduce_scatter_to_sequence_parallel_region(product(x), group=linear.tp_group)
+    return mappings.reduce_from_tensor_model_parallel_region(product(x), group=linear.tp_group)
+
+
 class Linear(_Base):
     def __init__(
         self,
@@ -125,9 +142,17 @@ class Linear(_Base):
         tp_size,
         params_dtype,
         device,
+        tp_group=None,
+        sequence_parallel=False,
         **_,
     ):
         super().__init__()
+        self.tp_size, self.tp_group = tp_size, tp_group
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        if parallel_mode == "column":
+            out_features //= tp_size
+        elif parallel_mode == "row":
+            in_features //= tp_size
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, parallel_mode
         self.use_bias, self.return_bias = bias, return_bias
         weight = torch.nn.Parameter(torch.zeros(out_features, in_features, dtype=params_dtype, device=device))
@@ -141,7 +166,12 @@ class Linear(_Base):
     def forward(self, x, is_first_microbatch=None):
         self.init_fp8_metadata()
         bias = self.bias if self.use_bias and not self.return_bias else None
-        out = self.product(x, self.weight, bias, is_first_microbatch=is_first_microbatch)
+        own = None if self.parallel_mode == "row" and self.tp_size > 1 else bias
+        out = parallel_product(
+            self, x, lambda whole: self.product(whole, self.weight, own, is_first_microbatch=is_first_microbatch)
+        )
+        if own is not bias:
+            out = out + bias
         return (out, self.bias) if self.return_bias else out
 
 
@@ -155,6 +185,9 @@ class LayerNormLinear(Linear):
             self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, dtype=self.weight.dtype))
         else:
             self.layer_norm_bias = None
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
 
     def forward(self, x, is_first_microbatch=None):
         kind = {"rms": self.normalization == "RMSNorm", "zero_centered": self.zero_centered_gamma}
