@@ -106,8 +106,9 @@ def run(name: str, folder: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-q", "-n0", "-m", "", "-k", framework.chosen, f"--junitxml={report}"]
-        # Megatron-LM compiles with the first python3 of PATH, and ends where that has no pybind11
-        path = {"PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]])}
+        # Megatron-LM compiles by the first python3 of PATH, with its pybind11, and the first python3-config
+        places = [str(python.parent), str(Path(sys.base_exec_prefix, "bin")), os.environ["PATH"]]
+        path = {"PATH": os.pathsep.join(places)}
         done = subprocess.run([*command, *framework.tests], cwd=ROOT, env=with_path("SLIME") | path)
         result.seconds = time.perf_counter() - began
         if not report.exists():
