@@ -217,6 +217,8 @@ class Broadcasts:
             message = f"unknown command {control.command[:40]!r}; one of {', '.join(COMMANDS)}"
         elif control.command == "restore_weights" and not are_sources(control.args.get("sources")):
             message = "restore_weights: sources are pairs of a path and a fingerprint"
+        elif COMMANDS[control.command].group is Group.ADAPTERS and not isinstance(control.args.get("name"), str):
+            message = f"{control.command}: the name of an adapter is missing"
         if message:
             answer = Answer(ok=False, kind="ConfigError", message=message)
             self._send(client, ControlResult(control.id, {"coordinator": answer}))

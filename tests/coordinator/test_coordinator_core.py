@@ -602,6 +602,19 @@ def test_a_drain_is_a_command_that_holds_for_all_of_a_name_until_its_end():
 
 
 @pytest.mark.security
+@pytest.mark.parametrize("command", ["load_adapter", "unload_adapter", "undo_adapter", "settle_adapter"])
+def test_a_command_for_an_adapter_without_a_name_is_refused_and_later_replicas_join(command):
+    world = World()
+    client = world.client()
+    for args in ({}, {"name": 5}, {"path": "p", "name": None}):
+        world.core.receive(client, protocol.Control(1, command, args, 1.0))
+        (result,) = world.take(client)
+        assert "name of an adapter is missing" in result.answers["coordinator"].message
+    incarnation = world.replica(b"one")
+    assert states(world) == {incarnation: "running"} and not world.commands(b"one")
+
+
+@pytest.mark.security
 def test_a_drain_of_an_unknown_name_is_answered_briefly_however_many_replicas_there_are():
     world = World()
     world.client()
