@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from echo import echo_tokens
@@ -59,8 +60,12 @@ def one_engine(model_dir, params):
 
 def slow_echo():
     """Makes engines of 50 ms a step. A local function, as it travels by value: actors cannot import this file."""
+    support = str(Path(__file__).parents[1] / "support")
 
     def make():
+        import sys
+
+        sys.path.append(support)
         from echo import EchoEngine
 
         return EchoEngine(step_s=0.05)
