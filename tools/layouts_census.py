@@ -467,6 +467,7 @@ experts. A cell is empty where there are no experts to divide. Tensor-parallel r
 but for "TP2" alone. "Overlapped" is the distributed optimizer, which reduces gradients and gathers parameters in
 overlap. FSDP is over data- and context-parallel ranks. "ETP" is the tensor parallelism of experts, "two chunks" are
 virtual stages. A table has the cells that were run with its megatron-core; others are empty.
+megatron-core 0.20.0 is Megatron-LM at d98e8a64.
 """
 
 

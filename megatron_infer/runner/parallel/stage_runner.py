@@ -76,9 +76,9 @@ class StageStep:
         """
         assert self.computed is not None and self.result is not None, "the step was not sampled"
         self._wait(self.computed)
-        self.computed.result()
-        if self.broken is not None:  # the last stage's result may depend on this rank
+        if self.broken is not None:  # its messages, and the last stage's result, may have failed by that
             raise self.broken
+        self.computed.result()
         self._wait(self.result)
         output = self.result.result()
         if self.broken is not None:
