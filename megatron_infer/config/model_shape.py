@@ -10,7 +10,7 @@ from typing import Any
 CACHE_LINE = 64
 MAKING_COST = 2.0
 """Time of a multiplication that makes full keys of latents, where one in attention takes 1; measured on a CPU
-(`tools/bench/variants.py latent-prompts` of commit 3b839c1c)."""
+(`tools/bench/variants.py latent-prompts`)."""
 LEAST_EXPANDED = 256
 """Queries of a chunk that full keys are made for, at least: of fewer, the calls take more than they save."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -20,9 +20,13 @@ RUNS = {
     "step_split.py --shape tiny-llama --rows 1 2 --steps 2 --chunk 16": "linears",
     "host_costs.py --layers 1 2 --repeats 3": "us of host a layer",
     "speculative.py --num-prompts 2 --rounds 1 --max-tokens 8 --oracle": "tokens a second",
+    "ranks.py --part reshard --rounds 1": "EP2 -> EP1",
+    "ranks.py --part prompts --ranks 2 --requests 2 --tokens 4 --rounds 1": "each its own",
+    "ranks.py --part stages --requests 4 --tokens 4 --device-ms 1": "2 in flight",
     "coordinator.py --quick": "longest_prefix",
     "simulate.py --replicas 8 --requests 20 --chaos --roles": "lost 1",
     "speech.py --rounds 1 --streams 2 --seconds 1 --threads 1": "second request of a voice",
+    "variants.py moves --rounds 1 --lengths 40": "moved to a hit",
     "serve_load.py --part overhead --clients 2 --requests 4 --rounds 1 --threads 1": "of offline",
     "serve_load.py --part workers --http-workers 2 --clients 4 --seconds 3": "tokens_per_cpu_s_of_http",
     "weight_updates.py --rounds 1": "file",
@@ -30,7 +34,7 @@ RUNS = {
     "serve_attacks.py --part rows": "after that row has ended",
 }
 """Command line -> a part of what it prints."""
-LONGEST_TOOLS = ("host_costs.py", "trees.py")
+LONGEST_TOOLS = ("ranks.py", "host_costs.py", "trees.py")
 LONGEST = [one for one in RUNS if one.split()[0] in LONGEST_TOOLS or "--part overhead" in one]
 REAL_RUNS = {
     "speculative.py --steps --rounds 1": "32 rows",

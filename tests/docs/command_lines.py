@@ -65,7 +65,10 @@ def _script(words: list[str]) -> str | None:
     if path.name == "peers.py":
         known |= set(build_parser("bench")[1]["bench"]._option_string_actions)
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    missing = [flag for flag in flags if not (flag in known or f'"{flag}"' in text)]
+    shown = [{f'"{flag}"', f'"{flag[2:].replace("-", "_")}":'} for flag in flags]  # a case of variants.py has a table
+    missing = [
+        flag for flag, ways in zip(flags, shown, strict=True) if not (flag in known or any(w in text for w in ways))
+    ]
     return f"unknown: {' '.join(missing)}" if missing else None
 
 

@@ -1,0 +1,1 @@
+"""The cases of tools/bench/variants.py."""
