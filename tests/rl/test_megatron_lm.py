@@ -105,6 +105,8 @@ def test_megatron_lm_pretrains_as_without_the_lines(layout):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM is not the path of a checkout of Megatron-LM")
-def test_megatron_lms_simple_loop_generates(tmp_path):
+def test_megatron_lms_simple_loop_generates(tmp_path, monkeypatch):
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (CHECKOUT, path))))  # a wheel lacks what is compiled
     loop = with_lines(Path(CHECKOUT) / "examples" / "run_simple_mcore_train_loop.py", tmp_path / "loop.py")
     assert len(re.findall(r"Iteration \d: \[\d+(?:, \d+){7}\]", on_cpu(loop))) == 10
