@@ -185,7 +185,7 @@ class TinkerRoutes:
                     await self._service.count_batch(model, number)
             except BaseException:
                 if backward:
-                    self._service.trainer.submit(client.drop_batch)  # after a piece that runs now
+                    self._service.drop_batch(model)
                 raise
             if backward:
                 figures.loss = total

@@ -407,6 +407,10 @@ class TinkerService:
         model.lost, model.gradients = lost, gradients
         self._submit(model.client.take_batch)  # before the client's next operation
 
+    def drop_batch(self, model: Model) -> None:
+        """The gradients of the batch that was computed last, or is now, do not count."""
+        self._submit(model.client.drop_batch)  # after a piece that runs now, before the client's next operation
+
     def settle(self, model: Model, seq_id: int) -> None:
         """The operation of this number has used the client's gradients, or dropped them."""
         model.gradients, model.lost = [], []
