@@ -147,8 +147,8 @@ PURE = (
 """Importable with torch and numpy absent."""
 FOR_GPUS: dict[str, tuple[str, ...]] = {
     "package": (
-        *("kernels/triton/*.py", "kernels/packages/*.py", "runner/cuda_graphs/*.py", "config/graph_*.py"),
-        *(f"kernels/{name}.py" for name in ("triton_scratch", "attention_phases", "backend_candidates")),
+        *("kernels/triton/*.py", "runner/cuda_graphs/*.py", "config/graph_*.py"),
+        *(f"kernels/{name}.py" for name in ("triton_scratch", "backend_candidates", "flashinfer_rope")),
         *(f"kernels/{name}.py" for name in ("draw_columns", "host_uploads", "symmetric_allreduce", "te_tensors")),
         *(f"memory/{name}.py" for name in ("copy_pipeline", "layerwise_restore", "suspend_copy")),
         *(f"memory/regions/{name}.py" for name in ("cuda", "managed", "saver")),

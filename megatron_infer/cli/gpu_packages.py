@@ -34,14 +34,8 @@ PACKAGES = (
     Package(
         "flashinfer-python",
         "flashinfer",
-        "attention (attention_backend=flashinfer), rotation (use_flashinfer_fused_rope); not its samplers, which draw "
-        "other tokens for a seed",
-        "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope",
-    ),
-    Package(
-        "flash-attn-3",
-        "flash_attn_interface",
-        "attention on Hopper (attention_backend=flash_attn); prompts under attention_backend=auto",
+        "rotation (use_flashinfer_fused_rope); not its samplers, which draw other tokens for a seed",
+        "import flashinfer.rope",
     ),
     Package(
         "transformer-engine",

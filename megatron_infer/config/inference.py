@@ -98,14 +98,9 @@ class AttentionChoice(str, Enum):
     """Which backend computes attention."""
 
     AUTO = "auto"
-    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn 3, torch, and for prompts flash-attn 3
-    first where it is known to be faster; on a CPU native, torch."""
+    """The first that supports the model: on a GPU Triton, torch; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs."""
-    FLASHINFER = "flashinfer"
-    """FlashInfer; of its steps those that only decode are captured in CUDA graphs."""
-    FLASH_ATTN = "flash_attn"
-    """flash-attn 3, on Hopper."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
@@ -279,8 +274,8 @@ class InferenceConfig:
 
     # ours
     attention_backend: AttentionChoice = option(AttentionChoice.AUTO, is_common=True)
-    """Which backend computes attention. auto may take one for decode rows and another for prompts, a name is for both.
-    The engine raises and says why where a named backend does not support the model or the device."""
+    """Which backend computes attention. The engine raises and says why where a named backend does not support the model
+    or the device."""
     sampling_backend: SamplingChoice = option(SamplingChoice.AUTO, since="0.18")
     """Which backend draws tokens. The engine raises and says why where a named backend cannot run."""
     linear_backend: LinearChoice = LinearChoice.AUTO

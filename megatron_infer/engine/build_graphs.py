@@ -20,7 +20,7 @@ from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.distributed.backends import backend_on
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.stage_link import StageLink
-from megatron_infer.kernels.base import GraphSupport, PagedModel
+from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.kernels.triton_scratch import lora_bytes
 from megatron_infer.memory.device import Device
@@ -55,8 +55,6 @@ def step_graphs(
         if device.is_cuda:
             chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": "num_cuda_graphs=0"}))
         return None
-    only_decode = bool(adopted.specs) and chosen.attention.graphs is GraphSupport.DECODE
-    on_host = f"attention {chosen.attention.name!r} decides on the host in them"
     found = make_recorder(device)
     reason = found if isinstance(found, str) else None
     shapes: tuple[GraphShape, ...] = ()
@@ -66,10 +64,8 @@ def step_graphs(
             shape
             for shape in sizes.graph_shapes
             if not adopted.waits_for_device(chosen.ops, num_exchanging * shape.num_tokens)
-            and (shape.is_decode_only or not (only_decode or groups.own_requests))
+            and (shape.is_decode_only or not groups.own_requests)
         )
-        if reason is None and only_decode and config.cuda_graph_all_prefills:
-            reason = f"cuda_graph_all_prefills=True, and {on_host}"
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
     if link is not None:  # a stage sends padded or unpadded tensors: all stages must do the same
@@ -89,8 +85,7 @@ def step_graphs(
         shapes += tuple(replace(shape, has_adapters=True) for shape in shapes)
     at_start = config.cuda_graph_capture is GraphCapture.START
     when = "all at start and at a resume" if at_start else "each at its first use"
-    others = {"steps that prefill": on_host} if only_decode else {}
-    chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", others))
+    chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", {}))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
     gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
@@ -146,7 +141,7 @@ def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) ->
     """The first part of this engine that cannot be captured, and why; None: all can."""
     if adopted.num_chunks > 1:
         return "the model has several chunks on a rank, and a graph would run one of them"
-    if adopted.specs and chosen.attention.graphs is GraphSupport.NONE:
+    if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:
         return f"the selective scan {chosen.scan.name!r} decides on the host"

@@ -37,8 +37,6 @@ log = logging.getLogger("megatron_infer")
 
 TRITON = "triton"
 """Name of the backends that are this package's own Triton kernels."""
-WARMED_UP = frozenset({TRITON, "flash_attn", "flash_attn_3"})
-"""With other backends, which compile with nvcc or not at all, an engine runs no step before its first request."""
 
 
 def build_runner(
@@ -121,13 +119,13 @@ def _check_order(adopted: AdoptedModel, link: StageLink) -> None:
 
 
 def warm_up(runner: Runner, adopted: AdoptedModel, kernels: ChosenKernels, device: Device, *, max_tokens: int) -> None:
-    """Compile kernels that are compiled at their first launch; packages that compile by themselves are left to it.
+    """Compile the kernels, where all are Triton's; with others an engine runs no step before its first request.
 
     max_tokens: of a step.
     """
     used = {kernels.ops.name} | {row.chosen for row in kernels.rows if row.operation.startswith((ATTENTION, SCAN))}
     is_whole = adopted.foreign_layer() is None and adopted.num_chunks == 1
-    if device.is_cuda and TRITON in used and used <= WARMED_UP and is_whole:
+    if device.is_cuda and used == {TRITON} and is_whole:
         started = time.perf_counter()
         launch_kernels(runner, max_tokens, [n for n in adopted.token_counts(kernels.ops) if n <= max_tokens])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)

@@ -23,17 +23,9 @@ class Candidate:
     name: str
     module: str
     """Below megatron_infer.kernels."""
-    rank: str = ""
-    """Why it stands behind those before it."""
 
 
-ATTENTION: tuple[Candidate, ...] = (
-    Candidate("triton", "triton.attention"),
-    Candidate("flashinfer", "packages.flashinfer_attention", "ranks behind triton: it plans every step on the host"),
-    Candidate("flash_attn", "packages.flash_attn_attention", "ranks behind triton: it decodes in more launches"),
-)
-PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "packages.flash_attn_prompts"),)
-"""What prompts prefer to the attention of decode rows, by what is known of its speed."""
+ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
 SPARSE: tuple[Candidate, ...] = (Candidate("triton", "triton.sparse_attention"),)
 SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
@@ -42,7 +34,7 @@ LORA: tuple[Candidate, ...] = (Candidate("triton", "triton.lora"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
 TRITON = "triton."
 """Prefix of modules that import triton, and are imported only where it can run."""
-NAMES = ("triton", "flashinfer", "flash_attn")
+NAMES = ("triton",)
 """Backends that the debugging variable may force besides the portable ones."""
 
 

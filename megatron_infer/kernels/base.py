@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -293,33 +292,15 @@ class StepMetadata:
             self.max_kv_len = int(self.kv_len.max(initial=0))
 
 
-class GraphSupport(Enum):
-    """Which padded steps a graph can hold of a backend."""
-
-    NONE = "none"
-    DECODE = "decode"
-    """Those that only decode."""
-    ALL = "all"
-
-
 class AttentionBackend(Protocol):
     """Paged attention behind plan/run. `kv_cache` is [layers, planes, num_blocks, B, K, H]: keys and values, or keys
     alone where values are a part of them (`AttendSpec.value_start`)."""
 
     name: str
-    graphs: GraphSupport
-    """Padded steps in which what `plan` and `run` do depends only on the step's shape (its num_ and max_ fields) and on
-    the content of device tensors at run time, so that they can be captured once and replayed. They read no host array
-    and do not wait."""
-
-    @property
-    def plan_on_host(self) -> Callable[[StepMetadata, bool], None] | None:
-        """(step, whether it is padded): what the host decides of it; None: nothing.
-
-        Called once it is built, before it is planned, captured or replayed. It may enqueue copies; what a step derives
-        on the device (positions_T to sin_TR) is not there.
-        """
-        ...
+    graph_safe: bool
+    """What `plan` and `run` do depends only on the step's shape (its num_ and max_ fields) and on the content of device
+    tensors at run time, so that padded steps can be captured once and replayed. They read no host array and do not
+    wait."""
 
     def supports(
         self, spec: AttendSpec, *, dtype: object, block_size: int, kv_dtype: object | None = None

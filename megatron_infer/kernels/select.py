@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, packing
-from megatron_infer.kernels.attention_phases import PhasedAttention
-from megatron_infer.kernels.base import NO_INDEXER, Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, packing
+from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
@@ -37,7 +36,6 @@ from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.kernels.native.native_sparse import NativeChosenKeys
-from megatron_infer.kernels.packages import flash_attn_prompts, flashinfer_rope
 from megatron_infer.kernels.ssm import RecurrentSpec, ScanBackend
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
@@ -57,8 +55,8 @@ ATTENTION = "attention"
 SCAN, DELTA_RULE = "selective scan", "gated delta rule"
 SAMPLING = "argmax, sampling"
 AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
-ROTATES_IN_TORCH = ("flashinfer", "flash_attn", "torch")
-"""Attention backends whose own rotation is several torch calls."""
+ROTATES_IN_TORCH = "torch"
+"""The attention backend whose own rotation is several torch calls."""
 
 
 class TorchKernels(Protocol):
@@ -236,10 +234,7 @@ class _AttentionAsked:
 
 
 def _choose_attention(asked: _AttentionAsked) -> tuple[list[BackendChoice], AttentionBackend]:
-    """The first backend that supports every spec; the reference supports all.
-
-    Where nothing is named on a GPU, prompts may run on another backend than decode rows.
-    """
+    """The first backend that supports every spec; the reference supports all."""
     chooses = next((spec.index for spec in asked.specs if spec.index is not None), None)
     if chooses is not None:
         return _choose_sparse(asked, chooses.top_k)
@@ -269,22 +264,13 @@ def _choose_attention(asked: _AttentionAsked) -> tuple[list[BackendChoice], Atte
     if chosen is None:
         assert by != ATTENTION_OPTION, f"no attention backend is called {forced}"
         return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
-    if forced is not None or best is None:
-        return [BackendChoice(ATTENTION, chosen.name, reasons)], chosen
-    tried = {chosen.name, *reasons}
-    reasons |= {one.name: one.rank for one in backend_candidates.ATTENTION if one.name not in tried}
-    return _choose_for_prompts(chosen, asked.device, dtype, asked.refuses, reasons)
+    return [BackendChoice(ATTENTION, chosen.name, reasons)], chosen
 
 
 def _choose_sparse(asked: _AttentionAsked, top_k: int) -> tuple[list[BackendChoice], AttentionBackend]:
     """Triton's sparse attention, or that around the native, torch or reference backend. Raises ConfigError for another
     one by name."""
     of, forced = asked.of, asked.forced
-    without = dict.fromkeys(backend_candidates.NAMES[1:], NO_INDEXER)
-    if forced in without:
-        raise ConfigError(
-            f"{asked.by}={forced}, but sparse attention runs on triton, native, torch or reference attention"
-        )
     best, missing, refused = backend_candidates.first(
         backend_candidates.SPARSE, asked.device, of["dtype"], forced=forced, refuses=asked.refuses
     )
@@ -299,26 +285,7 @@ def _choose_sparse(asked: _AttentionAsked, top_k: int) -> tuple[list[BackendChoi
     chosen = _first_of([*filter(None, [best]), *backends], asked.refuses, refused, best=best)
     if chosen is None:
         raise ConfigError(f"attention {'; '.join(refused.values())}")
-    return [BackendChoice(ATTENTION, chosen.name, asked.reasons | without | missing | refused)], chosen
-
-
-def _choose_for_prompts(
-    decode: AttentionBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    refuses: Callable[[Any], str | None],
-    reasons: dict[str, str],
-) -> tuple[list[BackendChoice], AttentionBackend]:
-    """What prompts run on where decode rows run on `decode`; reasons: why decode rows run on nothing else."""
-    prompts, missing, refused = backend_candidates.first(
-        backend_candidates.PROMPTS, device, dtype, forced=None, refuses=refuses
-    )
-    why = reasons | missing | refused if prompts is None else reasons | {decode.name: flash_attn_prompts.RANK}
-    rows = [
-        BackendChoice(f"{ATTENTION}, decode", decode.name, reasons),
-        BackendChoice(f"{ATTENTION}, prefill", (prompts or decode).name, why),
-    ]
-    return rows, decode if prompts is None else PhasedAttention(decode=decode, prefill=prompts)
+    return [BackendChoice(ATTENTION, chosen.name, asked.reasons | missing | refused)], chosen
 
 
 def _first_of(
@@ -345,7 +312,7 @@ def _add_rope(
     reason = flashinfer_rope.unavailable(device, dtype) or next(filter(None, refusals), None)
     if fused and reason is not None:
         raise ConfigError(f"use_flashinfer_fused_rope=True, but FlashInfer {reason}; leave it False or None")
-    if reason is None and not fused and attention.name not in ROTATES_IN_TORCH:
+    if reason is None and not fused and attention.name != ROTATES_IN_TORCH:
         reason = f"{attention.name} attention rotates in its own kernels"
     if reason is not None:
         return BackendChoice("rotation", attention.name, {"flashinfer": reason}), attention

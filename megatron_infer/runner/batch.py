@@ -319,8 +319,6 @@ class BatchBuilder:
             batch = self._batch(replace(self._static_meta(shape), captures=captures), written.views)
         else:
             batch = self._batch(self._meta(written.views, captures=captures), written.views, restore)
-        if self._kernels.attention.plan_on_host is not None:
-            self._kernels.attention.plan_on_host(batch.meta, shape is not None)
         batch.sample_rows, batch.sample_positions = written.sample_rows, written.sample_positions
         if shape is None:
             has_adapters = self._kernels.lora is not None and self.rows.has_adapters(written.views.host["table_row"])
@@ -362,8 +360,6 @@ class BatchBuilder:
         _, positions_A, kv_pos_A, cos_AR, sin_AR = kernels.gather(position_A, row_A, self._tables())
         found = {"positions_T": positions_A, "kv_pos_T": kv_pos_A, "cos_TR": cos_AR, "sin_TR": sin_AR}
         meta = replace(batch.meta, num_tokens=len(positions), **found)
-        if kernels.attention.plan_on_host is not None:
-            kernels.attention.plan_on_host(meta, False)
         kernels.attention.plan(meta)
         batch.attention, batch.layers, batch.expanded = attention, None, None
 

@@ -25,10 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_suffix(".json")
 OURS = ROOT / "megatron_infer"
 
-DECODE = "flashinfer/decode.py:BatchDecodeWithPagedKVCacheWrapper"
-PREFILL = "flashinfer/prefill.py:BatchPrefillWithPagedKVCacheWrapper"
 ROPE = "flashinfer/rope.py:apply_rope_with_cos_sin_cache_inplace"
-WITH_KVCACHE_3 = "hopper/flash_attn_interface.py:flash_attn_with_kvcache"
 SAVER = "torch_memory_saver/entrypoint.py:TorchMemorySaver"
 TE = "transformer_engine/pytorch"
 # A file that moved between versions: the first that is there.
@@ -61,24 +58,11 @@ class Call:
     """Only calls that pass this keyword."""
 
 
-INFER = "kernels/packages/flashinfer_attention.py"
-ATTN = "kernels/packages/flash_attn_attention.py"
 REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "runner/cuda_graphs/graph_pool.py"
 PRIVATE, GRAPH = "torch/_C/__init__.pyi", "torch/cuda/graphs.py:CUDAGraph"
 SYMMETRIC = "torch/distributed/_symmetric_memory/__init__.py"
 CALLS = {
-    "flashinfer-python": [
-        # `plan` hands its keywords on
-        Call(INFER, "_plan_wrapper", "turns.plan", (f"{DECODE}.plan", f"{DECODE}._plan_impl"), "head_dim"),
-        Call(INFER, "_plan_wrapper", "turns.plan", (f"{PREFILL}.plan",), "head_dim_qk"),
-        Call(INFER, "_new_wrapper", "make", (f"{DECODE}.__init__",)),
-        Call(INFER, "_new_wrapper", "wrapper.reset_workspace_buffer", (f"{DECODE}.reset_workspace_buffer",)),
-        Call(INFER, "_new_wrapper", "self._prefill.BatchPrefillWithPagedKVCacheWrapper", (f"{PREFILL}.__init__",)),
-        Call(INFER, "run", "self._wrapper_of_graph(self._padded, spec).run", (f"{DECODE}.run",)),
-        Call(INFER, "run", "self._planned(step, rows, spec).run", (f"{DECODE}.run", f"{PREFILL}.run")),
-        Call("kernels/packages/flashinfer_rope.py", "run", "self._rotate", (ROPE,)),
-    ],
-    "flash-attn-3": [Call(ATTN, "run", "self._attend", (WITH_KVCACHE_3,))],
+    "flashinfer-python": [Call("kernels/flashinfer_rope.py", "run", "self._rotate", (ROPE,))],
     "torch-memory-saver": [
         Call(REGION, "__init__", "self._saver.region", (f"{SAVER}.region",)),
         Call(REGION, "release", "self._saver.pause", (f"{SAVER}.pause",)),

@@ -1,26 +1,17 @@
-"""FlashInfer and flash-attn 3 behind our seams, on stand-ins of them: indices, padding, layouts."""
+"""FlashInfer's rotation behind our seam, on a stand-in of it: indices, padding, layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
 
 import fake_packages
 import paged_case
 import pytest
 import torch
 
-from megatron_infer.kernels import optional_packages
-from megatron_infer.kernels.attention_phases import PhasedAttention
-from megatron_infer.kernels.packages import (
-    flash_attn_attention,
-    flash_attn_prompts,
-    flashinfer_attention,
-    flashinfer_rope,
-)
-from megatron_infer.kernels.packages.flash_attn_attention import FlashAttention
+from megatron_infer.kernels import flashinfer_rope, optional_packages
 from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
@@ -39,19 +30,11 @@ def make_case(*args, interleaved=False, **options):
     return case
 
 
-@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn", "one each"])
-def make(request, monkeypatch):
+@pytest.fixture
+def make(monkeypatch):
     """Makes a new backend."""
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn_interface")
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
-    bf16 = torch.bfloat16
-    flashinfer, flash_attn = (partial(one.make, CPU, bf16) for one in (flashinfer_attention, flash_attn_attention))
-    return {
-        "flashinfer": flashinfer,
-        "flashinfer rope": lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention()),
-        "flash_attn": flash_attn,
-        "one each": lambda: PhasedAttention(decode=flashinfer(), prefill=flash_attn()),
-    }[request.param]
+    fake_packages.install(monkeypatch)
+    return lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention())
 
 
 @pytest.mark.one_in(2)
@@ -80,32 +63,14 @@ def test_one_backend_serves_layers_and_steps_of_different_kinds(make):
         paged_case.check_case(backend, case)
 
 
-def test_flashinfer_gets_what_the_host_makes_by_uploads_that_do_not_wait(monkeypatch):
-    """A copy from pageable memory waits for the device; its planner alone takes host tensors, which it copies."""
-    fake_packages.install(monkeypatch, "flashinfer")
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
-    upload, uploads = flashinfer_attention.upload, []
-    monkeypatch.setattr(
-        flashinfer_attention, "upload", lambda array, device: uploads.append(len(array)) or upload(array, device)
-    )
-    case = make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16)
-    moved = []
-    to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda one, *args, **more: moved.append(args) or to(one, *args, **more))
-    backend = flashinfer_attention.make(CPU, torch.bfloat16)
-    backend.plan(case.meta)
-    flashinfer_attention._lay_out(case.meta, 16)
-    assert uploads == [3, 1] and [args for args in moved if torch.device in map(type, args)] == [(CPU,), (CPU,)]
-
-
 def test_flashinfer_before_the_version_whose_source_was_read_is_refused(monkeypatch):
-    fake_packages.install(monkeypatch, "flashinfer")
-    monkeypatch.setattr(flashinfer_attention, "not_on_gpu", lambda device: None)
-    monkeypatch.setattr(flashinfer_attention, "no_compiler", lambda: None)
-    monkeypatch.setattr(flashinfer_attention, "missing", optional_packages.missing.__wrapped__)  # without its cache
+    fake_packages.install(monkeypatch)
+    monkeypatch.setattr(flashinfer_rope, "not_on_gpu", lambda device: None)
+    monkeypatch.setattr(flashinfer_rope, "no_compiler", lambda: None)
+    monkeypatch.setattr(flashinfer_rope, "missing", optional_packages.missing.__wrapped__)  # without its cache
     monkeypatch.setattr(sys.modules["flashinfer"], "__version__", "0.7.1", raising=False)
     reason = "needs flashinfer-python 0.7.2 or newer, this is 0.7.1"
-    assert flashinfer_attention.unavailable(CPU, torch.bfloat16) == reason
+    assert flashinfer_rope.unavailable(CPU, torch.bfloat16) == reason
 
 
 @pytest.mark.parametrize("rows", [[(1, 40), (1, 3)], [(1, 40), (3, 3)], [(2, 5)]])
@@ -127,93 +92,16 @@ def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
     backend = make()
     spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
-    sinks = dataclasses.replace(spec, sinks=lambda: torch.zeros(6))
     asked = {"dtype": torch.bfloat16, "block_size": 16}
-    if isinstance(backend, flashinfer_rope.FlashInferRope):
-        assert backend.supports(dataclasses.replace(spec, head_dim=80), **asked) is None, "nothing to rotate"
-        assert "rotary dims in sixteens" in backend.supports(dataclasses.replace(spec, rotary_dim=20), **asked)
-        spec = dataclasses.replace(spec, rotary_dim=32)
-    else:
-        assert "sinks" in backend.supports(sinks, **asked)
-        assert "capped" in backend.supports(dataclasses.replace(spec, softcap=50.0), **asked)
+    assert backend.supports(dataclasses.replace(spec, head_dim=80), **asked) is None, "nothing to rotate"
+    assert "rotary dims in sixteens" in backend.supports(dataclasses.replace(spec, rotary_dim=20), **asked)
+    spec = dataclasses.replace(spec, rotary_dim=32)
     assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=16)
     assert "head_dim" in backend.supports(dataclasses.replace(spec, head_dim=260), **asked)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "window", "block_size", "word"),
-    [
-        (64, None, 128, None),
-        (128, None, 256, None),
-        (128, 512, 256, None),
-        (256, 512, 64, None),
-        (128, None, 64, "loads blocks of a multiple of 128 tokens at its full speed, got block_size_tokens=64"),
-        (256, None, 256, "a multiple of 80 tokens"),
-        (96, None, 256, "a multiple of 144 tokens"),
-    ],
-)
-def test_prompts_take_flash_attn_where_it_loads_whole_tiles(monkeypatch, head_dim, window, block_size, word):
-    fake_packages.install(monkeypatch, "flash_attn_interface")
-    spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, window=window)
-    spec = dataclasses.replace(spec, head_dim=head_dim)
-    reason = flash_attn_prompts.make(CPU, torch.bfloat16).supports(spec, dtype=torch.bfloat16, block_size=block_size)
-    assert reason is None if word is None else word in reason
-
-
-@pytest.mark.parametrize(
-    ("flags", "fields", "word"),
-    [
-        ({}, {}, None),
-        ({"LOCAL": True}, {}, None),
-        ({"LOCAL": True}, {"window": 9}, "built without windows"),
-        ({"HDIM128": True}, {"head_dim": 128}, None),
-        ({"HDIM128": True, "HDIM192": True, "HDIM256": True}, {"head_dim": 128}, "without head dims of 128 and more"),
-        ({"FP16": True}, {}, None),
-    ],
-)
-def test_what_flash_attn_is_built_without_is_refused(monkeypatch, flags, fields, word):
-    fake_packages.install(monkeypatch, "flash_attn_interface")
-    config = ModuleType("flash_attn_config")
-    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{name}": value for name, value in flags.items()}}
-    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
-    spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, **fields)
-    reason = flash_attn_attention.make(CPU, torch.bfloat16).supports(spec, dtype=torch.bfloat16, block_size=128)
-    assert reason is None if word is None else word in reason
-
-
-def test_why_flash_attn_cannot_be_taken_at_all(monkeypatch):
-    fake_packages.install(monkeypatch, "flash_attn_interface")
-    for name in ("missing", "not_on_gpu"):
-        monkeypatch.setattr(flash_attn_attention, name, lambda *what: None)
-    capability, asked = [(9, 0)], (torch.device("cuda"), torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    assert flash_attn_attention.unavailable(*asked) is None
-    config = ModuleType("flash_attn_config")
-    config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_PAGEDKV": True}}
-    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
-    assert flash_attn_attention.unavailable(*asked) == "flash-attn-3 is built without PAGEDKV"
-    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", lambda q, cache_seqlens: None)
-    assert "takes no page_table" in flash_attn_attention.unavailable(*asked)
-    capability[0] = (10, 0)
-    assert flash_attn_attention.unavailable(*asked).endswith("(compute capability 9.0), cuda is of capability 10.x")
-
-
-@pytest.mark.parametrize(("num_tokens", "wanted"), [(64, 0), (128, 0), (129, 1), (4096, 1)])
-def test_partial_sums_of_flash_attn_are_bounded(num_tokens, wanted):
-    """A step with tokens enough to occupy a GPU by tiles of queries keeps a row's keys in one piece."""
-    seen, heads = [], {"num_kv_heads": 8, "group_size": 4, "head_dim": 128}
-    case = make_case([(num_tokens, num_tokens)], num_decode=0, dtype=torch.bfloat16, **heads)
-
-    def attend(q, *cache, num_splits, **more):
-        seen.append(num_splits)
-        return q
-
-    case.run(FlashAttention(SimpleNamespace(flash_attn_with_kvcache=attend)))
-    assert seen == [wanted]
-
-
 def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatch):
-    fake_packages.install(monkeypatch, "flashinfer")
+    fake_packages.install(monkeypatch)
 
     class Recorder(ReferenceAttention):
         def run(self, *args, spec, **more):
@@ -230,13 +118,9 @@ def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatc
     assert [float(sinks[0]) for sinks in behind.seen] == [1.0, 2.0]
 
 
-MODULES = [flashinfer_attention, flash_attn_attention, flashinfer_rope]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_without_a_gpu_there_is_a_reason_and_nothing_is_imported(module, monkeypatch):
+def test_without_a_gpu_there_is_a_reason_and_nothing_is_imported(monkeypatch):
     monkeypatch.setattr("builtins.__import__", _refuse)
-    assert module.unavailable(CPU, torch.bfloat16) == "runs on a GPU, the model is on cpu"
+    assert flashinfer_rope.unavailable(CPU, torch.bfloat16) == "runs on a GPU, the model is on cpu"
 
 
 def _refuse(name, *args, **more):

@@ -17,20 +17,18 @@ from fake_saver import Saver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from megatron_infer.kernels import flashinfer_rope
 from megatron_infer.kernels.optional_packages import numbers
-from megatron_infer.kernels.packages import flash_attn_attention, flashinfer_attention
 from megatron_infer.memory.regions import saver
 
 RECORDED = foreign.recorded()
 MODULES = {
     "flashinfer": "flashinfer-python",
-    "flash_attn_interface": "flash-attn-3",
     "torch_memory_saver": "torch-memory-saver",
     "transformer_engine": "transformer-engine",
 }
 OLDEST = {
-    "flashinfer-python": flashinfer_attention.MIN_VERSION,
-    "flash-attn-3": flash_attn_attention.OLDEST_SOURCE,
+    "flashinfer-python": flashinfer_rope.MIN_VERSION,
     "torch-memory-saver": saver.MIN_VERSION,
     "transformer-engine": (2, 4, 0),
     "triton": (3, 6, 0),
@@ -112,15 +110,7 @@ def _is_about_modules(node: ast.AST) -> bool:
 
 
 FAKES = [
-    ("flashinfer-python", f"{foreign.DECODE}.__init__", fakes.Decode.__init__),
-    ("flashinfer-python", f"{foreign.DECODE}._plan_impl", fakes.Decode.plan),
-    ("flashinfer-python", f"{foreign.DECODE}.run", fakes.Decode.run),
-    ("flashinfer-python", f"{foreign.DECODE}.reset_workspace_buffer", fakes.Decode.reset_workspace_buffer),
-    ("flashinfer-python", f"{foreign.PREFILL}.__init__", fakes.Prefill.__init__),
-    ("flashinfer-python", f"{foreign.PREFILL}.plan", fakes.Prefill.plan),
-    ("flashinfer-python", f"{foreign.PREFILL}.run", fakes.Prefill.run),
     ("flashinfer-python", foreign.ROPE, fakes.apply_rope_with_cos_sin_cache_inplace),
-    ("flash-attn-3", foreign.WITH_KVCACHE_3, fakes.flash_attn_3_with_kvcache),
     ("torch-memory-saver", f"{foreign.SAVER}.region", Saver.region.__wrapped__),
     ("torch-memory-saver", f"{foreign.SAVER}.pause", Saver.pause),
     ("torch-memory-saver", f"{foreign.SAVER}.resume", Saver.resume),
@@ -143,10 +133,7 @@ def test_an_installed_package_takes_every_call(module, package):
     if spec is None or spec.origin is None or "stand_ins" in spec.origin:
         pytest.skip(f"{package} is not installed")
     file = Path(spec.origin)
-    if module == "flash_attn_interface":
-        installed = {foreign.WITH_KVCACHE_3: foreign.parameters_in(foreign.parsed(file), "flash_attn_with_kvcache")}
-    else:
-        installed = foreign.read_package(package, file.parents[1])
+    installed = foreign.read_package(package, file.parents[1])
     for call in foreign.CALLS[package]:
         for node, scopes in foreign.found_calls(call):
             for name in call.names:

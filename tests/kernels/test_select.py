@@ -16,10 +16,9 @@ import torch
 from static_kernels import STATIC, StaticAttention, StaticScan
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, select, threads
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, select, threads
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.native import native_build
-from megatron_infer.kernels.packages import flashinfer_rope
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.kernels.torch.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.triton import launch
@@ -206,8 +205,7 @@ HALF = {"dtype": torch.float16}
 ELSEWHERE = "but attention: runs on a GPU, the model is on cpu"
 NO_CLASSES = ("nowhere:Kernels", "static_kernels:Nothing", "megatron_infer.testing.tiny:")
 REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
-    (None, {"attention": "flashinfer"}, f"attention_backend=flashinfer, {ELSEWHERE}"),
-    (None, {"attention": "flash_attn"}, f"attention_backend=flash_attn, {ELSEWHERE}"),
+    (None, {"attention": "triton"}, f"attention_backend=triton, {ELSEWHERE}"),
     (
         None,
         {"attention": "native", "specs": [dataclasses.replace(SPEC, scale=-1.0)]},
@@ -235,28 +233,24 @@ def test_what_cannot_be_had_is_an_error_with_the_reason(monkeypatch, native_libr
         choose(**asked)
 
 
-def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(monkeypatch):
+def test_a_backend_for_gpus_comes_first_and_is_refused_with_its_reason(monkeypatch):
     class Kernels(TorchPagedAttention):
-        name = "flashinfer"
+        name = "triton"
 
         def supports(self, spec, *, dtype, block_size, kv_dtype):
             return "needs head_dim 128" if spec.head_dim == 64 else None
 
-    absent = ModuleType("absent")
-    absent.unavailable = lambda device, dtype: "is not installed"
     there = ModuleType("there")
     there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: Kernels()
-    monkeypatch.setitem(sys.modules, "megatron_infer.kernels.absent", absent)
     monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
-    found = (backend_candidates.Candidate("flash_attn", "absent"), backend_candidates.Candidate("flashinfer", "there"))
-    monkeypatch.setattr(backend_candidates, "ATTENTION", found)
-    assert (
-        choose(attention="flashinfer", specs=[dataclasses.replace(SPEC, head_dim=128)]).attention.name == "flashinfer"
-    )
-    with pytest.raises(ConfigError, match="flashinfer, but attention needs head_dim 128"):
-        choose(attention="flashinfer")
-    monkeypatch.setenv(select.BACKEND_VARIABLE, "flashinfer")
-    with pytest.raises(ConfigError, match="MEGATRON_INFER_BACKEND=flashinfer, but attention needs head_dim 128"):
+    monkeypatch.setattr(backend_candidates, "ATTENTION", (backend_candidates.Candidate("triton", "there"),))
+    assert choose(attention="triton", specs=[dataclasses.replace(SPEC, head_dim=128)]).attention.name == "triton"
+    with pytest.raises(ConfigError, match="triton, but attention needs head_dim 128"):
+        choose(attention="triton")
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "triton")
+    for name in ("OPS", "SAMPLING", "STEP"):
+        monkeypatch.setattr(backend_candidates, name, ())
+    with pytest.raises(ConfigError, match="MEGATRON_INFER_BACKEND=triton, but attention needs head_dim 128"):
         choose()
 
 
@@ -265,8 +259,8 @@ def test_what_stands_behind_the_first_that_can_is_not_even_imported(monkeypatch)
     there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: TorchPagedAttention()
     monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
     behind = (
-        backend_candidates.Candidate("flashinfer", "there"),
-        backend_candidates.Candidate("flash_attn", "no_such_module"),
+        backend_candidates.Candidate("first", "there"),
+        backend_candidates.Candidate("second", "no_such_module"),
     )
     gpu = torch.device("cuda")
     found, missing, refused = backend_candidates.first(
@@ -286,7 +280,7 @@ def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not
     with pytest.raises(ConfigError, match=f"use_flashinfer_fused_rope=True, but FlashInfer {why}"):
         choose(specs=[rotating], fused_rope=True)
 
-    fake_packages.install(monkeypatch, "flashinfer")
+    fake_packages.install(monkeypatch)
     monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
     asked = {"specs": [rotating], "dtype": torch.bfloat16}
     chosen = choose(**asked, fused_rope=None, attention="torch")
@@ -297,7 +291,7 @@ def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not
 
 
 def test_attention_that_rotates_by_itself_keeps_doing_so_unless_forced(monkeypatch, native_library):
-    fake_packages.install(monkeypatch, "flashinfer")
+    fake_packages.install(monkeypatch)
     monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
     asked = {"specs": [dataclasses.replace(SPEC, rotary_dim=64)], "dtype": torch.bfloat16}
     assert choose(**asked, fused_rope=None).attention.name == "native"

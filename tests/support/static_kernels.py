@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_infer.kernels.base import GraphSupport
 from megatron_infer.kernels.torch.ssm_ref import ReferenceScan
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention
 
@@ -12,7 +11,7 @@ STATIC = f"{__name__}:StaticKernels"
 
 class StaticAttention(ReferenceAttention):
     name = "static"
-    graphs = GraphSupport.ALL
+    graph_safe = True
 
 
 class StaticScan(ReferenceScan):

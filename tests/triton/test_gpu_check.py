@@ -126,8 +126,7 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     by_status: dict[str, list[str]] = {}
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
-    packages = {"flashinfer_engine", "flash_attn_engine", "flashinfer_rope", "speed_peer", "fp8_training_model"}
-    packages |= {"no_sync_flashinfer", "flashinfer_graphs", "flashinfer_workspace", "flash_attn_3_prompts"}
+    packages = {"flashinfer_rope", "speed_peer", "fp8_training_model"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
@@ -322,54 +321,18 @@ def test_a_last_stage_that_reads_a_step_before_it_launches_the_next_fails_its_ch
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("factor", "wanted"), [(1.0, "ok"), (1.1, "failed")])
-def test_the_check_of_flashinfers_workspace_compares_its_results_with_tritons(monkeypatch, factor, wanted):
-    """With a stand-in of FlashInfer, in fp16, as Triton's interpreter is wrong in bf16."""
-    fake_packages.install(monkeypatch, "flashinfer")
-    from gpu_checks import backends
-    from gpu_checks.context import make_context
-
-    monkeypatch.setattr(backends.flashinfer_attention, "unavailable", lambda device, dtype: None)
-    monkeypatch.setattr(backends.flashinfer_attention, "WORKSPACE_BYTES", 1024)
-    run = backends.flashinfer_attention.FlashInferAttention.run
-    monkeypatch.setattr(
-        backends.flashinfer_attention.FlashInferAttention, "run", lambda *args, **more: run(*args, **more) * factor
-    )
-    result = backends.flashinfer_workspace(make_context(rehearse=True, quick=False))
-    assert result.status == wanted and result.figure.startswith("3 cases"), result
-
-
-FOREIGN = (
-    "flashinfer_engine flash_attn_engine flashinfer_graphs flash_attn_3_prompts flashinfer_rope no_sync_flashinfer"
-)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("name", [*FOREIGN.split(), "no_sync_flashinfer"])
-def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypatch, name):
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn_interface")
+def test_the_check_of_flashinfers_rotation_runs_on_a_stand_in_of_it(monkeypatch):
+    fake_packages.install(monkeypatch)
     from gpu_checks.context import make_context
     from gpu_checks.registry import GROUPS, load
 
-    from megatron_infer.kernels import backend_candidates, optional_packages, select
-    from megatron_infer.kernels.packages import (
-        flash_attn_attention,
-        flash_attn_prompts,
-        flashinfer_attention,
-        flashinfer_rope,
-    )
+    from megatron_infer.kernels import flashinfer_rope, optional_packages, select
 
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(select, "_library_if", lambda *args: (None, "not here"))  # as on a GPU
     monkeypatch.setattr(select.packing, "unavailable", lambda dtype: "not here")
-    if name == "flash_attn_3_prompts":  # attention alone is chosen as on Hopper
-        monkeypatch.setattr(backend_candidates, "_to_try", lambda candidates, device, forced: candidates)
-        for operation in ("OPS", "STEP", "SAMPLING"):
-            monkeypatch.setattr(backend_candidates, operation, ())
-    for module in (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope):
-        monkeypatch.setattr(module, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
     monkeypatch.setattr(optional_packages, "HALF", (torch.float32, torch.float16, torch.bfloat16))
-    (check,) = (one for one in load({one: GROUPS[one] for one in ("backends", "sync")}) if one.name == name)
+    (check,) = (one for one in load({"backends": GROUPS["backends"]}) if one.name == "flashinfer_rope")
     result = check(make_context(rehearse=True, quick=False))
     assert result.status == "ok", result
 

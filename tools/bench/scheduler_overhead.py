@@ -47,7 +47,6 @@ class NoAttention:
     """Plans nothing: a backend's own plan is device work."""
 
     name = "none"
-    plan_on_host = None
 
     def supports(self, spec: object, *, dtype: object, block_size: int, kv_dtype: object = None) -> str | None:
         return None

@@ -16,7 +16,6 @@ from torch import Tensor
 from gpu_checks.context import Context, error_of
 from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.kernels import backend_candidates
-from megatron_infer.kernels.base import GraphSupport
 from megatron_infer.kernels.torch.torch_ref import ReferenceAttention, rotate
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -117,7 +116,7 @@ def _compare(ctx: Context, compare: Comparison, case: Case, label: str) -> set[s
         if reason is not None:
             refused.add(f"{backend.name}: {reason}")
             continue
-        if backend.graphs is not GraphSupport.ALL and 0 in case.meta.q_len:
+        if not backend.graph_safe and 0 in case.meta.q_len:
             continue
         out, cache = case.run(backend)
         where = f"{backend.name} {label}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from light.machine import measure
 from paged_case import Case, make_case
 
 from gpu_checks.attention import ERROR, MIXED, SMALL_MIXED, TOLERANCE, oracle
-from gpu_checks.backends import layer_milliseconds
 from gpu_checks.context import Context, error_of
 from gpu_checks.models import greedy
 from gpu_checks.registry import Comparison, Target, Unavailable, check
@@ -79,7 +79,7 @@ def fp8_decode_rate(ctx: Context, compare: Comparison) -> dict[str, Any]:
     backend = next(one for one in ctx.backends(backend_candidates.ATTENTION, dtype) if one.name == "triton")
     ceiling = measure(ctx.device).copy_gb_s
     cases = (plain, _in_fp8(plain))
-    times = [layer_milliseconds(ctx, backend, case, rounds=ctx.pick(20, 1)) for case in cases]
+    times = [_milliseconds(ctx, backend, case, rounds=ctx.pick(20, 1)) for case in cases]
     keys = sum(kv_len for _, kv_len in rows) * plain.spec.num_kv_heads * plain.spec.head_dim
     shares = [
         2 * keys * case.kv_cache.element_size() / taken / 1e6 / ceiling
@@ -91,3 +91,11 @@ def fp8_decode_rate(ctx: Context, compare: Comparison) -> dict[str, Any]:
     gain = times[0] / times[1]
     compare.targets = [Target("FP8 decode attention, times as fast as bfloat16", gain, DECODE_GAIN)]
     return {"ms": times, "share": shares, "copy_gb_s": ceiling}
+
+
+def _milliseconds(ctx: Context, backend: Any, case: Case, *, rounds: int) -> float:
+    """Of the case's attention."""
+    q_TKGH, k_TKH, v_TKH = case.parts(case.fused)
+    backend.plan(case.meta)
+    run = partial(backend.run, q_TKGH, k_TKH, v_TKH, case.kv_cache, layer=case.layer, spec=case.spec)
+    return ctx.milliseconds(run, rounds=rounds)

@@ -23,7 +23,6 @@ PACKAGES = (
     "megatron-core",
     "transformers",
     "flashinfer-python",
-    "flash-attn-3",
     "transformer-engine",
     "torch-memory-saver",
 )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import answers, make_engine, make_model, require_package, workload
+from gpu_checks.engines import answers, make_engine, make_model, workload
 from gpu_checks.graphs import graphed, same
 from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.kernels.packages import flashinfer_attention
 from megatron_infer.runner.parallel.stage_runner import StageRunner
 from megatron_infer.testing.inspect import inspect
 
@@ -69,13 +67,6 @@ def no_sync_eager(ctx: Context, compare: Comparison) -> dict[str, Any]:
 def no_sync_graphs(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """A replayed decode step never waits for the device but for its tokens, of the step before."""
     return _hold(ctx, compare, make=graphed, kinds=("attention", "hybrid"))
-
-
-@check(budget_s=60)
-def no_sync_flashinfer(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """A decode step on FlashInfer's attention, where it is installed, never waits but for its tokens."""
-    require_package(flashinfer_attention, ctx)
-    return _hold(ctx, compare, make=partial(_eager, attention_backend="flashinfer"))
 
 
 @check(budget_s=5)

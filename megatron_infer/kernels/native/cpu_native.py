@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import GEGLU, form_of
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
-from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.native.native_experts import NativeRouter
@@ -441,8 +441,7 @@ class NativePagedAttention:
     """Rotation, cache append and attention of all rows in one C++ call per layer."""
 
     name = "native"
-    graphs = GraphSupport.NONE
-    plan_on_host = None
+    graph_safe = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 from megatron_infer.kernels.torch.fp32_linear import fp32_linear
@@ -179,8 +179,7 @@ class TorchPagedAttention:
     """Gather + SDPA. Groups of rows and masks are made once per step and window; all layers share them."""
 
     name = "torch"
-    graphs = GraphSupport.NONE
-    plan_on_host = None
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

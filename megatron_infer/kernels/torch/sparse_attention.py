@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_infer.kernels.base import (
     AttendSpec,
     AttentionBackend,
-    GraphSupport,
     IndexQueries,
     IndexSpec,
     StateCaptures,
@@ -127,8 +126,7 @@ class ChosenKeys(Protocol):
 class SparseAttention:
     """kernels.base.SparseAttentionBackend around a dense backend that does not run in captured steps."""
 
-    graphs = GraphSupport.NONE
-    plan_on_host = None
+    graph_safe = False
 
     def __init__(self, dense: AttentionBackend, *, top_k: int, chosen: ChosenKeys | None = None) -> None:
         """chosen: None: in torch."""

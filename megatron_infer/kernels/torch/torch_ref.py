@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 
@@ -111,8 +111,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
-    graphs = GraphSupport.NONE
-    plan_on_host = None
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

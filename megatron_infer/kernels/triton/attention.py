@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, movable, only_own_dtype
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
 from megatron_infer.kernels.triton.attention_decode import (
@@ -92,8 +92,7 @@ class TritonPagedAttention:
     """
 
     name = "triton"
-    graphs = GraphSupport.ALL
-    plan_on_host = None
+    graph_safe = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, GraphSupport, IndexQueries, IndexSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, IndexQueries, IndexSpec, StepMetadata
 from megatron_infer.kernels.torch.sparse_attention import dense_spec, refusal, turn_index, turn_index_keys
 from megatron_infer.kernels.triton import attention, attention_decode
 from megatron_infer.kernels.triton.attention import TritonPagedAttention
@@ -97,8 +97,7 @@ class TritonSparseAttention:
     """kernels.base.SparseAttentionBackend in Triton."""
 
     name = "triton, sparse"
-    graphs = GraphSupport.ALL
-    plan_on_host = None
+    graph_safe = True
 
     def __init__(self, dense: TritonPagedAttention) -> None:
         self._dense = dense

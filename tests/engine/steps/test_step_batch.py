@@ -16,7 +16,7 @@ from test_fuzz import disturb
 from world import World
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.kernels.base import GraphSupport, RotaryTable, StepMetadata
+from megatron_infer.kernels.base import RotaryTable, StepMetadata
 from megatron_infer.kernels.step_gather import torch_gather
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.batch import Batch, BatchBuilder
@@ -30,8 +30,7 @@ class Planner:
     """Stands in for attention: only `plan` is called."""
 
     name = "planner"
-    graphs = GraphSupport.ALL
-    plan_on_host = None
+    graph_safe = True
 
     def __init__(self) -> None:
         self.step: StepMetadata | None = None

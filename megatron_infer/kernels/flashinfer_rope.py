@@ -8,15 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, StepMetadata
-from megatron_infer.kernels.optional_packages import needs_half
-from megatron_infer.kernels.packages.flashinfer_attention import HEAD_DIMS, unavailable
+from megatron_infer.kernels.optional_packages import missing, needs_half, not_on_gpu
 
-__all__ = ["FlashInferRope", "refusal", "unavailable"]
+PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7, 2)
+MODULES = ("flashinfer", "flashinfer.rope")
+HEAD_DIMS = (64, 128, 256)
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why FlashInfer cannot run here; None: it can."""
+    return not_on_gpu(device) or needs_half(dtype) or missing(MODULES, PACKAGE, MIN_VERSION) or no_compiler()
+
+
+def no_compiler() -> str | None:
+    """Why FlashInfer cannot compile a kernel; None: it can, or need not."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if shutil.which("nvcc") or Path(home, "bin", "nvcc").exists() or importlib.util.find_spec("flashinfer_jit_cache"):
+        return None
+    return "compiles its kernels when they are first used, and there is neither nvcc nor flashinfer-jit-cache"
 
 
 def refusal(spec: AttendSpec, dtype: torch.dtype) -> str | None:
@@ -33,7 +51,7 @@ class FlashInferRope:
 
     def __init__(self, behind: AttentionBackend) -> None:
         self._behind = behind
-        self.name, self.graphs, self.plan_on_host = behind.name, behind.graphs, behind.plan_on_host
+        self.name, self.graph_safe = behind.name, behind.graph_safe
         self._rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         self._step: StepMetadata | None = None
         self._angles: dict[tuple[int, int, bool], Tensor] = {}

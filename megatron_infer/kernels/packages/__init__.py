@@ -1,1 +1,0 @@
-"""Kernels of other packages behind the same seam: flash-attn and FlashInfer."""
