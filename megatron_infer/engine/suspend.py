@@ -131,14 +131,14 @@ class CacheSuspension:
     def persist(self, transition: Transition) -> TagReport:
         """Content and addresses stay; unified memory may leave the device when others need room."""
         self._store.allow_migration()
-        transition.undo("the release of unified memory", self._end_persist)
+        transition.undo("the release of unified memory", self._store.end_migration)
         return TagReport(bytes_resident=self.resident_bytes)
 
     def restore(self, transition: Transition) -> TagReport:
         """Undo a suspend in any mode."""
         store, context = self._store, self._context
         if not store.is_released:
-            self._end_persist()
+            store.end_migration()
             return TagReport(bytes_resident=self.resident_bytes)
         context.forget_free()  # cached blocks of requests that ended meanwhile: their content is not restored
         blocks, states = context.held_blocks(), context.held_state_slots()
@@ -148,9 +148,6 @@ class CacheSuspension:
         else:
             transition.undo("the restore", partial(store.release, no_tick))
         return self._report(done)
-
-    def _end_persist(self) -> None:
-        self._store.prefetch(self._context.held_blocks(), state_slots=self._context.held_state_slots())
 
     def require_no_loop_by_hand(self) -> None:
         """Raise ConfigError while rows are held that no scheduler recomputes; nothing is in flight."""

@@ -213,15 +213,15 @@ class CacheStore:
         return before - self.host_bytes()
 
     def allow_migration(self) -> None:
-        """Until `prefetch`, while no step runs: pages of unified memory may leave the device with their content."""
+        """Until `end_migration`, while no step runs: pages of unified memory may leave with their content."""
         self._check_held()
         self._host_copy.finish()
         self._region.allow_migration()
 
-    def prefetch(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:
-        """Bring these blocks and states back to the device -> bytes asked for, those that never left included."""
+    def end_migration(self) -> None:
+        """Pages that left come back when a step uses them."""
         self._check_held()
-        return self._region.prefetch(self.layout.ranges(blocks, state_slots))
+        self._region.end_migration()
 
     def resident_bytes(self) -> int:
         """Bytes the pools take now (see `Region.resident_bytes`)."""

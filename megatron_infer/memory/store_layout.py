@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,19 +169,6 @@ class StoreLayout:
         pairs = zip(conv, ssm, strict=True)
         return [[slots_SX[:, first:last] for first, last in pair] for pair in pairs]
 
-    def ranges(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(begin, end) of these blocks' and states' bytes; neighbours as one."""
-        blocks = list(blocks)
-        num_arrays = math.prod(self.kv_shape[:2])
-        if self.block_bytes:
-            yield from _ranges(0, num_arrays, self.num_blocks, self.block_bytes // num_arrays, blocks)
-        if self.draft_kv_shape is not None:
-            num_arrays = math.prod(self.draft_kv_shape[:2])
-            place_bytes = self.draft_block_bytes // num_arrays
-            yield from _ranges(self.draft_start, num_arrays, self.num_blocks, place_bytes, blocks)
-        if self.state is not None:
-            yield from _ranges(self.state_start, 1, self.num_state_slots, self.state_bytes, state_slots)
-
 
 class StateTensors:
     """Typed views of the state slots' bytes; slot s of every view is contiguous.
@@ -221,21 +208,3 @@ def _edges(num_layers: int, start: int, stop: int, shape: Sequence[int], dtype: 
 def _typed(slots_SX: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     return slots_SX[:, start : start + num_bytes].view(dtype).unflatten(1, tuple(shape))
-
-
-def _ranges(
-    start: int, num_arrays: int, num_places: int, place_bytes: int, places: Iterable[int]
-) -> Iterator[tuple[int, int]]:
-    """(begin, end) of places in each of num_arrays arrays [num_places, place_bytes], one behind the other from `start`.
-
-    Example: from 0, 2 arrays of 8 places of 10 bytes, places 1, 2 and 5 -> (10, 30), (50, 60), (90, 110), (130, 140).
-    """
-    runs: list[list[int]] = []
-    for place in sorted(places):
-        if runs and runs[-1][1] == place:
-            runs[-1][1] += 1
-        else:
-            runs.append([place, place + 1])
-    for number in range(num_arrays):
-        base = start + number * num_places * place_bytes
-        yield from ((base + first * place_bytes, base + end * place_bytes) for first, end in runs)

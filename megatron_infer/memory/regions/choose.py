@@ -20,7 +20,7 @@ import logging
 import math
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,8 +64,8 @@ class Region(Protocol):
         """The tensor keeps its content and is not used for a while: pages that can leave the device alone may do so."""
         ...
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """End `allow_migration` and bring the pages of these bytes, (begin, end), to the device -> bytes asked for."""
+    def end_migration(self) -> None:
+        """End `allow_migration`: pages that left come back when they are used."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,13 +40,13 @@ def current(device: torch.device) -> Iterator[int]:
 
 
 class FixedPages:
-    """Memory whose pages never migrate: `Region.allow_migration` and `Region.prefetch` do nothing."""
+    """Memory whose pages never migrate: `Region.allow_migration` and `Region.end_migration` do nothing."""
 
     def allow_migration(self) -> None:
         return
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
-        return 0
+    def end_migration(self) -> None:
+        return
 
 
 class ForeignMemory:

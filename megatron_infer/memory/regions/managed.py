@@ -1,10 +1,9 @@
-"""CUDA unified memory: pages migrate between device and host by themselves, guided by advice and prefetch.
+"""CUDA unified memory: pages migrate between device and host by themselves, guided by advice.
 
-    in use        preferred location: the device, so that no page leaves without need
+    in use        preferred location: the device, so that no page leaves without need; one that left comes when it is
+                  used
     may migrate   no preference: pages leave one by one, with their content, when the trainer needs room. Only what has
                   to go is copied; copying everything out at suspend would cost time that the trainer may never need
-    prefetched    preferred location again, and used pages are prefetched: one stream of copies, not one page fault each
-    released      content dropped: from CUDA 13 on pages are discarded, so that they leave without being copied
 
 With too little device memory every access is a page fault, and some machines hang then: see `check_room`.
 """
@@ -16,7 +15,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ MANAGED_MEMORY, CONCURRENT_ACCESS = 83, 89
 ATTACH_GLOBAL = 1
 SET_PREFERRED, UNSET_PREFERRED, SET_ACCESSED_BY = 3, 4, 5
 LOCATION_DEVICE = 1
-PREFETCH_GAP_BYTES = 2 << 20
-"""Ranges closer than this are prefetched as one: pages are this large on a device."""
 
 
 class MemLocation(ctypes.Structure):
@@ -76,30 +73,6 @@ class Runtime:
         return self._failed(
             self._library.cudaMemAdvise(
                 ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice), self._place(device)
-            )
-        )
-
-    def prefetch(self, address: int, num_bytes: int, device: int, stream: int) -> int:
-        """Enqueue the migration of pages to `device` on `stream` -> error code."""
-        flags = () if self.version < 13000 else (ctypes.c_uint(0),)
-        return self._failed(
-            self._library.cudaMemPrefetchAsync(
-                ctypes.c_void_p(address),
-                ctypes.c_size_t(num_bytes),
-                self._place(device),
-                *flags,
-                ctypes.c_void_p(stream),
-            )
-        )
-
-    def discard(self, address: int, num_bytes: int, stream: int) -> int:
-        """Tell the driver that the content is not needed any more -> error code; nothing on older runtimes."""
-        if self.version < 13000:
-            return 0
-        addresses, sizes = (ctypes.c_void_p * 1)(address), (ctypes.c_size_t * 1)(num_bytes)
-        return self._failed(
-            self._library.cudaMemDiscardBatchAsync(
-                addresses, sizes, ctypes.c_size_t(1), ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
             )
         )
 
@@ -203,64 +176,19 @@ class ManagedRegion:
 
     def release(self) -> None:
         wait(self._device)
-        with _side_stream(self._device) as stream:
-            self._hint("cudaMemDiscardBatchAsync", self._runtime.discard(self._address, self._num_bytes, stream))
         self.allow_migration()
 
     def restore(self) -> None:
-        self._advise(SET_PREFERRED)
+        self.end_migration()
 
     def allow_migration(self) -> None:
         self._advise(UNSET_PREFERRED)
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
+    def end_migration(self) -> None:
         self._advise(SET_PREFERRED)
-        room, asked = (free_bytes(self._device) if self._device.type == "cuda" else self._num_bytes), 0
-        with _side_stream(self._device) as stream:
-            for begin, end in joined(ranges, PREFETCH_GAP_BYTES):
-                size = min(end - begin, room - asked)  # more would push out pages that have just come
-                if size <= 0:
-                    break
-                code = self._runtime.prefetch(self._address + begin, size, self._number, stream)
-                if self._hint("cudaMemPrefetchAsync", code):
-                    break
-                asked += size
-        return asked
 
     def _advise(self, *hints: int) -> None:
         with current(self._device):
             for advice in hints:
-                code = self._runtime.advise(self._address, self._num_bytes, advice, self._number)
-                self._hint(f"cudaMemAdvise({advice})", code)
-
-    def _hint(self, call: str, code: int) -> bool:
-        """Log a refused hint, which costs only speed -> whether it was refused."""
-        if code:
-            log.warning("unified memory: %s gave CUDA error %d", call, code)
-        return bool(code)
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[int]:
-    """A stream other than the legacy one -> its handle; waits at the end for what was enqueued there."""
-    if device.type != "cuda":
-        yield 0
-        return
-    with current(device):
-        stream = torch.cuda.Stream()
-        yield stream.cuda_stream
-        stream.synchronize()
-
-
-def joined(ranges: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
-    """The ranges (begin, end) in order, those closer than `gap` merged.
-
-    Example: (0, 4), (8, 9), (1, 2) with a gap of 4 -> (0, 4), (8, 9); with 5 -> (0, 9).
-    """
-    done: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if done and begin - done[-1][1] < gap:
-            done[-1] = (done[-1][0], max(end, done[-1][1]))
-        else:
-            done.append((begin, end))
-    return done
+                if code := self._runtime.advise(self._address, self._num_bytes, advice, self._number):
+                    log.warning("unified memory: cudaMemAdvise(%d) gave CUDA error %d", advice, code)  # costs speed

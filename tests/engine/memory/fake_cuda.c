@@ -85,27 +85,3 @@ int cudaMemAdvise(const void *address, size_t size, int advice, PLACE) {
     note("advise %ld\n", advice, 0, 0, 0);
     return 0;
 }
-#if RUNTIME_VERSION >= 13000
-int cudaMemPrefetchAsync(const void *address, size_t size, PLACE, unsigned flags, void *stream) {
-    RUNTIME;
-    MUST(flags == 0 && !stream);
-    CHECK_PLACE;
-    MUST(is_inside(address, size));
-    note("prefetch %ld %ld\n", offset_of(address), (long)size, 0, 0);
-    return 0;
-}
-int cudaMemDiscardBatchAsync(void **addresses, size_t *sizes, size_t count, unsigned long long flags, void *stream) {
-    RUNTIME;
-    MUST(count == 1 && flags == 0 && is_inside(addresses[0], sizes[0]) && !stream);
-    note("discard %ld %ld\n", offset_of(addresses[0]), (long)sizes[0], 0, 0);
-    return 0;
-}
-#else
-int cudaMemPrefetchAsync(const void *address, size_t size, PLACE, void *stream) {
-    RUNTIME;
-    CHECK_PLACE;
-    MUST(is_inside(address, size) && !stream);
-    note("prefetch %ld %ld\n", offset_of(address), (long)size, 0, 0);
-    return 0;
-}
-#endif

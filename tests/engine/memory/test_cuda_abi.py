@@ -59,13 +59,8 @@ def test_runtime_structures_and_numbers_are_those_of_its_header(folder, tmp_path
         equal("cudaMemAdviseSetAccessedBy", managed.SET_ACCESSED_BY),
         equal("cudaMemLocationTypeDevice", managed.LOCATION_DEVICE),
         "#if CUDART_VERSION >= 13000",
-        "cudaError_t (*prefetch)(const void *, size_t, struct cudaMemLocation, unsigned, cudaStream_t) "
-        "= cudaMemPrefetchAsync;",
         "cudaError_t (*advise)(const void *, size_t, enum cudaMemoryAdvise, struct cudaMemLocation) = cudaMemAdvise;",
-        "cudaError_t (*discard)(void **, size_t *, size_t, unsigned long long, cudaStream_t) "
-        "= cudaMemDiscardBatchAsync;",
         "#else",
-        "cudaError_t (*prefetch)(const void *, size_t, int, cudaStream_t) = cudaMemPrefetchAsync;",
         "cudaError_t (*advise)(const void *, size_t, enum cudaMemoryAdvise, int) = cudaMemAdvise;",
         "#endif",
         "cudaError_t (*allocate)(void **, size_t, unsigned) = cudaMallocManaged;",

@@ -1,4 +1,4 @@
-"""Unified memory is advised, prefetched and bounded as documented, with either runtime's calls, on a stand-in."""
+"""Unified memory is advised and bounded as documented, with either runtime's calls, on a stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from engines import make_engine
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.memory import build_store
 from megatron_infer.memory.regions import choose, managed
-from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -39,7 +38,7 @@ def journal(fake):
     return said
 
 
-def test_pages_are_preferred_allowed_to_migrate_prefetched_and_discarded(fake, library, monkeypatch):
+def test_pages_are_preferred_and_allowed_to_migrate(fake, library):
     runtime = managed.Runtime(fake)
     assert runtime.version == library[0]
     region = managed.ManagedRegion((16 * MIB,), torch.uint8, CPU, runtime=runtime)
@@ -48,16 +47,11 @@ def test_pages_are_preferred_allowed_to_migrate_prefetched_and_discarded(fake, l
     region.tensor[5 * MIB] = 7
     region.allow_migration()
     assert journal(fake) == [MAY_MIGRATE]
-    near = [(9 * MIB, 9 * MIB + 5), (0, 10), (20, 30), (3 * MIB, 4 * MIB)]
-    assert region.prefetch(near) == 30 + MIB + 5
-    assert journal(fake) == [PREFER, "prefetch 0 30", f"prefetch {3 * MIB} {MIB}", f"prefetch {9 * MIB} 5"]
+    region.end_migration()
+    assert journal(fake) == [PREFER]
     assert region.tensor[5 * MIB] == 7 and region.tensor.data_ptr() == address
-    monkeypatch.setattr(region, "_num_bytes", 100)  # as much is free
-    assert region.prefetch([(0, 10), (4 * MIB, 5 * MIB)]) == 100
-    assert journal(fake) == [PREFER, "prefetch 0 10", f"prefetch {4 * MIB} 90"]
-    monkeypatch.undo()
     region.release()
-    assert journal(fake) == ([] if library[0] < 13000 else [f"discard 0 {16 * MIB}"]) + [MAY_MIGRATE]
+    assert journal(fake) == [MAY_MIGRATE]
     region.restore()
     assert journal(fake) == [PREFER]
     assert region.tensor.data_ptr() == address and region.addresses_stable
@@ -67,10 +61,10 @@ def test_pages_are_preferred_allowed_to_migrate_prefetched_and_discarded(fake, l
 
 def test_refused_hints_are_logged_and_nothing_fails(fake, caplog):
     region = managed.ManagedRegion((MIB,), torch.uint8, CPU, runtime=managed.Runtime(fake))
-    fake.fake_fail_at(2)
+    fake.fake_fail_at(1)
     with caplog.at_level(logging.WARNING, "megatron_infer"):
-        assert region.prefetch([(0, 100), (MIB // 2, MIB)]) == 0
-    assert "cudaMemPrefetchAsync gave CUDA error 999" in caplog.text
+        region.end_migration()
+    assert "cudaMemAdvise(3) gave CUDA error 999" in caplog.text
     assert fake.fake_pending_error() == 0, "torch's next call would report it"
 
 
@@ -107,16 +101,7 @@ def test_no_more_than_the_paused_buffer_lies_beyond_the_device():
         managed.check_room(150, free=100, spill_bytes=50, host_free=40)
 
 
-def test_bytes_of_blocks_and_states_are_found():
-    layout = StoreLayout(kv_shape=(2, 2, 8, 1, 1, 5), dtype=torch.float16, state=None, num_state_slots=0)
-    assert list(layout.ranges([5, 1, 2], [])) == [
-        (i + a, i + b) for i in (0, 80, 160, 240) for a, b in ((10, 30), (50, 60))
-    ]
-    without = StoreLayout(kv_shape=(0, 2, 8, 1, 1, 5), dtype=torch.float16, state=None, num_state_slots=0)
-    assert list(without.ranges([5, 1, 2], [])) == []
-
-
-def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(model, fake, monkeypatch):
+def test_persist_lets_pages_migrate_and_resume_ends_that(model, fake, monkeypatch):
     runtime = managed.Runtime(fake)
     monkeypatch.setattr(
         build_store,
@@ -131,8 +116,7 @@ def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(mod
     engine.suspend("persist")
     assert journal(fake) == [MAY_MIGRATE]
     engine.resume()
-    said = journal(fake)
-    assert said[0] == PREFER and said[1:] and all(line.startswith("prefetch") for line in said[1:])
+    assert journal(fake) == [PREFER]
 
     def refuse(what):
         raise TimeoutError(what)
