@@ -41,10 +41,13 @@ class Heartbeat:
         """What this rank is doing, for errors here and on the other ranks."""
         self.trouble = ""
         """See `Lockstep.trouble`."""
+        self.leads = False
+        """Whether this rank is in a call, and waits for the others there."""
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         self._silences = {rank: Silence(2 * self._interval_s) for rank in links}
         self._phases = dict.fromkeys(links, "start")
         self._troubles = dict.fromkeys(links, "")
+        self._leads = dict.fromkeys(links, False)
         self._lost: tuple[int, str, bool] | None = None
         """Rank, reason, and whether it said goodbye."""
         self._has_given_up = False
@@ -73,8 +76,8 @@ class Heartbeat:
         return self._phases.get(rank, "an unknown phase") + self._after(rank)
 
     def is_in_trouble(self, rank: int) -> bool:
-        """Whether a rank has sent a `trouble` with its last heartbeat."""
-        return bool(self._troubles.get(rank))
+        """Whether a rank has sent a `trouble` with its last heartbeat, and leads no call."""
+        return bool(self._troubles.get(rank)) and not self._leads[rank]
 
     def _after(self, rank: int) -> str:
         return f" ({self._troubles[rank]})" if self._troubles.get(rank) else ""
@@ -122,7 +125,7 @@ class Heartbeat:
         for rank, silence in self._silences.items():
             if (silent := silence.seconds()) > self._timeout_s:
                 self._lose(rank, f"no sign of life for {silent:.1f} s")
-        message: dict[str, Any] = {"phase": self.phase, "trouble": self.trouble}
+        message: dict[str, Any] = {"phase": self.phase, "trouble": self.trouble, "leads": self.leads}
         if self._lost is not None:
             message["lost"] = self._lost
         for rank, link in self._links.items():
@@ -155,6 +158,7 @@ class Heartbeat:
                     self._lose(rank, f"it has closed its engine{self._after(rank)}", goodbye=True)
                 if "phase" in message:
                     self._phases[rank], self._troubles[rank] = message["phase"], message["trouble"]
+                    self._leads[rank] = message["leads"]
                 if message.get("lost") is not None:
                     lost, reason, goodbye = message["lost"]
                     self._lose(lost, reason, goodbye=goodbye)

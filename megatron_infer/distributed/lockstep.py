@@ -410,6 +410,9 @@ class Lockstep:
 
     def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None, patience_s: float) -> dict[str, Any]:
         reports = [mine]
+        self._watch.leads = True
+        if self.trouble:  # the others wait for as long as each of them may take
+            self._watch.catch_up()
         try:
             for rank in range(1, self.size):
                 receive = self._links.calls[rank].receive
@@ -417,6 +420,8 @@ class Lockstep:
         except RankFailure as failure:
             self._answer({"lost": [failure.rank, failure.reason]})
             raise
+        finally:
+            self._watch.leads = False
         answer = _answer_to(reports, content)
         self._answer(answer)
         return answer
@@ -500,7 +505,8 @@ class Lockstep:
         return bytes(content)
 
     def _limit_of_trouble(self, rank: int, limit: float) -> float:
-        """Until when a wait goes on for a rank that may have left the calls of the others. limit: as found before."""
+        """Until when a wait goes on for a rank that may have left the calls of the others; one that leads a call has
+        not. limit: as found before."""
         if not self._watch.is_in_trouble(self._ranks[rank]):
             return math.inf
         return min(limit, time.monotonic() + self._watch.patience_s)

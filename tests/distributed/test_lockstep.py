@@ -507,6 +507,20 @@ def test_a_leader_that_left_a_block_by_an_error_is_not_waited_for_as_one_that_wa
     assert max(play(6, act, timeout_s=0.8)[1:]) < 3.0
 
 
+def test_a_leader_that_left_a_block_by_an_error_and_waits_for_a_late_rank_is_not_named_for_that_rank():
+    def act(lockstep: Lockstep) -> None:
+        if lockstep.rank == 2:
+            time.sleep(4.0)
+            return
+        lockstep.left("left generating() by ValueError: the same on both ranks")
+        if lockstep.is_leader:
+            time.sleep(0.5)
+        lockstep.meet("suspend()")
+
+    for error in play(3, act, timeout_s=0.8)[:2]:
+        assert isinstance(error, RankFailure) and error.rank == 2, error
+
+
 def test_a_failure_that_some_ranks_find_is_named_where_all_ranks_meet():
     """Ranks 1 and 2 have a lockstep of their own too, as the ranks of one of several engines have."""
     _, gather = gathering(2)
