@@ -123,6 +123,24 @@ def test_requests_of_an_adapter_wait_for_the_replica_that_is_about_to_have_it(ok
     assert client
 
 
+def test_a_replica_that_answers_for_another_one_ends_no_load_of_that_one():
+    world = World()
+    world.client()
+    world.replica(b"lost", adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
+    world.core.unreachable(b"lost", "gone")
+    other, incarnation = world.replica(b"other"), world.replica(b"new")
+    (own,), (command,) = world.commands(b"other"), world.commands(b"new")
+    for number in (own.number, command.number):
+        answer = protocol.Answer(ok=False, kind="ConfigError", message="it is gone")
+        world.core.receive(b"other", protocol.Done(number, other, answer))
+    world.submit(1, adapter="a")
+    assert not world.runs(b"other") and not world.runs(b"new"), "the new one is about to have the adapter"
+    world.beat(b"new", incarnation, adapters={"a": "x"})
+    world.core.receive(b"new", protocol.Done(command.number, incarnation, ENDED))
+    assert runs(world, b"new") == ["a"]
+    world.core.check()
+
+
 def test_thousands_of_names_and_changes_leave_a_bounded_memory():
     in_force = CommandsInForce()
     for number in range(2 * MAX_UNLOADED):
