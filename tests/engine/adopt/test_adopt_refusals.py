@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -374,6 +376,31 @@ def test_refusal_names_the_module_and_the_reason(name):
 
 def _modules(model):
     return [module for part in (model if isinstance(model, list) else [model]) for module in part.modules()]
+
+
+class WrapperOfMegatronFSDP(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"FullyShardedDataParallel": WrapperOfMegatronFSDP},
+        {
+            "FullyShardedDataParallel": lambda module: WrapperOfMegatronFSDP(module),
+            "FullyShardedDataParallelV1": WrapperOfMegatronFSDP,
+        },
+    ],
+    ids=["0.19", "0.20"],
+)
+def test_the_wrapper_of_megatron_fsdp_is_known_in_each_version(names, monkeypatch):
+    with pytest.raises(AdoptionError, match=r"wrapper .*WrapperOfMegatronFSDP is not known"):
+        adopt(WrapperOfMegatronFSDP(stock()))
+    adapter = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+    monkeypatch.setitem(sys.modules, adapter, SimpleNamespace(**names))
+    assert adopt(WrapperOfMegatronFSDP(stock())).shape.num_layers == 2
 
 
 def test_vocabulary_larger_than_the_embedding_is_refused():
