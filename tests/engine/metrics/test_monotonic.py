@@ -80,6 +80,16 @@ def test_counts_do_not_decrease_when_a_coordinator_restarts_or_is_silent():
     assert seen == [4, 4, 5, 7]
 
 
+def test_a_replica_whose_figures_cannot_be_read_is_named_once_each_time_it_comes(caplog):
+    meter = ServerMeter()
+    names = "submitted finished refused moved relieved resent replicas_lost fenced waiting clients".split()
+    replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
+    for is_present in (True, True, False, True):
+        replicas = [replica | {"stats": {"figures": {"born": "?"}}}] if is_present else []
+        meter.update({**dict.fromkeys(names, 0), "replicas": replicas, "started": 1.0})
+    assert caplog.text.count("the figures of replica 'a' cannot be read") == 2
+
+
 def test_series_of_equal_labels_are_added_up_over_sources_and_pass_between_processes():
     one, key = MonotonicCounts(), (("replica", "all"),)
     for name, born, count, observed in (("http0", 1.0, 5, [0.5]), ("http1", 1.0, 2, [3.0]), ("http0", 2.0, 1, [1.5])):
