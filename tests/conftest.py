@@ -70,11 +70,13 @@ def pytest_collection_modifyitems(items):
         if mark is None:
             continue
         number, turns = sum(_numbers(item, seen)) % mark.args[0], mark.args[0]
-        if number:
-            item.add_marker(pytest.mark.long)
-        # each pair of values stays: cases that differ by a step of the third parameter have numbers in a row
-        if turns not in (2, 4) and number % 3 != 1 and len(item.callspec._idlist) > 2:
+        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have numbers
+        # in a row.
+        is_thinned = turns not in (2, 4) and len(item.callspec._idlist) > 2
+        if is_thinned and number % 3 != 1:
             item.add_marker(pytest.mark.slow)
+        if number != (1 if is_thinned else 0):
+            item.add_marker(pytest.mark.long)
     # a layer of both kinds: what attention and recurrences hold alone is repeated in few of its cases
     parallel = [item for item in items if {"parallel", "parallel bf16"} & {*_values(item)}]
     for number, item in enumerate(parallel):
