@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(items):
         if mark is None:
             continue
         number, turns = sum(_numbers(item, seen)) % mark.args[0], mark.args[0]
-        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have numbers
-        # in a row.
+        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have
+        # numbers in a row.
         is_thinned = turns not in (2, 4) and len(item.callspec._idlist) > 2
         if is_thinned and number % 3 != 1:
             item.add_marker(pytest.mark.slow)
