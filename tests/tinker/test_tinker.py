@@ -645,3 +645,26 @@ def test_the_api_asks_for_the_servers_key(tmp_path):
         assert case.http.post("/api/v1/create_session", json={}).status_code == 401
         headers = {"X-API-Key": "tml-secret"}
         assert case.http.post("/api/v1/create_session", json={}, headers=headers).status_code == 200
+
+
+def test_a_training_client_whose_creation_was_given_up_is_made_when_the_call_is_sent_again(tmp_path, monkeypatch):
+    begun, go_on, create = threading.Event(), threading.Event(), LiveModel.create
+
+    def slow(*args, **options):
+        begun.set()
+        assert go_on.wait(60)
+        return create(*args, **options)
+
+    monkeypatch.setattr(LiveModel, "create", slow)
+    with serving(tmp_path) as case:
+        api = Api(case.http)
+        body = {"session_id": api.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        sent = api.call("create_model", **body)
+        assert begun.wait(60)
+        api.call("cancel_future", request_id=sent["request_id"])
+        again = api.call("create_model", **body)
+        go_on.set()
+        assert again != sent
+        id = api.result(again)["model_id"]
+        api.batch(id, 1, "cross_entropy")
+        assert api.result(api.step(id, 2))["metrics"]["version"] == 1
