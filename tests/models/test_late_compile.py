@@ -16,6 +16,8 @@ from megatron_infer.models.late_compile import compiling_late
 @pytest.fixture
 def compiled(monkeypatch):
     """(name, options) of each call of torch.compile, which takes the backend that runs functions as they are."""
+    import torch._dynamo  # not while tests are collected
+
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     names, compile_now = [], torch.compile
 
@@ -24,7 +26,8 @@ def compiled(monkeypatch):
         return compile_now(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", record)
-    return names
+    with torch._dynamo.config.patch(disable=False):  # the variable's value when torch's compiler was imported
+        yield names
 
 
 def test_function_is_compiled_once_when_it_is_first_called(compiled):
