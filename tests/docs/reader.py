@@ -103,6 +103,10 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+INSTALLS = "mcore.install()"
+"""Replaces names of megatron-core in the process, also for the tests after it."""
+
+
 class Reader:
     """Runs blocks in a folder; `close` ends what it has started, but for the server."""
 
@@ -122,7 +126,9 @@ class Reader:
 
     def run(self, block: Block, *, takes: Callable[[str], bool]) -> None:
         """takes: which commands of it."""
-        if block.language == "python" and block.launcher is None:
+        if block.language == "python" and INSTALLS in block.text:
+            self._shell(shlex.join([sys.executable, "-c", block.text]))
+        elif block.language == "python" and block.launcher is None:
             exec(compile(self._with_ports(block.compiled_text), block.page, "exec"), self.names)
         elif block.language == "python":
             (self.folder / block.launcher[-1]).write_text(block.text)
