@@ -284,14 +284,33 @@ def test_checkpoint_saved_asynchronously_is_loaded_once_it_is_whole(tmp_path):
     assert same(model, build_model(CheckpointSource(folder)))
 
 
-class _Runs:
+class _Reduced:
+    """What a pickle has of this object is a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
     def __reduce__(self):
-        return (print, ("code of the file ran",))
+        return self.call
 
 
-def test_a_pickle_with_code_is_refused(tmp_path, capsys):
+def test_a_member_of_an_enum_may_be_kept_by_its_name(tmp_path):
+    from megatron.core.transformer.enums import AttnBackend
+
     megatron_lm(tmp_path, "gpt")
-    torch.save({"args": _Runs()}, tmp_path / "iter_0000012" / "common.pt")
+    plan = open_source(tmp_path).config()
+    file = tmp_path / "iter_0000012" / "common.pt"
+    arguments = GPT_ARGUMENTS | {"attention_backend": _Reduced(getattr, AttnBackend, "auto")}  # as Python 3.11.2 has it
+    torch.save({"args": argparse.Namespace(**arguments)}, file)
+    assert open_source(tmp_path).config() == plan
+
+
+@pytest.mark.parametrize(
+    "call", [(print, "code of the file ran"), (getattr, argparse.Namespace, "__init__"), (getattr, print, "__self__")]
+)
+def test_a_pickle_with_code_is_refused(tmp_path, capsys, call):
+    megatron_lm(tmp_path, "gpt")
+    torch.save({"args": _Reduced(*call)}, tmp_path / "iter_0000012" / "common.pt")
     with pytest.raises(ModelError, match=r"common\.pt: cannot be read safely"):
         open_source(tmp_path)
     assert "ran" not in capsys.readouterr().out

@@ -509,14 +509,24 @@ def _training_arguments(directory: Path) -> dict[str, Any]:
 
 
 def _safe_classes() -> list[Any]:
-    """The value classes in Megatron-LM's common.pt: a namespace and megatron-core's enums."""
+    """The value classes in Megatron-LM's common.pt: a namespace and megatron-core's enums.
+
+    A pickle of early releases of Python 3.11 (3.11.2) has a member of an enum as `getattr(kind, name)`, others have
+    `kind(value)`. `getattr` of a file looks up members of these enums, and nothing else.
+    """
     import enum
     import pathlib
 
     from megatron.core.transformer import enums
 
     kinds = [value for value in vars(enums).values() if isinstance(value, type) and issubclass(value, enum.Enum)]
-    return [argparse.Namespace, pathlib.PosixPath, *kinds]
+
+    def member(kind: Any, name: Any) -> Any:
+        if not any(kind is one for one in kinds):
+            raise ModelError(f"getattr of {kind!r}, which is no enum of megatron-core")
+        return kind[name]
+
+    return [argparse.Namespace, pathlib.PosixPath, *kinds, (member, "builtins.getattr")]
 
 
 def latest_iteration(directory: Path) -> Path:
