@@ -145,7 +145,8 @@ def compare_served(one, client, prompts, params, want, *, exactly):
 
 
 def has_all_blocks(stats):
-    return stats["num_free_blocks"] == stats["num_blocks"]
+    """stats: empty before the first heartbeat."""
+    return bool(stats) and stats["num_free_blocks"] == stats["num_blocks"]
 
 
 def compare(model, count, layouts, settings):
