@@ -32,7 +32,6 @@ class ReplicaCommands:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
         self._further, self._adapter_commands = further, adapter_commands or {}
-        self._own: Mapping[str, Callable[..., Any]] = {**(further or {}), **self._adapter_commands}
         self._queues: dict[str, deque[_Queued]] = {}
         """Commands for an adapter, in order; the first one waits for its directory to be read. By name."""
         self.in_force = CommandsInForce()
@@ -104,6 +103,11 @@ class ReplicaCommands:
         self._queues.clear()
         for queued in (one for queue in queues for one in queue):
             self._forget(queued)
+
+    @property
+    def _own(self) -> Mapping[str, Callable[..., Any]]:
+        """All commands besides the engine's methods. Whoever serves the engine may add some later."""
+        return {**(self._further or {}), **self._adapter_commands}
 
     def _forget(self, queued: _Queued) -> None:
         """What was read is loaded, or will not be."""

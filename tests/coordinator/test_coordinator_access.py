@@ -282,9 +282,10 @@ def test_replica_takes_commands_only_where_it_was_started_with_control():
     with cluster(0) as (one, _, client), replica(one.address, engine, name="r0", control=False):
         wait_for(lambda: client.stats()["replicas"])
         for command, row in COMMANDS.items():
-            args = {"sources": []} if command == "restore_weights" else {}
+            is_for_adapter = row.group is Group.ADAPTERS
+            args = {"sources": []} if command == "restore_weights" else {"name": "a"} if is_for_adapter else {}
             answer = client.control(command, check=False, **args)["r0"]
-            option = "--lora-root" if row.group is Group.ADAPTERS else "--control"
+            option = "--lora-root" if is_for_adapter else "--control"
             assert (answer.ok, answer.kind) == (False, "AccessRefused") and f"start it with {option}" in answer.message
         assert engine.state == "running" and tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import signal
 import socket
 import threading
 import time
@@ -18,7 +20,7 @@ from coordinator_case import coordinator, replica, wait_for
 from echo import EchoEngine
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_infer.server import output_detokenizer
+from megatron_infer.server import output_detokenizer, supervisor
 from megatron_infer.server.http_server import HttpServer, listen, url_of
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.detokenizer import byte_level_alphabet
@@ -239,3 +241,19 @@ __all__ = [
     "tokenizer",
     "wait_for",
 ]
+
+
+def coordinator_at(folder):
+    return supervisor.coordinator_process({"bind": f"ipc://{folder}/c", "max_queue": 7})
+
+
+@contextlib.contextmanager
+def supervised_coordinator(folder, **changes):
+    one = supervisor.Supervisor([dataclasses.replace(coordinator_at(folder), is_worker=True, **changes)])
+    one.start()
+    try:
+        process = one.processes[0]
+        wait_for(lambda: process.ready)
+        yield process
+    finally:
+        one.stop(number=signal.SIGTERM, timeout_s=5)

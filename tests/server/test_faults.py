@@ -18,7 +18,7 @@ import httpx
 import pytest
 from coordinator_case import replica, wait_for
 from echo import EchoEngine, echo_tokens
-from server_case import Streams, post, serving, stream
+from server_case import Streams, coordinator_at, post, serving, stream, supervised_coordinator
 from test_command import Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -33,22 +33,6 @@ def ask(**changes):
 
 
 # ---------------------------------------------------------------------- processes
-
-
-def coordinator_at(folder):
-    return supervisor.coordinator_process({"bind": f"ipc://{folder}/c", "max_queue": 7})
-
-
-@contextlib.contextmanager
-def supervised_coordinator(folder, **changes):
-    one = supervisor.Supervisor([dataclasses.replace(coordinator_at(folder), is_worker=True, **changes)])
-    one.start()
-    try:
-        process = one.processes[0]
-        wait_for(lambda: process.ready)
-        yield process
-    finally:
-        one.stop(number=signal.SIGTERM, timeout_s=5)
 
 
 @pytest.mark.long

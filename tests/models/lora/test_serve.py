@@ -14,7 +14,7 @@ import pytest
 import torch
 from control_case import call, get
 from safetensors.torch import save_file
-from server_case import serving, wait_for
+from server_case import serving, supervised_coordinator, wait_for
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
@@ -451,7 +451,6 @@ def test_many_names_are_loaded_at_once_though_few_are_read_at_a_time(case, offli
 def test_a_coordinator_that_is_killed_and_started_again_knows_the_adapters(root, offline, tmp_path):
     """Requests for one wait meanwhile, and engines that join later load what is loaded, from the others' knowledge."""
     from coordinator_case import replica
-    from test_faults import supervised_coordinator
 
     def commands(engine):
         return AdapterCommands(engine, root=str(root)).commands()
