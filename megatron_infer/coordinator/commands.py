@@ -31,7 +31,10 @@ class ReplicaCommands:
     ) -> None:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
-        self._further, self._adapter_commands = further, adapter_commands or {}
+        self._further = further
+        self._adapter_commands = adapter_commands or {}
+        self._own = {**(further or {}), **self._adapter_commands}
+        """All commands besides the engine's methods."""
         self._queues: dict[str, deque[_Queued]] = {}
         """Commands for an adapter, in order; the first one waits for its directory to be read. By name."""
         self.in_force = CommandsInForce()
@@ -103,11 +106,6 @@ class ReplicaCommands:
         self._queues.clear()
         for queued in (one for queue in queues for one in queue):
             self._forget(queued)
-
-    @property
-    def _own(self) -> Mapping[str, Callable[..., Any]]:
-        """All commands besides the engine's methods. Whoever serves the engine may add some later."""
-        return {**(self._further or {}), **self._adapter_commands}
 
     def _forget(self, queued: _Queued) -> None:
         """What was read is loaded, or will not be."""

@@ -206,7 +206,7 @@ def test_a_load_that_is_refused_changes_nothing_though_the_file_has_changed(case
 def test_an_unload_that_one_engine_refuses_takes_the_adapter_from_none(case, offline, monkeypatch):
     load(case, "busy", "a0")
     with monkeypatch.context() as patch:
-        patch.setitem(case.replicas[0]._commands._adapter_commands, "unload_adapter", refuse)
+        patch.setitem(case.replicas[0]._commands._own, "unload_adapter", refuse)
         assert unload(case, "busy", 409).json()["error"]["code"] == "adapter_in_use"
     assert all([info.name for info in engine.adapters()] == ["busy"] for engine in case.engines)
     assert [tokens_of(case, "busy") for _ in range(3)] == [offline["a0"]] * 3
@@ -226,7 +226,7 @@ def test_a_load_that_one_engine_refuses_gives_the_others_back_what_they_had(case
         (root / "large" / "adapter_model.safetensors").read_bytes()
     )
     with monkeypatch.context() as patch:
-        patch.setitem(case.replicas[0]._commands._adapter_commands, "load_adapter", refuse)
+        patch.setitem(case.replicas[0]._commands._own, "load_adapter", refuse)
         load(case, "first", "a1", 409, load_inplace=True)
         load(case, "other", "a1", 409)
     assert all([info.name for info in engine.adapters()] == ["first"] for engine in case.engines)
@@ -236,7 +236,7 @@ def test_a_load_that_one_engine_refuses_gives_the_others_back_what_they_had(case
 
 def test_engines_that_read_different_contents_load_none(case, root, offline, monkeypatch):
     load(case, "same", "a0")
-    adapters = case.replicas[1]._commands._adapter_commands
+    adapters = case.replicas[1]._commands._own
     read = adapters["read_adapter"]
     with monkeypatch.context() as patch:
         patch.setitem(adapters, "read_adapter", lambda **given: read(**given | {"path": "a2"}))
@@ -403,7 +403,7 @@ def test_the_calls_of_trls_adapter_only_path(root, offline):
     loaded while generation is paused, beside the one before."""
     with serving(make_engine(), text=False, decodes=False, control=True, lora_root=str(root)) as case:
         replica = case.replicas[0]
-        replica._commands._adapter_commands = AdapterCommands(replica.engine, root=str(root)).commands()
+        replica._commands = ReplicaCommands({}, AdapterCommands(replica.engine, root=str(root)).commands())
         wait_for(lambda: case.http.get("/health").status_code == 200)
         config = get(case, "/server_info?config_format=json")["vllm_config"]
         assert config["lora_config"] == {"max_loras": 2, "max_lora_rank": 8}
