@@ -416,7 +416,7 @@ class TinkerRoutes:
     def _ordered(
         self, kind: type[_B], work: Callable[[Model, _B], Coroutine[Any, Any, Any]]
     ) -> Callable[[Call], Awaitable[Any]]:
-        """Of a route whose bodies name a training client and the place of `work` among its operations."""
+        """Handler of a route whose body names a training client and the sequence number of the operation."""
 
         async def answer(call: Call) -> Any:
             body = read(call, kind)
@@ -430,7 +430,12 @@ class TinkerRoutes:
         made = self._service.made
 
         def start() -> str:
-            return self._service.future(work(), on_dropped=lambda: made.pop(id, None))
+            def forget() -> None:
+                if id in made and made[id].future == future:  # else the call was cancelled, and sent again
+                    del made[id]
+
+            future = self._service.future(work(), on_dropped=forget)
+            return future
 
         return {"request_id": self._service.once(made, id, _digest(call), start)}
 
