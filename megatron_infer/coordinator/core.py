@@ -344,7 +344,7 @@ class CoordinatorCore:
         self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
 
     def _forget_drained(self) -> None:
-        """Where replicas have names of their own, such as pods, nobody ends the drain of one that was killed."""
+        """Keep the newest drains of lost replicas: a pod that was killed never comes back under its name."""
         if len(self._drained) > MAX_LOST_DRAINED:  # else a loss looks at no other replica
             names = {replica.name for replica in self._replicas.values()}
             lost = [name for name in self._drained if name not in names]

@@ -139,7 +139,8 @@ class ParcelTransfer:
         self._stopping = False
         self.address = ""
         """Where others fetch, from `start` on."""
-        self._sent, self._received = ParcelCounts(), ParcelCounts()
+        self._sent = ParcelCounts()
+        self._received = ParcelCounts()
         self.s_per_byte = S_PER_BYTE
         """What a byte takes from one engine to another, as measured with parcels of a part or more."""
 
@@ -165,7 +166,7 @@ class ParcelTransfer:
         return len(self._waiting)
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """Of parcels that others have fetched ("out"), and of those that were fetched here ("in")."""
+        """The counts of parcels that left ("out") and of those that arrived ("in")."""
         with self._lock:
             return {"out": asdict(self._sent), "in": asdict(self._received)}
 

@@ -51,7 +51,8 @@ class FlashInferRope:
 
     def __init__(self, behind: AttentionBackend) -> None:
         self._behind = behind
-        self.name, self.graph_safe = behind.name, behind.graph_safe
+        self.name = behind.name
+        self.graph_safe = behind.graph_safe
         self._rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         self._step: StepMetadata | None = None
         self._angles: dict[tuple[int, int, bool], Tensor] = {}

@@ -111,7 +111,9 @@ class StageRunner:
         self.store, self.builder, self.sampler = runner.store, runner.builder, runner.sampler
         self.graphs, self.model = runner.graphs, runner.model
         self.received = None if link.is_first else link.nothing_received
-        self._runner, self._on_wait, self._whole_stage_raises = runner, on_wait, whole_stage_raises
+        self._runner = runner
+        self._on_wait = on_wait
+        self._whole_stage_raises = whole_stage_raises
         self._broken: StageStep | None = None
         """The first step after which this rank meets the other ranks of its stage in no further collective."""
         self._thread = OrderedThread(f"stage {link.rank}")

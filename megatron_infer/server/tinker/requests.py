@@ -13,7 +13,7 @@ from megatron_infer.server.request_body import check_content_type, check_structu
 
 Name = Annotated[str, Meta(max_length=256)]
 FileName = Annotated[str, Meta(pattern=r"\A(?!.*\.tmp\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
-"""Of a checkpoint: no path leads out of the state directory. NAME.tmp is a file while NAME is written."""
+"""Name of a checkpoint: a plain file name. NAME.tmp is refused: it is the temporary file of NAME."""
 
 
 class OfSession(Struct):

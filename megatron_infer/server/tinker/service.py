@@ -45,7 +45,7 @@ class Sent(NamedTuple):
 
     future: str
     digest: bytes
-    """Of its body: another call with this number is refused."""
+    """Hash of the body: another call with the same number is refused."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Model:
     waiting: dict[int, asyncio.Event] = field(default_factory=dict)
     """Operations whose turn has not come, by their numbers."""
     futures: dict[int, Sent] = field(default_factory=dict)
-    """Of operations by their numbers."""
+    """Operation by sequence number."""
     dropped: int = 0
     """The largest number of an operation whose result is not held any more."""
     gradients: list[int] = field(default_factory=list)
