@@ -194,7 +194,7 @@ class TinkerRoutes:
 
         room, is_new = contextlib.ExitStack(), number not in model.futures
         place = requests.OfModel(model_id=model.id, seq_id=number)
-        reply = self._in_order(call, place, compute, on_ended=room.close)
+        reply = self._in_order(call, place, compute, on_ended=room.close, batch=sent)
         if is_new:
             room.push(call.room.pop_all())
         return reply
@@ -446,9 +446,11 @@ class TinkerRoutes:
         work: Callable[[], Coroutine[Any, Any, Any]],
         *,
         on_ended: Callable[[], None] = lambda: None,
+        batch: Any = None,
     ) -> Any:
+        """batch: the ForwardBackwardRequest of the call, if it has been parsed."""
         model = self._service.model(place.model_id)
-        id = self._service.in_order(model, place.seq_id or 0, _digest(call), work, on_ended=on_ended)
+        id = self._service.in_order(model, place.seq_id or 0, _digest(call, batch), work, on_ended=on_ended)
         return {"request_id": id, "model_id": model.id}
 
 
@@ -459,10 +461,11 @@ def _batch_of(call: Call) -> Any:
     return messages.read("ForwardBackwardRequest", call.body)
 
 
-def _digest(call: Call) -> bytes:
+def _digest(call: Call, batch: Any = None) -> bytes:
     """The same for a call that is sent again: maps of a message may come in another order."""
-    is_batch = call.request.headers.get("content-type") == PROTOBUF
-    body = _batch_of(call).SerializeToString(deterministic=True) if is_batch else call.body
+    if batch is None and call.request.headers.get("content-type") == PROTOBUF:
+        batch = _batch_of(call)
+    body = call.body if batch is None else batch.SerializeToString(deterministic=True)
     return hashlib.blake2b(call.route.encode() + body, digest_size=16).digest()
 
 
