@@ -663,6 +663,10 @@ def test_a_training_client_whose_creation_was_given_up_is_made_when_the_call_is_
         assert begun.wait(60)
         api.call("cancel_future", request_id=sent["request_id"])
         again = api.call("create_model", **body)
+        monkeypatch.setattr(service, "FUTURE_S", 0.0)  # the next call drops the result that was given up
+        api.call("create_model", **body | {"model_seq_id": 1})
+        monkeypatch.setattr(service, "FUTURE_S", 600.0)
+        assert api.call("create_model", **body) == again
         go_on.set()
         assert again != sent
         id = api.result(again)["model_id"]
