@@ -606,7 +606,8 @@ def test_named_samplers_are_loaded_when_they_are_needed(tmp_path, monkeypatch):
             again = api.sample([5, 9, 2], model_path=path)[0]
             assert again[0][0] == before[0][0]
             np.testing.assert_allclose(again[0][1], before[0][1], atol=1e-6)
-        assert len(case.trainer.session.engine.adapters()) <= 2, "one that is used, and one to be unloaded next"
+        loaded = case.trainer.submit(case.trainer.session.engine.adapters).result(60)  # on the engine's own thread
+        assert len(loaded) <= 2, "one that is used, and one to be unloaded next"
 
 
 def test_each_client_that_exists_has_its_figures(case, api):
