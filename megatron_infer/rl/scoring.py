@@ -31,6 +31,8 @@ from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explain
 
 STAND_IN = (0, 0)
 """The tokens that a rank computes in a micro-batch without sequences, for the other ranks."""
+ALL_LOGITS_FROM = 7 / 8
+"""Of a micro-batch's positions, the share that is scored from which the output layer computes all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +78,18 @@ class ScoringForward:
         *,
         cp: dist.ProcessGroup | None,
         max_position: int,
+        only_scored: bool = False,
     ) -> None:
         """forwards: one for each chunk of the model on this rank. logprobs_of(logits, targets) -> the targets' log
         probabilities. logits_at: as `models.selected_logits`. cp: ranks over which micro-batches are divided.
-        max_position: positions that the model has; padding may be longer."""
+        max_position: positions that the model has; padding may be longer. only_scored: no logits of other positions."""
         self._model, self._forwards, self._logprobs_of, self._logits_at = model, forwards, logprobs_of, logits_at
         self._dropped = dropped
-        self._cp, self._max_position = cp, max_position
+        self._cp, self._max_position, self._only_scored = cp, max_position, only_scored
 
     def __call__(self, batch: MicroBatch, chunk: int = 0) -> Tensor:
-        """Logits [1, Q, V] of the positions before the targets; hidden states of a stage that is not the last."""
+        """Logits [1, Q, V] of the positions before the targets, or of all (`_has_all_logits`); hidden states of a stage
+        that is not the last."""
         ids_BS, padding_BS, own = batch.ids_BS, batch.padding_BS, batch.own
         rows_Q, places_Q = batch.rows_P, batch.targets_P - 1
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
@@ -97,6 +101,10 @@ class ScoringForward:
         if self._model.training and padding_BS is not None and routes_around_padding(self._model.config):
             padding = {"padding_mask": padding_BS}
         counted = self._dropped.counted(padding_BS)
+        if self._has_all_logits(batch):
+            size, length = ids_BS.shape  # of this rank
+            rows_Q = torch.arange(size, device=ids_BS.device).repeat(length)
+            places_Q = torch.arange(length, device=ids_BS.device).repeat_interleave(size)
         with self._logits_at(rows_Q, places_Q), counted, cuda_error_explained(ids_BS.device):
             positions_BS = positions_S.clamp(max=self._max_position - 1).expand(len(ids_BS), -1)
             return self._forwards[chunk](ids_BS, positions_BS, None, **padding)
@@ -104,11 +112,24 @@ class ScoringForward:
     def scores(self, batch: MicroBatch, logits_1QV: Tensor) -> Tensor:
         """Log probabilities of the targets, fp32 [P]."""
         targets_P, own = batch.ids_BS[batch.rows_P, batch.targets_P], batch.own
+        rows_Q, places_Q, targets_Q = batch.rows_P, batch.targets_P - 1, targets_P
+        if own is not None:
+            rows_Q, places_Q, targets_Q = rows_Q[own.scored_Q], own.places_Q, targets_P[own.scored_Q]
+        if self._has_all_logits(batch):
+            chosen_Q = places_Q * len(batch.ids_BS) + rows_Q
+            every_N = targets_P.new_zeros(logits_1QV.shape[1]).index_copy(0, chosen_Q, targets_Q)
+            scores_Q = self._logprobs_of(logits_1QV, every_N.unsqueeze(0)).squeeze(0).index_select(0, chosen_Q)
+        else:
+            scores_Q = self._logprobs_of(logits_1QV, targets_Q.unsqueeze(0)).squeeze(0)
         if own is None:
-            return self._logprobs_of(logits_1QV, targets_P.unsqueeze(0)).squeeze(0)
-        own_Q = self._logprobs_of(logits_1QV, targets_P[own.scored_Q].unsqueeze(0)).squeeze(0)
+            return scores_Q
         assert self._cp is not None
-        return gather_chosen(own_Q, own.scored_Q, len(targets_P), self._cp)
+        return gather_chosen(scores_Q, own.scored_Q, len(targets_P), self._cp)
+
+    def _has_all_logits(self, batch: MicroBatch) -> bool:
+        """Whether the output layer computes all positions, in Megatron's order: gradients then have the bits of its own
+        step, and few positions are computed in vain."""
+        return not self._only_scored and len(batch.targets_P) >= ALL_LOGITS_FROM * batch.ids_BS.numel()
 
 
 class Scorer:
@@ -230,6 +251,7 @@ class Scorer:
             if self._exact:
                 math = stack.enter_context(exact_math(self._model))
                 logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
+                how["only_scored"] = True
                 yield ScoringForward(self._model, forwards, logprobs_of, math.logits_at, self.dropped, **how)
                 return
             logprobs_of = functools.partial(
@@ -332,12 +354,6 @@ class Scorer:
     ) -> Tensor:
         size = self._shape.vocab_size
         whole = logits_BSV.shape[-1] == self._shape.padded_vocab_size
-        if whole and not single_backward:
-            logits_BSV = logits_BSV.float()
-            if temperature != 1.0:
-                logits_BSV = logits_BSV / temperature
-            logprobs_BSV = torch.log_softmax(logits_BSV[..., :size], -1)
-            return logprobs_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
         first = 0 if whole else self._groups.tp_rank * logits_BSV.shape[-1]
         num_columns = min(max(size - first, 0), logits_BSV.shape[-1])
         group = None if whole else self._groups.tp
@@ -406,11 +422,11 @@ class VocabParallelLogprob(torch.autograd.Function):
     ) -> Tensor:
         """local_BS: tokens counted from this rank's first column. num_columns: columns that are not padding.
 
-        group: None: all columns are here. single_backward: the logits are overwritten (as megatron-core's cross entropy
-        does), and backward runs once.
+        group: None: all columns are here. single_backward: backward runs once. Then, and without a backward, the logits
+        are overwritten, as megatron-core's cross entropy does.
         """
         x_BSV = logits_BSV.float()
-        if x_BSV is logits_BSV and not single_backward:
+        if x_BSV is logits_BSV and ctx.needs_input_grad[0] and not single_backward:
             x_BSV = x_BSV.clone()
         if temperature != 1.0:
             x_BSV.div_(temperature)
@@ -433,8 +449,9 @@ class VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         softmax_BSV, column_BS1, is_local_BS = ctx.saved_tensors
         grad_BS1 = grads[0].unsqueeze(-1) / ctx.temperature
-        out_BSV = softmax_BSV.mul_(-grad_BS1) if ctx.single_backward else softmax_BSV * -grad_BS1
-        out_BSV.scatter_add_(-1, column_BS1, grad_BS1 * is_local_BS.unsqueeze(-1))
+        out_BSV = softmax_BSV if ctx.single_backward else softmax_BSV.clone()
+        out_BSV.scatter_add_(-1, column_BS1, -is_local_BS.unsqueeze(-1).to(out_BSV.dtype))
+        out_BSV.mul_(-grad_BS1)
         return out_BSV.to(ctx.dtype), None, None, None, None, None
 
 

@@ -88,7 +88,7 @@ def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
                 report = session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=EVEN_LIMIT)
                 if name == "PP2":
                     for got, score in zip(report.scores, session.score(sequences), strict=True):
-                        torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+                        assert torch.equal(got, score)
                 if step == 0:  # before weights can differ by rounding
                     check_gradients(name, session, plain, ours)
                 assert session.step(ours.optimizer).weight_version == step + 1
@@ -104,7 +104,7 @@ def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
         if "overlap" in name:
             plain.model.disable_forward_pre_hook()  # gathers what its next forward would gather
         pairs = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
-        assert_equal(*pairs, tolerance=2e-6)
+        assert_equal(*pairs)
         for group in {session.engine.rank_group, session.ranks}:
             group.lockstep.close()
 
@@ -159,7 +159,7 @@ def on_own_sequences(rank: int, size: int, folder: Path) -> None:
             want = session.score(both)[3 * rank : 3 * rank + 3]
             for limit in (12, 24, 100):
                 for got, score in zip(session.score(own, micro_batch_tokens=limit), want, strict=True):
-                    torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+                    assert torch.equal(got, score)
             few = own[: 3 - 3 * rank]  # none on rank 1
             assert len(session.score(few, micro_batch_tokens=12)) == len(few)
             with pytest.raises(ConfigError if rank else OtherRankFailed, match="another expert-parallel rank has 3"):
@@ -172,14 +172,14 @@ def on_own_sequences(rank: int, size: int, folder: Path) -> None:
             )
             assert report.num_micro_batches == 3
             for got, score in zip(report.scores, want, strict=True):
-                torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+                assert torch.equal(got, score)
             assert session.step(ours.optimizer).update_successful
         if dispatcher == "alltoall":  # Megatron's own step needs equal shapes to gather tokens
             plain.model.train()
             megatron_backward(plain.model, own, ONE_GROUPS, finalize=finalize_model_grads)
             with cpu_shim(4):
                 plain.optimizer.step()
-            assert_equal(*(dict(one.model.named_parameters()) for one in (ours, plain)), tolerance=2e-6)
+            assert_equal(*(dict(one.model.named_parameters()) for one in (ours, plain)))
         session.engine.rank_group.lockstep.close()
 
 
@@ -232,7 +232,7 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
                 want = session.score(uneven)
             assert [len(score) for score in report.scores] == [8, 3, 6]
             for got, score in zip(report.scores, want, strict=True):
-                torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
+                assert torch.equal(got, score)
             assert not session.model.config.variable_seq_lengths
         session.engine.rank_group.lockstep.close()
     only_one_sees(rank)

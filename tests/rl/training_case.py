@@ -51,15 +51,16 @@ def megatron_backward(
     finalize: Any = None,
     temperature: float = 1.0,
 ) -> float:
-    """megatron-core's schedule over micro-batches (groups of indices) of the model's whole logits -> sum of the losses.
+    """megatron-core's schedule over micro-batches (groups of indices) -> sum of the losses.
 
-    chain: the model in its wrappers, in train mode, or the list of its chunks. loss: of scores and indices; None:
-    `loss_over`.
-    finalize: as config.finalize_model_grads_func. Over context-parallel ranks: the loop of `context_step`.
+    chain: the model in its wrappers, in train mode, or the list of its chunks. loss: of scores and indices, from whole
+    logits; None: `loss_over` at temperature 1, by the model's own loss of labels (`labelled_step`).
+    finalize: as config.finalize_model_grads_func.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     every, found = weights_of(sequences), []
+    is_labelled = loss is None and temperature == 1.0
     loss = loss_over(sequences) if loss is None else loss
     roots = chain if isinstance(chain, list) else [chain]
     config = roots[0].config if hasattr(roots[0], "config") else roots[0].module.config
@@ -72,11 +73,12 @@ def megatron_backward(
         for row, index in enumerate(indices):
             ids[row, : len(sequences[index])] = torch.tensor(sequences[index])
             padding[row, len(sequences[index]) :] = True
-        if config.context_parallel_size > 1:
+        if is_labelled:
             weights = torch.zeros(ids.shape)
             for row, index in enumerate(indices):
-                weights[row, : len(sequences[index]) - 1] = every[index] / len(sequences)
-            return context_step(model, config, ids, padding, weights, found, len(groups))
+                weights[row, : len(sequences[index]) - 1] = every[index]
+            how = {"num_sequences": len(sequences), "num_micro_batches": len(groups)}
+            return labelled_step(model, config, ids, padding, weights, found, **how)
         mask = {"padding_mask": padding} if padding.any() and config.num_moe_experts else {}
         out = model(ids, torch.arange(length)[None].expand(len(indices), -1), None, **mask)
 
@@ -124,29 +126,33 @@ def padded_to(length: int, config: Any) -> int:
     return length if num_ranks == 1 else length + -length % (2 * num_ranks * config.tensor_model_parallel_size)
 
 
-def context_step(
+def labelled_step(
     model: Any,
     config: Any,
     ids: torch.Tensor,
     padding: torch.Tensor,
     weights: torch.Tensor,
     found: list[float],
+    *,
+    num_sequences: int,
     num_micro_batches: int,
 ) -> Any:
-    """A forward step as in Megatron-LM's pretrain_gpt.py: a batch divided by get_batch_on_this_cp_rank, the losses of
-    labels times a mask, which is `weights` here, summed over this rank's part."""
+    """A forward step as in Megatron-LM's pretrain_gpt.py: the losses of labels times a mask, which is `weights` here.
+    Of context-parallel ranks each sums over its part, by get_batch_on_this_cp_rank."""
     from megatron.core import parallel_state
 
     positions = torch.arange(ids.shape[1])[None].expand(len(ids), -1)
     batch = {"tokens": ids, "labels": ids.roll(-1, 1), "loss_mask": weights, "position_ids": positions}
-    batch = own_positions(batch | {"padding": padding})
+    is_divided, batch = config.context_parallel_size > 1, batch | {"padding": padding}
+    batch = own_positions(batch) if is_divided else batch
     mask = {"padding_mask": batch["padding"]} if padding.any() and config.num_moe_experts else {}
     out = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
 
     def loss_of(losses: torch.Tensor) -> Any:
-        value = (losses * batch["loss_mask"]).sum()
+        value = (losses * batch["loss_mask"]).sum() / num_sequences
         whole = value.detach().clone()
-        torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        if is_divided:
+            torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         found.append(whole.item())
         return value * num_micro_batches, {}
 
@@ -188,8 +194,8 @@ def error_of(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> flo
     return (difference / whole) ** 0.5
 
 
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, tolerance: float = 1e-6) -> None:
-    """tolerance: of each tensor's largest entry, which counts as 1 at least."""
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, tolerance: float = 0.0) -> None:
+    """tolerance: of each tensor's largest entry, which counts as 1 at least; 0: the same bits."""
     assert list(got) == list(want)
     for name in got:
         atol = tolerance * max(1.0, float(want[name].abs().max()))
