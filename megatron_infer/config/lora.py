@@ -51,6 +51,19 @@ class LoRAConfig:
         return cls(**values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedAdapter:
+    """What the tensors of an update become, where they are an adapter's and not the model's."""
+
+    name: str
+    config: dict[str, Any]
+    """Fields of an adapter_config.json."""
+    replace: bool = False
+    """An adapter of this name with another content is replaced."""
+    number: int | None = None
+    """The adapter that was received last under this number is unloaded once this one is there."""
+
+
 def check_adapter_name(name: object) -> str:
     """The name. Raises ConfigError for one that requests, files and metrics could not name."""
     if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None:

@@ -12,8 +12,8 @@ from megatron_infer.engine.adapters import AdapterReading
 class AdapterCommands:
     """The commands of `Group.ADAPTERS` for `Replica(adapter_commands=)`."""
 
-    def __init__(self, engine: Any, *, root: str) -> None:
-        """root: the directory that adapters must lie in."""
+    def __init__(self, engine: Any, *, root: str | None) -> None:
+        """root: the directory that adapters must lie in; None: none is loaded from files."""
         self._engine, self._root = engine, root
 
     def commands(self) -> dict[str, Callable[..., Any]]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
@@ -121,6 +121,8 @@ class CommandsInForce:
                 self.decided.add(one)
         if row.group is Group.WEIGHTS:
             self.weights.record(command, args, value, stamp)
+        if command == "settle_weights" and isinstance(value, dict):
+            self._record_received_adapter(value, stamp)
         version = args.get("version")
         if not isinstance(version, int):
             return
@@ -154,6 +156,13 @@ class CommandsInForce:
             digest = value.get("digest") if isinstance(value, dict) else None
             loaded = args | {"replace": True, "digest": digest}
         self._put_adapter(name, (stamp, loaded))
+
+    def _record_received_adapter(self, value: dict[str, Any], stamp: float) -> None:
+        """An update of an adapter has ended. A replica that has missed the tensors cannot load them."""
+        name, retires = str(value["name"]), value["retires"]
+        self._put_adapter(name, (stamp, {"name": name, "digest": value["digest"]}))
+        if retires is not None:
+            self._put_adapter(str(retires), (stamp, None))
 
     def _put_adapter(self, name: str, change: AdapterChange | None) -> None:
         self.adapters.pop(name, None)
@@ -328,9 +337,10 @@ class Broadcasts:
         missed: list[tuple[str, dict[str, Any]]] = []
         for name in names:
             (_, loaded), has = self.in_force.adapters[name], replica.now.adapters.get(name)
-            if loaded is not None and (has is None or has != loaded.get("digest")):
+            is_same = loaded is not None and has is not None and has == loaded.get("digest")
+            if _is_from_files(loaded) and not is_same:
                 missed.append(("load_adapter", loaded))
-            elif loaded is None and has is not None:
+            elif has is not None and not is_same:
                 missed.append(("unload_adapter", {"name": name, "abort": True}))
         return missed
 
@@ -442,12 +452,17 @@ class Broadcasts:
         if control.command == "settle_adapter":
             return []
         _, loaded = self.in_force.adapters.get(str(control.args.get("name")), (0.0, None))
-        missed = [] if loaded is None else [("load_adapter", loaded)]
+        missed = [("load_adapter", loaded)] if _is_from_files(loaded) else []
         if control.command == "unload_adapter":
             missed = [(control.command, control.args | {"abort": True})]
         elif control.command == "undo_adapter":
             missed = [(control.command, control.args), *missed]
         return missed
+
+
+def _is_from_files(loaded: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether a replica can load the adapter now. One that came as tensors comes again with its next update."""
+    return loaded is not None and "path" in loaded
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:

@@ -39,7 +39,8 @@ class WeightsInForce:
         self.before: Weights | None = None
         """Those that `cancel_weights` brings back; None: nothing was finished that is not settled."""
         self.is_open = False
-        """Tensors are being written: an update has begun that is not finished."""
+        """Tensors are being written: an update has begun that is not finished. An adapter's is open until its end."""
+        self._is_of_adapter = False
         self.is_known = False
         """Whether an update was finished here."""
         self.last_end = ""
@@ -60,13 +61,14 @@ class WeightsInForce:
         """A weight command was carried out. value: of a replica that did."""
         if command in ("begin_weights", "load_weights", *AS_BYTES) and not self.is_open:
             self.is_open = True
+            self._is_of_adapter = args.get("adapter") is not None
             self._sources = ()
         if command == "load_weights" and self._sources is not None:
             files = value.get("files") if isinstance(value, dict) else None
             self._sources = None if not isinstance(files, str) else (*self._sources, (str(args["path"]), files))
         elif command in AS_BYTES:
             self._sources = None
-        elif command == "finish_weights":
+        elif command == "finish_weights" and not self._is_of_adapter:
             self.before = self.if_cancelled
             self.now = Weights(stamp, self._sources or ())
             self.is_open = False

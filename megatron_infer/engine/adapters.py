@@ -111,7 +111,7 @@ class EngineAdapters:
         where MAX_READINGS wait for that."""
         path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
         self._relay.meet("read_adapter()", {"name": check_adapter_name(name), "source": path, "config": config})
-        self._require()
+        self.require()
         assert self._reader is not None
         if len(self._readings) >= MAX_READINGS:
             raise ConfigError(
@@ -130,6 +130,13 @@ class EngineAdapters:
         if number in self._readings:
             self._relay.meet("forget_reading()", {"reading": number})
             self._readings.pop(number).future.cancel()
+
+    def check(self, name: str, reading: AdapterReading, *, replace: bool) -> str:
+        """Wait until it is read on every rank -> its digest. Raises what `load` would raise; nothing is loaded."""
+        with self._rank_group.together(f"reading adapter {name!r}"):
+            adapter = reading.future.result()
+        self._check_content(name, adapter, None, replace=replace)
+        return adapter.digest
 
     def load(
         self,
@@ -157,29 +164,23 @@ class EngineAdapters:
             reading = source.number
         given = {"name": name, "source": path, "config": config, "replace": replace, "running": running}
         self._relay.meet("load_adapter()", given | {"reading": reading, "digest": digest, "change": change})
-        _, slots = self._require()
+        _, slots = self.require()
         with self._rank_group.together(f"loading adapter {name!r}"):
             if reading is None:
                 assert self._reader is not None and not isinstance(source, AdapterReading)
                 adapter = self._reader.begin(name, source, config).result()
             else:
                 path, adapter = self._taken(name, reading)
-        self._check_on_ranks(name, adapter, digest)
-        known = slots.versions[name][1] if name in slots.versions else None
-        if known is not None and known != adapter.digest and not replace:
-            raise AdapterInUse(
-                f"adapter {name!r} is loaded with another content; unload it first, choose another name, or give "
-                "replace=True"
-            )
+        self._check_content(name, adapter, digest, replace=replace)
         self._note(change, name)
-        if known != adapter.digest:
+        if name not in slots.versions or slots.versions[name][1] != adapter.digest:
             self._put(name, adapter, path, running)
         return self.info(name)
 
     def unload(self, name: str, *, abort: bool = False, change: str | None = None) -> None:
         """Forget an adapter; refused while unfinished requests use it, unless `abort`: these end with an error."""
         self._relay.meet("unload_adapter()", {"name": name, "abort": abort, "change": change})
-        bank, slots = self._require()
+        bank, slots = self.require()
         if name not in slots.versions:
             raise UnknownAdapter(f"{unknown_name('adapter', str(name), slots.versions)}; adapters() lists them")
         if self._requests_of(name) and not abort:
@@ -203,7 +204,7 @@ class EngineAdapters:
         False: no such change was made here, or it is settled. Requests that an unload has ended stay ended.
         """
         self._relay.meet("undo_adapter()", {"change": change})
-        bank, _ = self._require()
+        bank, _ = self.require()
         found = self._changes.pop(change, None)
         if found is None:
             return False
@@ -229,8 +230,9 @@ class EngineAdapters:
             raise ConfigError(f"adapter {name!r}: its reading was loaded already, or was forgotten; read it again")
         return found.path, found.future.result()
 
-    def _check_on_ranks(self, name: str, adapter: PackedAdapter, expected: str | None) -> None:
-        """That each path is a linear of some rank, and that all ranks have the content that is expected."""
+    def _check_content(self, name: str, adapter: PackedAdapter, expected: str | None, *, replace: bool) -> None:
+        """That each path is a linear of some rank, that all ranks have the content that is expected, and that the name
+        has no other content."""
         texts = self._rank_group.lockstep.gather("linears of an adapter", "\n".join(sorted(adapter.missing)))
         missing = sorted(set.intersection(*(set(text.split("\n")) - {""} for text in texts)))
         if missing:
@@ -240,9 +242,15 @@ class EngineAdapters:
             raise ConfigError(f"adapter {name!r} has another content on another rank; give the same on all")
         if expected not in (None, adapter.digest):
             raise ConfigError(f"adapter {name!r} has another content than other engines have loaded; load it again")
+        _, slots = self.require()
+        if name in slots.versions and slots.versions[name][1] != adapter.digest and not replace:
+            raise AdapterInUse(
+                f"adapter {name!r} is loaded with another content; unload it first, choose another name, or give "
+                "replace=True"
+            )
 
     def _put(self, name: str, adapter: PackedAdapter, path: str | None, running: str) -> None:
-        bank, slots = self._require()
+        bank, slots = self.require()
         is_new = name not in slots.versions
         if not is_new:
             with self._lifecycle.transition("update", timeout_s=None) as transition:
@@ -257,7 +265,7 @@ class EngineAdapters:
     def _note(self, change: str | None, name: str) -> None:
         """Remember what the adapter is before a change; one that is made again, as its coordinator did not see it made,
         keeps what it was before the first time."""
-        bank, _ = self._require()
+        bank, _ = self.require()
         if change is not None and change not in self._changes:
             self._changes[change] = _Change(name, bank.adapters.get(name), self._paths.get(name))
             if len(self._changes) > MAX_CHANGES:
@@ -294,7 +302,7 @@ class EngineAdapters:
             self.load(name, path)
 
     def info(self, name: str) -> AdapterInfo:
-        bank, slots = self._require()
+        bank, slots = self.require()
         adapter, (version, digest) = bank.adapters[name], slots.versions[name]
         return AdapterInfo(
             name=name,
@@ -307,7 +315,7 @@ class EngineAdapters:
             num_requests=len(self._requests_of(name)),
         )
 
-    def _require(self) -> tuple[AdapterBank, AdapterSlots]:
+    def require(self) -> tuple[AdapterBank, AdapterSlots]:
         if self._bank is None or self._slots is None:
             raise ConfigError(
                 "this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(max_loras=...))"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
@@ -113,8 +113,12 @@ class WeightCommands(Protocol):
     def load_weights(self, path: str) -> Any:
         """Write tensors from files below the replica's root: all tensors, or those of one file of several."""
 
-    def begin_weights(self) -> Any:
-        """Begin an update. The engine refuses to run until the update has ended."""
+    def begin_weights(self, adapter: Mapping[str, Any] | None = None) -> Any:
+        """Begin an update. The engine refuses to run until the update has ended.
+
+        adapter: fields of `config.lora.ReceivedAdapter`. The tensors are an adapter's then. The model keeps its weights
+        and their version, and the engine may run.
+        """
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> Any:
         """Write a piece of one tensor of the whole model; all its pieces in order, before those of the next tensor."""
@@ -143,10 +147,11 @@ class WeightCommands(Protocol):
         """
 
     def finish_weights(self, version: int, running: str = "keep") -> Any:
-        """The engine has the new weights; `cancel_weights` can still restore the old ones."""
+        """The engine has the new weights; `cancel_weights` can still restore the old ones. A new adapter is checked."""
 
     def settle_weights(self) -> Any:
-        """Make the update final: the old weights cannot be restored any more. Raises WrongState before the finish."""
+        """Make the update final: the old weights cannot be restored any more. The engine has the new adapter from here
+        on -> its name, its digest, and which adapter it retires. Raises WrongState before the finish."""
 
     def cancel_weights(self, version: int | None = None) -> Any:
         """Restore weights and version from before the update; nothing happens without one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
+from megatron_infer.rl.adapter_update import AdapterUpdate
 from megatron_infer.rl.group_process import GroupProcess
 from megatron_infer.rl.trainer_group import GroupAddress, Membership, TrainerGroup, checked_specs, tensors
 from megatron_infer.rl.updates import WeightUpdate
@@ -26,6 +26,13 @@ class _Member:
     group: Membership
     most_elements: int
     """Of one call."""
+
+
+def most_elements_of(engine: Any, what: str) -> int:
+    """Most elements that a trainer may send at once: twice those of the model. Every rank calls it."""
+    inventory = UpdateTarget.of(engine).inventory
+    own = sum(math.prod(local.layout.shape) for local in inventory.tensors)
+    return 2 * sum(map(int, engine.rank_group.lockstep.gather(what, str(own))))
 
 
 class EngineGroups:
@@ -51,16 +58,14 @@ class EngineGroups:
             place = ranks.from_leader(what, place)
             with ranks.together(what):
                 opened[0].join(place + ranks.groups.engine_rank)
-            inventory = UpdateTarget.of(self._engine).inventory
-            own = sum(math.prod(local.layout.shape) for local in inventory.tensors)
-            of_ranks = ranks.lockstep.gather(what, json.dumps(own))
+            most_elements = most_elements_of(self._engine, what)
         except BaseException as error:
             for one in opened:
                 one.close()
             if isinstance(error, RuntimeError) and not isinstance(error, InferenceError):
                 raise WeightUpdateError(f"{what} failed after {limit_s:g} s at most: {error}") from error
             raise
-        self._members[name] = _Member(opened[0], 2 * sum(json.loads(text) for text in of_ranks))
+        self._members[name] = _Member(opened[0], most_elements)
 
     def _opened(self, where: dict[str, Any], num_ranks: int, limit_s: float) -> Membership:
         if len(self._members) >= MAX_GROUPS:
@@ -82,7 +87,7 @@ class EngineGroups:
 
     def receive_into(
         self,
-        update: WeightUpdate,
+        update: WeightUpdate | AdapterUpdate,
         name: str,
         names: list[str],
         dtypes: list[str],

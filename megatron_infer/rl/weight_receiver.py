@@ -29,11 +29,12 @@ from megatron_infer.coordinator.weight_paths import fingerprint, weights_path
 from megatron_infer.engine.lifecycle_commands import Group, WeightCommands, names_of
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.models.loading.hf_weights import SafetensorsReader
+from megatron_infer.rl.adapter_update import AdapterUpdate
 from megatron_infer.rl.updates import WeightUpdate, as_source
 from megatron_infer.rl.updates.digest import checksum_of, model_digests
 from megatron_infer.rl.updates.sources import LazyTensors, StreamSource
 from megatron_infer.rl.updates.target import UpdateTarget
-from megatron_infer.rl.weight_groups import EngineGroups
+from megatron_infer.rl.weight_groups import EngineGroups, most_elements_of
 
 CALL = "weights()"
 MAX_NAMES = 8
@@ -85,8 +86,11 @@ class WeightReceiver:
 
     def __init__(self, engine: Any, *, weights_root: str | Path | None = None) -> None:
         self._engine, self._root = engine, None if weights_root is None else str(weights_root)
-        self._update: WeightUpdate | None = None
+        self._update: WeightUpdate | AdapterUpdate | None = None
+        self._adapter: dict[str, Any] | None = None
+        """The adapter that the update under way is of; None: it is of the model, or there is none."""
         self._partial: _PartialTensor | None = None
+        self._numbered_adapters: dict[int, str] = {}
         self._snapshot: dict[str, int] | None = None
         self._groups = EngineGroups(engine)
 
@@ -139,6 +143,8 @@ class WeightReceiver:
         path: a real path below the root. files: the fingerprint that they must have. Everything that can be
         checked is checked before the first tensor is written.
         """
+        if self._adapter is not None:
+            raise WrongState("the update under way is of an adapter, which comes as tensors", state="")
         is_part = self._update is not None and os.path.isfile(path)
         update = self.begin_weights() if self._update is None else self._update
         found: list[str] = []
@@ -161,10 +167,17 @@ class WeightReceiver:
         update.check(check_unchanged)
         return {"last": update.last_written, "files": found[0]}
 
-    def begin_weights(self) -> Any:
+    def begin_weights(self, adapter: dict[str, Any] | None = None) -> Any:
         if self._update is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self._engine.state.value)
-        self._update, self._partial = WeightUpdate(self._engine, undo=True, check_finite=True), None
+        if adapter is None:
+            self._update = WeightUpdate(self._engine, undo=True, check_finite=True)
+        else:
+            most_elements = most_elements_of(self._engine, "the start of an adapter's update")
+            self._update = AdapterUpdate(
+                self._engine, adapter, numbered=self._numbered_adapters, most_elements=most_elements
+            )
+        self._partial, self._adapter = None, adapter
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
@@ -227,18 +240,24 @@ class WeightReceiver:
             raise
         self.settle_weights()
 
-    def settle_weights(self) -> None:
+    def settle_weights(self) -> dict[str, Any] | None:
         if self._update is not None and self._update.is_open:
             text = "settle_weights before finish_weights: the update is under way; finish or cancel it"
             raise WrongState(text, state=self._engine.state.value)
-        self._update = self._partial = None
+        update = self._ended()
+        return None if update is None else update.settle()
 
     def cancel_weights(self, version: int | None = None) -> None:
-        update, self._update, self._partial = self._update, None, None
+        update = self._ended()
         if update is not None:
             update.rollback()
 
-    def _open_update(self, call: str) -> WeightUpdate:
+    def _ended(self) -> WeightUpdate | AdapterUpdate | None:
+        """The update, which is not under way any more."""
+        update, self._update, self._partial, self._adapter = self._update, None, None, None
+        return update
+
+    def _open_update(self, call: str) -> WeightUpdate | AdapterUpdate:
         if self._update is None:
             raise WrongState(f"{call} without a weight update under way", state=self._engine.state.value)
         return self._update

@@ -48,6 +48,7 @@ def engine_replica(
 
     Raises ConfigError.
     """
+    takes_adapters = control or lora_root is not None
     return Replica(
         engine,
         coordinator,
@@ -55,6 +56,6 @@ def engine_replica(
         key=key,
         control=control,
         commands=WeightReceiver(engine, weights_root=weights_root).commands() if control else None,
-        adapter_commands=None if lora_root is None else AdapterCommands(engine, root=lora_root).commands(),
+        adapter_commands=AdapterCommands(engine, root=lora_root).commands() if takes_adapters else None,
         role=role,
     )

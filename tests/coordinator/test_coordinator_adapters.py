@@ -440,3 +440,49 @@ def test_whatever_happens_no_older_content_answers_and_no_request_waits_for_ever
         assert fleet.world.core.dispatch.num_waiting == 0, seed
         num_runs += fleet.num_runs
     assert num_runs > 100
+
+
+def update_of_adapter(record, *, number=None, end="settle_weights"):
+    """The commands of an update whose tensors are those of adapter a."""
+    record("begin_weights", {"adapter": {"name": "a", "config": {}, "number": number}}, None, stamp=3.0)
+    record("receive_weights", {"group": "g"}, None, stamp=4.0)
+    record("finish_weights", {"version": 0}, {"version": 0}, stamp=5.0)
+    retires = None if number is None else "before"
+    value = {"name": "a", "digest": "x", "retires": retires} if end == "settle_weights" else None
+    if end is not None:
+        record(end, {}, value, stamp=6.0)
+
+
+def test_an_update_of_an_adapter_leaves_the_weights_in_force_and_what_it_retires_is_unloaded():
+    in_force = CommandsInForce()
+    before = in_force.weights.now
+    update_of_adapter(in_force.record, end="cancel_weights")
+    assert in_force.adapters == {} and in_force.weights.now == before and in_force.weights.is_settled
+    update_of_adapter(in_force.record, number=1)
+    assert in_force.adapters == {"a": (6.0, {"name": "a", "digest": "x"}), "before": (6.0, None)}
+    assert in_force.weights.now == before and in_force.weights.is_settled and in_force.weight_version == 0
+    in_force.record("begin_weights", {}, None, stamp=7.0)
+    in_force.record("finish_weights", {"version": 1}, {"version": 1}, stamp=8.0)
+    assert in_force.weights.now.stamp == 8.0, "the next one is of the model"
+
+
+def test_a_replica_that_lacks_tensors_of_an_adapter_is_not_told_to_load_it_and_unloads_an_older_content():
+    world = World(policy="round_robin")
+    world.client()
+    change = {"a": (6.0, {"name": "a", "digest": "x"})}
+    world.replica(b"has", capacity=8, adapters={"a": "x"}, adapter_changes=change)
+    world.replica(b"empty", capacity=8)
+    world.replica(b"old", capacity=8, adapters={"a": "y"}, adapter_changes=loaded("a", "y", at=1.0))
+    assert told(world, b"has") == told(world, b"empty") == []
+    assert told(world, b"old") == [("unload_adapter", "a")]
+    for number in range(3):
+        world.submit(number, adapter="a")
+    assert runs(world, b"has") == ["a"] * 3
+
+
+def test_a_replica_that_comes_back_within_an_update_of_an_adapter_gives_it_up():
+    own, world = CommandsInForce(), World()
+    update_of_adapter(own.record, end=None)
+    world.client()
+    world.replica(b"back", weights=own.weights.to_dict())
+    assert [message.command for message in world.commands(b"back")] == ["cancel_weights"]

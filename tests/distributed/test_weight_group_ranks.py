@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,24 @@ from engine_ranks import make_engine, part_of_model, whole_model
 from gloo_ranks import new_groups, run_on_ranks
 from test_remote_weights_ranks import PARAMS, PROMPT, answer, changed
 
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.rl.updates import apply
 from megatron_infer.rl.weight_receiver import WeightReceiver
+
+LORA, CONFIG = LoRAConfig(max_loras=1, max_rank=4), {"r": 4, "lora_alpha": 16}
+
+
+def adapter_of(model):
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for path, module in model.named_modules():
+        if path.endswith(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")):
+            out, width = module.weight.shape
+            tensors[f"{path}.lora_A.weight"] = torch.randn(4, width, generator=generator)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(out, 4, generator=generator)
+    return tensors
 
 
 def where(trainer):
@@ -48,6 +62,22 @@ def steer(client, expected):
             client.control("settle_weights")
         client.unpause()
         assert answer(client) == expected[outcome]
+    given = {"name": "a", "config": CONFIG}
+    for count, outcome in ((len(expected["adapter"]) - 1, None), (len(expected["adapter"]), "adapted")):
+        client.control("begin_weights", adapter=given)
+        part = dict(list(expected["adapter"].items())[:count])
+        one.send(part.values())
+        client.control("receive_weights", group="g", **described(part))
+        assert one.sent()
+        if outcome is None:
+            with pytest.raises(protocol.ControlFailed, match="has no lora_B"):
+                client.control("finish_weights", version=1)
+            client.control("cancel_weights", version=1)
+        else:
+            client.control("finish_weights", version=1)
+            assert client.control("settle_weights")["r"].value["name"] == "a"
+            assert client.generate(PROMPT, replace(PARAMS, adapter="a"))[0].outputs[0].token_ids == expected[outcome]
+        assert answer(client) == expected["new"]
     one.end()
     client.pause()
     client.control("begin_weights")
@@ -60,7 +90,7 @@ def steer(client, expected):
 
 def serve(rank, size, folder):
     new_groups(tensor_model_parallel_size=size)
-    engine = make_engine(part_of_model("attention", str(folder), rank, size))
+    engine = make_engine(part_of_model("attention", str(folder), rank, size), lora=LORA)
     weights = WeightReceiver(engine)
     if rank:
         engine.follow(weights.followed())
@@ -78,7 +108,7 @@ def serve(rank, size, folder):
             replica.stop()
 
     served = {"control": True, "commands": weights.commands()}
-    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, **served) as replica:
+    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, name="r", **served) as replica:
         thread = threading.Thread(target=talk, args=(one.address, replica))
         thread.start()
         replica.run()
@@ -91,10 +121,13 @@ def serve(rank, size, folder):
 @pytest.mark.long
 def test_two_ranks_receive_a_trainers_broadcasts_and_give_them_back(tmp_path):
     model = whole_model("attention")
-    engine, new = make_engine(model), changed(model)
+    engine, new = make_engine(model, lora=LORA), changed(model)
     expected = {"weights": new, "old": engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids}
     apply(engine, new)
     expected["new"] = engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids
-    assert expected["new"] != expected["old"]
+    expected["adapter"] = adapter_of(model)
+    engine.load_adapter("a", expected["adapter"], config=CONFIG)
+    expected["adapted"] = engine.generate([PROMPT], [replace(PARAMS, adapter="a")])[0].outputs[0].token_ids
+    assert len({tuple(expected[one]) for one in ("old", "new", "adapted")}) == 3
     torch.save(expected, tmp_path / "expected.pt")
     run_on_ranks(serve, 2, tmp_path)

@@ -12,10 +12,13 @@ import types
 from pathlib import Path
 
 import pytest
+import test_adapter_groups as adapter_groups
 from broadcasting_trainer import Trainer, described, packed
 from control_case import get, state_of
 from test_real_clients import trained
 from test_weight_groups import assert_policy, served, step, weights_of
+
+from megatron_infer.config.lora import LoRAConfig
 
 pytestmark = pytest.mark.slow
 RATES = (0.0, 0.5)
@@ -247,3 +250,65 @@ def test_areals_distributed_update_updates_the_policy(case, backend):
 
     check_syncs(case, sync)
     threading.Thread(target=engine.destroy, daemon=True).start()
+
+
+@needs("areal", "omegaconf", "hydra")
+def test_areals_distributed_update_of_an_adapter_updates_the_adapter():
+    import requests
+    import torch.distributed as dist
+    from areal.api import ModelRequest, ParamSpec, WeightUpdateMeta
+    from areal.api.alloc_mode import ModelAllocation
+    from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+    from areal.engine.core.distributed import init_custom_process_group
+    from areal.engine.vllm_remote import RemotevLLMEngine, VLLMBackend
+
+    with adapter_groups.served(adapter_groups.BASE, lora=LoRAConfig(max_loras=2, max_rank=8)) as case:
+        engine = RemotevLLMEngine(InferenceEngineConfig(experiment_name="x", trial_name="y", setup_timeout=10))
+        engine.initialize(addr=f"127.0.0.1:{case.port}", train_data_parallel_size=1)
+        meta = WeightUpdateMeta.from_fsdp_xccl(
+            ModelAllocation.from_str("vllm:d1", name="rollout"),
+            use_lora=True, lora_name="policy", lora_int_id=1, base_model_name="tiny",
+        )  # fmt: skip
+        meta.nccl_master_address, meta.nccl_master_port = "127.0.0.1", Trainer().port
+        meta.nccl_group_name = "update_weight_group"
+        rank, alpha, targets = adapter_groups.RANK, adapter_groups.ALPHA, "all-linear"
+        meta.peft_config = {"r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+        formed = engine.init_weights_update_group(meta)
+        where = f"tcp://127.0.0.1:{meta.nccl_master_port}"
+        group = init_custom_process_group("gloo", where, world_size=2, rank=0, group_name=meta.nccl_group_name)
+        formed.result(120)
+
+        def send(version, tensors):
+            """As `FSDPEngine._update_weights_from_distributed` has its client do it."""
+            engine.pause_generation()
+            specs = [ParamSpec(name=name, shape=tuple(one.shape), dtype="float32") for name, one in tensors.items()]
+            received = engine.update_weights_from_distributed(meta.with_version(version), specs)
+            for tensor in tensors.values():
+                dist.broadcast(tensor.contiguous(), 0, group=group)
+            try:
+                received.result(120)
+            finally:
+                engine.continue_generation()
+
+        def rollout(version):
+            settings = GenerationHyperparameters(max_new_tokens=8, greedy=True, lora_name="policy")
+            request = ModelRequest(input_ids=list(adapter_groups.PROMPT), gconfig=settings)
+            made = VLLMBackend().build_generation_request(request, with_lora=True, version=version)
+            reply = requests.post(case.url + made.endpoint, json=made.payload, timeout=60)
+            reply.raise_for_status()
+            return VLLMBackend().parse_generation_response(reply.json()).output_tokens
+
+        first, second = (adapter_groups.adapter_of(adapter_groups.BASE, seed) for seed in (1, 2))
+        rollouts = []
+        for version, tensors in enumerate((first, first, second)):
+            send(version, tensors)
+            policy = adapter_groups.merged(adapter_groups.BASE, tensors)
+            tokens = adapter_groups.assert_policy(case, f"policy-v{version}", policy)
+            rollouts.append(rollout(version))
+            assert rollouts[-1] == tokens[: len(rollouts[-1])]
+        assert rollouts[0] == rollouts[1] != rollouts[2]
+        assert adapter_groups.served_adapters(case) == ["policy-v2"]
+        with pytest.raises(RuntimeError, match="areal_update_weights_lora_xccl"):
+            send(3, dict(list(second.items())[:-1]))
+        assert adapter_groups.served_adapters(case) == ["policy-v2"] and rollout(2) == rollouts[2]
+        threading.Thread(target=engine.destroy, daemon=True).start()

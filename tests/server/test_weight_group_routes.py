@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import pickle
 import socket
@@ -67,7 +68,7 @@ def test_update_between_begin_and_end_is_not_ended_by_its_tensors(case):
     assert get(case, "/get_weight_version")["weight_version"] == "4"
 
 
-def test_areals_two_calls_are_one_and_its_adapters_are_refused_by_name(case):
+def test_areals_two_calls_are_one(case):
     call(case, "/areal_init_weights_update_group", {**JOIN, "pp_rank": 0})
     call(case, "/areal_pause_generation", {})
     call(case, "/areal_update_weights_xccl", {}, expected=400)
@@ -75,8 +76,123 @@ def test_areals_two_calls_are_one_and_its_adapters_are_refused_by_name(case):
     call(case, "/areal_update_weights_xccl", {})
     call(case, "/areal_continue_generation", {})
     assert digests(case) != {"made"}
-    error = call(case, "/areal_update_weights_lora_xccl", {}, expected=501)["error"]["message"]
-    assert "--lora-root" in error
+
+
+def areal_adapter(name, group="g", **changes):
+    # As `VLLMBackend.build_distributed_weight_update_requests` of AReaL 1.0.4 makes it.
+    names = [f"base_model.model.model.layers.0.mlp.down_proj.lora_{side}.default.weight" for side in "AB"]
+    return {
+        "names": names, "dtypes": ["float32"] * 2, "shapes": [[2, 3], [3, 2]], "group_name": group, "lora_name": name,
+        "lora_int_id": 1, "lora_target_modules": ["down_proj"], "lora_rank": 2, "lora_alpha": 4, "lora_bias": "none",
+        "base_model_name": "echo",
+    } | changes  # fmt: skip
+
+
+def received(case):
+    return [sorted(engine.controls.adapters) for engine in case.engines]
+
+
+def test_areals_adapter_is_there_when_every_stage_has_sent_its_tensors_and_retires_the_one_before(case):
+    for group in ("stage 0", "stage 1"):
+        call(case, "/areal_init_weights_update_group", {**JOIN, "group_name": group})
+    for version in (1, 2):
+        name = f"default_lora-v{version}"
+        body = areal_adapter(name, "stage 0")
+        call(case, "/areal_update_weights_lora_xccl", body, expected=409)
+        call(case, "/areal_init_weights_update_group", {**JOIN, "group_name": "stage 0"})
+        call(case, "/areal_pause_generation", {})
+        assert call(case, "/areal_set_update_weight_meta_lora", body)["success"]
+        call(case, "/areal_update_weights_lora_xccl", body)
+        assert state_of(case) == "UPDATING" and name not in received(case)[0]
+        error = call(case, "/areal_update_weights_xccl", {}, expected=400)["error"]["message"]
+        assert "no tensors were announced" in error
+        done = call(case, "/areal_update_weights_lora_xccl", areal_adapter(name, "stage 1"))
+        assert done["success"] and done["num_tensors"] == 2 and done["state"].startswith("PAUSED")
+        assert received(case) == [[name]] * 2
+        call(case, "/areal_continue_generation", {})
+        models = {one["id"]: one.get("parent") for one in get(case, "/v1/models")["data"]}
+        assert models == {"tiny": None, name: "tiny"}
+    assert digests(case) == {"made"} and get(case, "/get_weight_version")["weight_version"] == "0"
+    assert len({engine.controls.adapters[name] for engine in case.engines}) == 1
+
+
+def test_tensors_of_the_model_do_not_enter_an_adapters_update_nor_an_adapters_the_models(case):
+    for group in ("g", "h"):
+        call(case, "/init_weights_update_group", {**JOIN, "group_name": group})
+    call(case, "/pause_generation", {})
+    call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"))
+    assert state_of(case) == "UPDATING"
+    for path, body in (
+        ("/update_weights_from_distributed", {**TENSORS, "group_name": "h"}),
+        ("/areal_update_weights_lora_xccl", areal_adapter("b", "h")),
+    ):
+        error = call(case, path, body, expected=409)["error"]["message"]
+        assert "adapter 'a'" in error and "finish or cancel" in error
+    call(case, "/cancel_weight_update")
+    call(case, "/update_weights_from_distributed", TENSORS)
+    error = call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"), expected=409)["error"]["message"]
+    assert "the model" in error
+    call(case, "/cancel_weight_update")
+    call(case, "/continue_generation", {})
+    assert received(case) == [[], []] and digests(case) == {"made"}
+
+
+@pytest.mark.parametrize("failing", ["begin_weights", "receive_weights", "finish_weights"])
+def test_adapter_that_fails_on_one_engine_is_on_none(case, failing):
+    case.engines[1].controls.faults[failing] = 1
+    call(case, "/areal_init_weights_update_group", JOIN)
+    call(case, "/areal_pause_generation", {})
+    error = call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"), expected=400)["error"]
+    assert "r1" in error["message"] and error["state"].startswith("PAUSED")
+    call(case, "/areal_continue_generation", {})
+    assert received(case) == [[], []] and state_of(case) == "SERVING"
+    groups = {"g"} if failing == "finish_weights" else set()
+    assert [engine.controls.weight_groups for engine in case.engines] == [groups] * 2
+
+
+MILES = {"lora_name": "miles_lora", "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, "pinned": False}
+"""What miles' engines send of each adapter."""
+
+
+def test_sglangs_adapters_come_in_a_group_in_one_call_in_any_state(case):
+    call(case, "/init_weights_update_group", JOIN)
+    body = {**MILES, **TENSORS, "upsert": True}
+    reply = call(case, "/load_lora_adapter_from_distributed", body)
+    assert reply["success"] and reply["loaded_adapters"] == {"miles_lora": "miles_lora"}
+    assert state_of(case) == "SERVING" and received(case) == [["miles_lora"]] * 2
+    call(case, "/pause_generation", {"mode": "in_place"})
+    call(case, "/load_lora_adapter_from_distributed", body)
+    assert state_of(case) == "PAUSED(keep)"
+    error = call(case, "/load_lora_adapter_from_distributed", {**body, "lora_name": "tiny"}, expected=400)["error"]
+    assert error["param"] == "lora_name" and not any(engine.controls.weight_groups for engine in case.engines)
+    error = call(case, "/load_lora_adapter_from_distributed", body, expected=400)["error"]
+    assert "there is no group" in error["message"]
+    added = {**body, "added_tokens_config": {"x": 1}}
+    assert "embeddings" in call(case, "/load_lora_adapter_from_distributed", added, expected=400)["error"]["message"]
+
+
+@pytest.mark.security
+def test_adapter_in_a_body_is_safetensors_with_the_checksums_that_are_said_and_never_a_pickle(case, tmp_path):
+    data = safetensors(**WEIGHTS)
+    text = base64.b64encode(data).decode()
+    sums = {name: hashlib.sha256(content).hexdigest() for name, (_, _, content) in WEIGHTS.items()}
+    for given in ({"serialized_tensors": text}, {"serialized_named_tensors": [text, text], "expected_checksums": sums}):
+        case.engines[0].controls.adapters.clear()
+        reply = call(case, "/load_lora_adapter_from_tensors", {**MILES, **given, "load_format": None})
+        assert reply["success"] and "miles_lora" in received(case)[0]
+    pickled = base64.b64encode(pickle.dumps(open)).decode()
+    for given, code in (
+        ({"serialized_tensors": pickled}, "pickle_refused"),
+        ({"serialized_named_tensors": [pickled]}, "pickle_refused"),
+        ({"serialized_tensors": text, "serialized_named_tensors": [text]}, "invalid_value"),
+        ({}, "invalid_value"),
+        ({"serialized_tensors": "!"}, "invalid_value"),
+        ({"serialized_tensors": text, "expected_checksums": sums | {"a": "0"}}, "checksum_mismatch"),
+        ({"serialized_tensors": text, "expected_checksums": {"a": sums["a"]}}, "checksum_mismatch"),
+    ):
+        error = call(case, "/load_lora_adapter_from_tensors", {**MILES, **given}, expected=400)["error"]
+        assert error["code"] == code, error
+    assert state_of(case) == "SERVING"
 
 
 def test_skyrls_calls_by_name_release_and_restore_memory_and_others_are_named(case):
@@ -88,7 +204,7 @@ def test_skyrls_calls_by_name_release_and_restore_memory_and_others_are_named(ca
     call(case, "/cancel_weight_update")
     call(case, "/collective_rpc", {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": ["kv_cache"]}})
     assert state_of(case) == "PAUSED(keep)"
-    for method, reason in (("os.system", "not called by name"), ("skyrl_set_lora_receive_target", "--lora-root")):
+    for method, reason in (("os.system", "not called by name"), ("skyrl_set_lora_receive_target", "/v1/load_lora")):
         error = call(case, "/collective_rpc", {"method": method}, expected=501)["error"]["message"]
         assert reason in error and method in error
     assert "deltas" in call(case, "/fetch_weights", {"target_version": 1}, expected=501)["error"]["message"]

@@ -20,10 +20,11 @@ KINDS = ("torch", "stateless")
 
 
 @contextlib.contextmanager
-def served(model, *, count=1, **settings):
+def served(model, *, count=1, lora=None, **settings):
     """A server with engines of a transformers model's shape, and its weights."""
     config = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
-    engines = [engine_for(model, InferenceConfig(**config, logprobs_mode="processed")) for _ in range(count)]
+    own = InferenceConfig(**config, lora=lora, logprobs_mode="processed")
+    engines = [engine_for(model, own) for _ in range(count)]
     for engine in engines:
         apply(engine, weights_of(model))
     with serving_with_control(*engines, commands_of=lambda one: WeightReceiver(one).commands(), **settings) as case:

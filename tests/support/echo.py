@@ -143,7 +143,12 @@ class EchoEngine:
                 "vocab_size": VOCAB,
                 "num_blocks": self.context.pool.num_blocks,
             },
-            now=EngineNow(root=self._root(), weight_version=self.controls.weight_version, state=self.state),
+            now=EngineNow(
+                root=self._root(),
+                weight_version=self.controls.weight_version,
+                state=self.state,
+                adapters=dict(self.controls.adapters),
+            ),
         )
 
     def stats(self) -> dict[str, int]:

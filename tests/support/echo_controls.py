@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ class EchoControls:
         self.torn = False
         """A weight update is in progress or has ended half-way."""
         self.weight_groups: set[str] = set()
+        self.adapters: dict[str, str] = {}
+        """Name -> digest of those that came as tensors."""
+        self._adapter: Mapping[str, Any] | None = None
+        self._numbered: dict[int | None, str] = {}
         self._abort_all = abort_all
         self._lifecycle = Lifecycle()
         self._returns_to = EngineState.RUNNING
@@ -115,11 +119,12 @@ class EchoControls:
         self.finish_weights(version)
         self.settle_weights()
 
-    def begin_weights(self) -> None:
+    def begin_weights(self, adapter: Mapping[str, Any] | None = None) -> None:
         self._fault("begin_weights")
         if self._before is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self.state)
-        self._before, self._hash, self.torn = (self.digest, self.weight_version, self.torn), hashlib.sha256(), True
+        self._before, self._hash = (self.digest, self.weight_version, self.torn), hashlib.sha256()
+        self._adapter, self.torn = adapter, self.torn or adapter is None
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
         self._require_update("write_weights")
@@ -144,17 +149,26 @@ class EchoControls:
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, int]:
         self._require_update("finish_weights")
         self._fault("finish_weights")
-        self.digest, self.weight_version, self.torn = self._hash.hexdigest(), version, False
+        if self._adapter is None:
+            self.digest, self.weight_version, self.torn = self._hash.hexdigest(), version, False
         return {"version": version, "num_tensors": 1, "bytes_copied": 1}
 
-    def settle_weights(self) -> None:
-        self._before = None
+    def settle_weights(self) -> dict[str, Any] | None:
+        self._before, adapter, self._adapter = None, self._adapter, None
+        if adapter is None:
+            return None
+        name, number, digest = adapter["name"], adapter["number"], self._hash.hexdigest()
+        before = self._numbered.get(number, name)
+        retired = None if before == name or number is None else before
+        self.adapters.pop(retired, None)
+        self.adapters[name], self._numbered[number] = digest, name
+        return {"name": name, "digest": digest, "retires": retired}
 
     def cancel_weights(self, version: int | None = None) -> None:
         self._fault("cancel_weights")
         if self._before is not None:
             self.digest, self.weight_version, self.torn = self._before
-            self._before = None
+            self._before = self._adapter = None
 
     def check_weights(self, action: str) -> dict[str, Any]:
         if action == "reset":

@@ -86,7 +86,7 @@ class PeftConfig:
     @property
     def names_targets(self) -> bool:
         """Whether it says which linears have a pair."""
-        return self._targets not in (None, "all-linear")
+        return self._targets is not None
 
     def rank_of(self, module: str) -> int | None:
         """The rank of a linear's pair; None: what its tensors have."""
@@ -104,9 +104,8 @@ class PeftConfig:
         """Whether PEFT gives this linear a pair. Source: peft.tuners.tuners_utils.check_target_module_exists."""
         if self._excluded is not None and _named(self._excluded, module):
             return False
-        if not self.names_targets:
+        if self._targets is None or self._targets == "all-linear":
             return True
-        assert self._targets is not None
         if isinstance(self._targets, str) or module in self._targets:
             return _named(self._targets, module)
         return _named(self._targets, module) and (not self._layers or self._layer_of(module) in self._layers)

@@ -169,6 +169,11 @@ class WeightUpdate:
         )
         return self.report
 
+    def settle(self) -> None:
+        """No `rollback` follows: what was kept for one is freed."""
+        self._kept.clear()
+        self._undo = False
+
     def rollback(self) -> None:
         """Restore weights and version from before the update; on every rank, also after `finish`. Needs undo=True."""
         if not self._undo:

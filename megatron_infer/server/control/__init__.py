@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from megatron_infer.server.control import (
     adapter_routes,
+    adapter_tensor_routes,
     profile_routes,
     replica_routes,
     server_info,
@@ -41,6 +42,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     adapter_routes.register(control_routes, machine)
     vllm_routes.register(control_routes, machine, updates, groups)
     weight_group_routes.register(control_routes, machine, updates, groups)
+    adapter_tensor_routes.register(control_routes, machine, updates)
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)
     profile_routes.register(control_routes, machine)

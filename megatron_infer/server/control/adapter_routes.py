@@ -64,7 +64,7 @@ class AdapterRoutes:
         """Reply as vLLM does, with a line of text."""
 
         async def reply(call: Call) -> Response:
-            name, done, _ = await handler(call)
+            name, done = await handler(call)
             return PlainTextResponse(f"Success: LoRA adapter {name!r} {done} successfully.")
 
         return reply
@@ -73,31 +73,28 @@ class AdapterRoutes:
         """Reply as SGLang does, with the adapters that are loaded now."""
 
         async def reply(call: Call) -> Reply:
-            _, _, adapters = await handler(call)
-            return Reply({"success": True, "error_message": "", "loaded_adapters": adapters})
+            await handler(call)
+            return loaded_adapters(self._machine)
 
         return reply
 
-    async def load(self, call: Call) -> tuple[str, str, dict[str, Any]]:
+    async def load(self, call: Call) -> tuple[str, str]:
         body: LoadAdapterBody = call.body
-        name, client = body.lora_name, self._machine.client
+        name, client = checked_name(body.lora_name, self._machine), self._machine.client
         if body.pinned:
             call.ignored.append("pinned")
         try:
-            check_adapter_name(name)
             path = await client.run_in_thread(adapter_path, body.lora_path, self._root)
-        except ConfigError as error:
+        except WeightsPathRefused as error:
             raise _refusal(error) from None
-        if name in client.model_names:
-            raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
         how = {"replace": bool(body.load_inplace), "running": body.running or "keep"}
         await self._change("load_adapter", name, path=path, **how)
-        return name, "added", self._shown()
+        return name, "added"
 
-    async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
+    async def unload(self, call: Call) -> tuple[str, str]:
         body: UnloadAdapterBody = call.body
         await self._change("unload_adapter", body.lora_name, abort=bool(body.abort))
-        return body.lora_name, "removed", self._shown()
+        return body.lora_name, "removed"
 
     async def _change(self, command: str, name: str, **args: Any) -> None:
         """Carry a command out on all engines that live, which have the same content then; or undo it on all."""
@@ -118,8 +115,22 @@ class AdapterRoutes:
             finally:
                 await self._machine.client.refresh()
 
-    def _shown(self) -> dict[str, Any]:
-        return {name: name for name in self._machine.client.adapters}
+
+def checked_name(name: str, machine: ControlMachine) -> str:
+    """The name of an adapter that is to be loaded. Raises ApiError 400."""
+    try:
+        check_adapter_name(name)
+    except ConfigError as error:
+        raise bad_request(str(error), "lora_name", "invalid_value") from None
+    if name in machine.client.model_names:
+        raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
+    return name
+
+
+def loaded_adapters(machine: ControlMachine) -> Reply:
+    """SGLang's reply to a change of an adapter: those that are loaded now."""
+    adapters = {name: name for name in machine.client.adapters}
+    return Reply({"success": True, "error_message": "", "loaded_adapters": adapters})
 
 
 def _differ(name: str, values: Mapping[str, Any]) -> ApiError:
@@ -128,8 +139,6 @@ def _differ(name: str, values: Mapping[str, Any]) -> ApiError:
     return ApiError(409, message, param="lora_path", code="adapters_differ")
 
 
-def _refusal(error: ConfigError) -> ApiError:
-    if not isinstance(error, WeightsPathRefused):
-        return bad_request(str(error), "lora_name", "invalid_value")
+def _refusal(error: WeightsPathRefused) -> ApiError:
     status = {"no_lora_root": 403, "outside_weights_root": 403, "not_found": 404}.get(error.code, 400)
     return ApiError(status, str(error).replace("path", "lora_path", 1), param="lora_path", code=error.code)

@@ -69,6 +69,7 @@ ALLOWED: dict[str, tuple[ControlState, ...]] = {
     "start_update": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
     "join_group": tuple(ControlState),
     "leave_group": tuple(ControlState),
+    "load_adapter": (*_AWAKE, ControlState.ASLEEP),
     "receive_weights": (ControlState.PAUSED, ControlState.UPDATING, ControlState.SPOILED),
     "write_weights": (ControlState.UPDATING,),
     "finish_update": (ControlState.UPDATING,),
@@ -78,7 +79,7 @@ ALLOWED: dict[str, tuple[ControlState, ...]] = {
     "spoil_weights": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
 }
 """Command -> the states it is allowed in. Requests, aborts and queries are allowed in every state."""
-NEEDS_WEIGHTS = ("start_update", "load_update", "check_weights", "spoil_weights", "set_version")
+NEEDS_WEIGHTS = ("start_update", "load_update", "load_adapter", "check_weights", "spoil_weights", "set_version")
 """Not allowed while the memory of the weights is released."""
 REMEDY = {
     ControlState.SERVING: "pause, sleep or start a weight update first",

@@ -24,7 +24,7 @@ from megatron_infer.server.control.state_machine import ControlMachine, checked_
 from megatron_infer.server.control.trainer_groups import GroupFields, TrainerGroups
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
-from megatron_infer.server.control.weight_updates import WeightUpdates
+from megatron_infer.server.control.weight_updates import AnnouncedTensors, WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import bad_request, of_validation
 from megatron_infer.server.inactive_fields import ignore
@@ -273,7 +273,11 @@ class VllmRoutes:
         if "names" in info:
             given = _converted(info, TensorsInfo)
             size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
-            await self._updates.receive(GROUP, given.names, given.dtype_names, given.shapes, buffer_bytes=size)
+            await self._updates.receive(
+                AnnouncedTensors(
+                    group=GROUP, names=given.names, dtypes=given.dtype_names, shapes=given.shapes, buffer_bytes=size
+                )
+            )
             return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
         path = info.pop("path", None)
         if not isinstance(path, str) or info:

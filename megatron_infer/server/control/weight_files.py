@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import binascii
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,26 @@ def entries_of(data: bytes) -> list[TensorEntry]:
     if at != len(data):
         raise _no_safetensors(f"{len(data) - at:,} bytes do not belong to a tensor")
     return found
+
+
+def entries_of_base64(given: Iterable[str], field: str) -> tuple[list[TensorEntry], bytes]:
+    """The tensors of safetensors bytes in base64, and these bytes. Raises ApiError 400.
+
+    given: one text for each rank of a server of SGLang; here all are equal. SGLang's own clients send pickles: nothing
+    that comes over a network is unpickled.
+    """
+    different = set(given)
+    if len(different) != 1:
+        text = f"{field} has {len(different)} different values; each rank takes its part of the same one"
+        raise bad_request(text, field, "invalid_value")
+    try:
+        data = base64.b64decode(different.pop(), validate=True)
+    except (binascii.Error, ValueError):
+        raise bad_request(f"{field} is no base64", field, "invalid_value") from None
+    if data[:1] == b"\x80":
+        text = "a pickle is not loaded, as it may run any command; send safetensors bytes in base64"
+        raise bad_request(f"{field}: {text}", field, "pickle_refused")
+    return entries_of(data), data
 
 
 def _entry(name: str, about: dict[str, Any], base: int) -> TensorEntry:

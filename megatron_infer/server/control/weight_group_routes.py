@@ -5,8 +5,6 @@ vLLM's are in vllm_routes: their paths take files and bodies, too. Here are also
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Any
 
 from megatron_infer.engine.lifecycle_commands import TAGS
@@ -17,8 +15,8 @@ from megatron_infer.server.control.state_machine import ControlMachine, checked_
 from megatron_infer.server.control.trainer_groups import GroupFields, TrainerGroups
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.vllm_routes import TAG_NAMES
-from megatron_infer.server.control.weight_files import TensorEntry, entries_of
-from megatron_infer.server.control.weight_updates import WeightUpdates
+from megatron_infer.server.control.weight_files import entries_of_base64
+from megatron_infer.server.control.weight_updates import AnnouncedTensors, WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
@@ -38,10 +36,7 @@ SERIALIZED_FIELDS = FieldTable(_TENSORS | {"load_format": no_effect("the bytes s
 RPC_FIELDS = FieldTable(
     {"timeout": no_effect("a command to the engines has 300 s"), "args": refused("arguments have names: kwargs", [])}
 )
-NO_TENSORS_IN_MEMORY = "adapters are loaded from files: /v1/load_lora_adapter with a lora_path below --lora-root"
-NO_ADAPTERS = dict.fromkeys(
-    ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"), NO_TENSORS_IN_MEMORY
-)
+OTHER_ADAPTERS = "tensors of adapters come by /load_lora_adapter_from_distributed, files by /v1/load_lora_adapter"
 
 
 class JoinBody(GroupFields, kw_only=True):
@@ -52,11 +47,21 @@ class LeaveBody(Body):
     group_name: str = GROUP
 
 
-class TensorsBody(Body, kw_only=True):
+class AnnouncingBody(Body, kw_only=True):
+    """Tensors that the trainer broadcasts."""
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = GROUP
+
+    def announced(self, *, buffer_bytes: int | None = None) -> AnnouncedTensors:
+        return AnnouncedTensors(
+            group=self.group_name, names=self.names, dtypes=self.dtypes, shapes=self.shapes, buffer_bytes=buffer_bytes
+        )
+
+
+class TensorsBody(AnnouncingBody, kw_only=True):
     load_format: str | None = None
     """flattened_bucket: all tensors come in one broadcast of their bytes."""
     weight_version: int | str | None = None
@@ -65,7 +70,6 @@ class TensorsBody(Body, kw_only=True):
 
 class SerializedBody(Body, kw_only=True):
     serialized_named_tensors: list[str]
-    """One for each rank of a server of SGLang; here all are equal. base64 of safetensors bytes, never of a pickle."""
     weight_version: int | str | None = None
 
 
@@ -91,7 +95,6 @@ def register(
     serialized: dict[str, Any] = {"body": SerializedBody, "fields": SERIALIZED_FIELDS, "body_limit": "max_weight_bytes"}
     add("POST", "/update_weights_from_tensor", routes.write, "Tensors as safetensors in base64", **serialized, **needed)
     add("POST", "/collective_rpc", routes.call, "SkyRL's calls by name", body=RpcBody, fields=RPC_FIELDS, **needed)
-    control_routes.add_not_served(NO_ADAPTERS)
 
 
 class WeightGroupRoutes:
@@ -132,14 +135,8 @@ class WeightGroupRoutes:
         if body.load_format not in LOAD_FORMATS:
             raise bad_request(f"load_format is {str(body.load_format)[:40]!r}; one of {known}", "load_format")
         self._begins_with_tensors(abort=bool(body.abort_all_requests))
-        await self._updates.receive(
-            body.group_name,
-            body.names,
-            body.dtypes,
-            body.shapes,
-            buffer_bytes=LOAD_FORMATS[body.load_format],
-            version=checked_version(body.weight_version),
-        )
+        announced = body.announced(buffer_bytes=LOAD_FORMATS[body.load_format])
+        await self._updates.receive(announced, version=checked_version(body.weight_version))
         return self.reply("Succeeded to update parameter online.", num_tensors=len(body.names))
 
     def _begins_with_tensors(self, *, abort: bool = False) -> None:
@@ -149,9 +146,12 @@ class WeightGroupRoutes:
             self._machine.client.abort()
 
     async def write(self, call: Call) -> Reply:
-        """Tensors in the body itself. SGLang's clients send pickles: nothing that comes over a network is unpickled."""
+        """Tensors in the body itself."""
         body: SerializedBody = call.body
-        entries, data = await self._machine.client.run_in_thread(_tensors_of, body)
+        field = "serialized_named_tensors"
+        entries, data = await self._machine.client.run_in_thread(
+            entries_of_base64, body.serialized_named_tensors, field
+        )
         self._begins_with_tensors()
         await self._updates.write_first(entries, data, version=checked_version(body.weight_version))
         return self.reply("Success", num_tensors=len(entries))
@@ -167,26 +167,8 @@ class WeightGroupRoutes:
             work = self._machine.wake_up(checked_tags(given.pop("tags", None) or TAG_NAMES, TAG_NAMES))
         else:
             names = "skyrl_sleep_for_weight_sync, skyrl_wake_for_weight_sync"
-            why = NO_TENSORS_IN_MEMORY if "lora" in body.method else "functions of the engines are not called by name"
+            why = OTHER_ADAPTERS if "lora" in body.method else "functions of the engines are not called by name"
             text = f"/collective_rpc of {body.method[:60]!r} is not served ({names} are): {why}"
             raise ApiError(501, text, param="method", code="not_served")
         await work
         return Reply({"results": [None] * sum(self._machine.ranks), "state": self._machine.status.name})
-
-
-def _tensors_of(body: SerializedBody) -> tuple[list[TensorEntry], bytes]:
-    """Raises ApiError 400."""
-    given = set(body.serialized_named_tensors)
-    if len(given) != 1:
-        text = f"serialized_named_tensors has {len(given)} different values; each rank takes its part of the same one"
-        raise bad_request(text, "serialized_named_tensors", "invalid_value")
-    try:
-        data = base64.b64decode(given.pop(), validate=True)
-    except (binascii.Error, ValueError):
-        raise bad_request(
-            "serialized_named_tensors is no base64", "serialized_named_tensors", "invalid_value"
-        ) from None
-    if data[:1] == b"\x80":
-        text = "a pickle is not loaded, as it may run any command; send safetensors bytes in base64"
-        raise bad_request(f"serialized_named_tensors: {text}", "serialized_named_tensors", "pickle_refused")
-    return entries_of(data), data

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_infer.config.lora import ReceivedAdapter
 from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus
 from megatron_infer.server.control.state_machine import ControlMachine, as_change, wrong_state
 from megatron_infer.server.control.version_labels import Version
@@ -22,6 +24,18 @@ log = logging.getLogger("megatron_infer.server")
 
 IDLE_S = 300.0
 """Seconds without a call after which an update is cancelled, where the server has groups with trainers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnouncedTensors:
+    """Tensors that a trainer broadcasts in a group, in this order."""
+
+    group: str
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    buffer_bytes: int | None = None
+    """None: one broadcast for each. Else they are packed (`rl.trainer_group.tensors`)."""
 
 
 class WeightUpdates:
@@ -36,6 +50,10 @@ class WeightUpdates:
         self._ends_at_resume = False
         """The first tensors that came have begun the update, and no call will finish it."""
         self._version_of_tensors: Version | None = None
+        self._adapter: ReceivedAdapter | None = None
+        """What the update under way is of; None: of the model."""
+        self._came_by: set[str] = set()
+        """Groups that have brought tensors of the update."""
         self._idle: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ an update
@@ -47,13 +65,21 @@ class WeightUpdates:
     @as_change("write_weights")
     async def write(self, entries: list[TensorEntry], data: bytes) -> None:
         """Write tensors of the whole model, with megatron-core's or Hugging Face names; a failure ends the update."""
+        self._require_update_of(None)
         await self._write(entries, data)
 
     @as_change("receive_weights")
     async def write_first(self, entries: list[TensorEntry], data: bytes, *, version: Version | None) -> None:
         """Like `write`; the first tensors begin an update that `end_received` finishes, unless one has begun."""
-        await self._begin_with_tensors(version)
+        await self._begin_with_tensors(version, None)
         await self._write(entries, data)
+
+    @as_change("load_adapter")
+    async def write_adapter(self, adapter: ReceivedAdapter, entries: list[TensorEntry], data: bytes) -> None:
+        """A whole update of an adapter, from a body."""
+        await self._begin("begin_weights", "begin", adapter=adapter)
+        await self._write(entries, data)
+        await self._finish(None, "keep")
 
     async def _write(self, entries: list[TensorEntry], data: bytes) -> None:
         for entry in entries:
@@ -89,34 +115,51 @@ class WeightUpdates:
 
     @as_change("receive_weights")
     async def receive(
-        self,
-        group: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        buffer_bytes: int | None = None,
-        version: Version | None = None,
+        self, announced: AnnouncedTensors, *, version: Version | None = None, adapter: ReceivedAdapter | None = None
     ) -> None:
         """Receive tensors in a group. The first begin an update that `end_received` finishes, unless one has begun.
 
-        version: for that; the latest that a call has given counts. A failure ends the update, and the group, in which
-        the trainer is ahead then.
+        version: for that; the latest that a call has given counts. adapter: what the tensors become; None: the model's.
+        An adapter's update is finished at once when tensors of all groups have come: each has a stage of the trainer.
+        A failure ends the update, and the group, in which the trainer is ahead then.
         """
-        await self._begin_with_tensors(version)
-        given: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "buffer_bytes": buffer_bytes}
+        async with self._leaving(announced.group):
+            await self._begin_with_tensors(version, adapter)
+            await self._step("receive_weights", "receive", **asdict(announced))
+        self._came_by.add(announced.group)
+        if adapter is not None and self._came_by >= self._groups:
+            await self._finish(None, "keep")
+
+    @as_change("load_adapter")
+    async def receive_adapter(self, adapter: ReceivedAdapter, announced: AnnouncedTensors) -> None:
+        """A whole update of an adapter, whose tensors come in a group."""
+        async with self._leaving(announced.group):
+            await self._begin("begin_weights", "begin", adapter=adapter)
+            await self._step("receive_weights", "receive", **asdict(announced))
+        await self._finish(None, "keep")
+
+    @contextlib.asynccontextmanager
+    async def _leaving(self, group: str) -> AsyncIterator[None]:
+        """After an error the engines leave the group: what the trainer still sends there fails."""
         try:
-            await self._step("receive_weights", "receive", group=group, **given)
+            yield
         except ApiError:
             await self._leave(group)
             raise
 
-    async def _begin_with_tensors(self, version: Version | None) -> None:
+    async def _begin_with_tensors(self, version: Version | None, adapter: ReceivedAdapter | None) -> None:
         if self._machine.status.state is not ControlState.UPDATING:
-            await self._begin("begin_weights", "begin")
+            await self._begin("begin_weights", "begin", adapter=adapter)
             self._ends_at_resume, self._version_of_tensors = True, None
+        self._require_update_of(adapter)
         if version is not None:
             self._version_of_tensors = version
+
+    def _require_update_of(self, adapter: ReceivedAdapter | None) -> None:
+        """Raises ApiError 409 where the update under way is of something else."""
+        if adapter != self._adapter:
+            own = "the model" if self._adapter is None else f"adapter {self._adapter.name!r}"
+            raise wrong_state(f"tensors of something else while an update of {own} is under way: finish or cancel it")
 
     async def end_received(self) -> None:
         """Finish the update that received tensors have begun, if one is under way."""
@@ -146,6 +189,7 @@ class WeightUpdates:
     @as_change("write_weights")
     async def read(self, path: str) -> None:
         """Read files into the running update; a failure ends the update."""
+        self._require_update_of(None)
         await self._step("load_weights", "read", path=path)
 
     @as_change("finish_update")
@@ -166,14 +210,20 @@ class WeightUpdates:
         await self._begin("load_weights", "read", path=path)
         return await self._finish(version, running)
 
-    async def _begin(self, command: str, phase: str, **args: Any) -> None:
+    async def _begin(self, command: str, phase: str, *, adapter: ReceivedAdapter | None = None, **args: Any) -> None:
         machine = self._machine
         before = machine.status
+        if adapter is not None and before.state is ControlState.SPOILED:
+            raise wrong_state(f"an adapter while the engines are {before.name}: finish an update of the model first")
         if before.state is ControlState.SERVING:
             await machine.quiesce()
         self._version_before = machine.version
         machine.status = ControlStatus(state=ControlState.UPDATING, before=before)
         self._ends_at_resume = False
+        self._adapter = adapter
+        self._came_by.clear()
+        if adapter is not None:
+            args["adapter"] = asdict(adapter)
         await self._step(command, phase, **args)
 
     async def _step(self, command: str, phase: str, **args: Any) -> dict[str, Any]:
@@ -189,15 +239,17 @@ class WeightUpdates:
         return values
 
     async def _finish(self, version: Version | None, running: str) -> Version:
-        labels = self._machine.labels
-        chosen = labels.number_of(version, self._version_before, is_new=True)
+        """An adapter has versions of its own: the weights' version stays."""
+        labels, of_adapter = self._machine.labels, self._adapter is not None
+        chosen = self._version_before if of_adapter else labels.number_of(version, self._version_before, is_new=True)
         await self._step("finish_weights", "finish", version=chosen, running=running)
         await self._fanout.end("settle_weights")
         before = self._before
         if before.state is ControlState.SPOILED:
             assert before.before is not None
             before = before.before
-        labels.keep(version, chosen)
+        if not of_adapter:
+            labels.keep(version, chosen)
         await self._return_to(before)
         await self._machine.client.refresh()
         return labels.shown(chosen)
