@@ -42,7 +42,7 @@ class ArealAdapterBody(AnnouncingBody, kw_only=True):
     lora_bias: str = "none"
 
 
-class AdapterBody(Body, kw_only=True):
+class BroadcastAdapterBody(AnnouncingBody, kw_only=True):
     lora_name: str
     config_dict: dict[str, Any]
     """Fields of an adapter_config.json."""
@@ -50,17 +50,12 @@ class AdapterBody(Body, kw_only=True):
     """True: an adapter of that name with another content is replaced."""
 
 
-class BroadcastAdapterBody(AnnouncingBody, kw_only=True):
-    """Fields of `AdapterBody`, and the tensors that come in a group."""
+class SerializedAdapterBody(Body, kw_only=True):
+    """The tensors are safetensors bytes in base64, under one of both names."""
 
     lora_name: str
     config_dict: dict[str, Any]
     upsert: bool | None = None
-
-
-class SerializedAdapterBody(AdapterBody, kw_only=True):
-    """Its tensors are safetensors bytes in base64, under one of both names."""
-
     serialized_tensors: str | None = None
     serialized_named_tensors: list[str] | None = None
     expected_checksums: dict[str, str] | None = None
@@ -115,7 +110,8 @@ class AdapterTensorRoutes:
 
     async def receive(self, call: Call) -> Reply:
         body: BroadcastAdapterBody = call.body
-        adapter = _adapter_of(body, await self._name_of(body.lora_name, body.group_name))
+        name = await self._name_of(body.lora_name, body.group_name)
+        adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
         await self._updates.receive_adapter(adapter, body.announced())
         return loaded_adapters(self._machine)
 
@@ -129,14 +125,11 @@ class AdapterTensorRoutes:
 
     async def write(self, call: Call) -> Reply:
         body: SerializedAdapterBody = call.body
-        adapter = _adapter_of(body, checked_name(body.lora_name, self._machine))
+        name = checked_name(body.lora_name, self._machine)
+        adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
         entries, data = await self._machine.client.run_in_thread(_tensors_of, body)
         await self._updates.write_adapter(adapter, entries, data)
         return loaded_adapters(self._machine)
-
-
-def _adapter_of(body: AdapterBody | BroadcastAdapterBody, name: str) -> ReceivedAdapter:
-    return ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
 
 
 def _tensors_of(body: SerializedAdapterBody) -> tuple[list[TensorEntry], bytes]:

@@ -273,11 +273,8 @@ class VllmRoutes:
         if "names" in info:
             given = _converted(info, TensorsInfo)
             size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
-            await self._updates.receive(
-                AnnouncedTensors(
-                    group=GROUP, names=given.names, dtypes=given.dtype_names, shapes=given.shapes, buffer_bytes=size
-                )
-            )
+            announced = AnnouncedTensors(GROUP, given.names, given.dtype_names, given.shapes, size)
+            await self._updates.receive(announced)
             return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
         path = info.pop("path", None)
         if not isinstance(path, str) or info:

@@ -56,9 +56,7 @@ class AnnouncingBody(Body, kw_only=True):
     group_name: str = GROUP
 
     def announced(self, *, buffer_bytes: int | None = None) -> AnnouncedTensors:
-        return AnnouncedTensors(
-            group=self.group_name, names=self.names, dtypes=self.dtypes, shapes=self.shapes, buffer_bytes=buffer_bytes
-        )
+        return AnnouncedTensors(self.group_name, self.names, self.dtypes, self.shapes, buffer_bytes)
 
 
 class TensorsBody(AnnouncingBody, kw_only=True):

@@ -26,7 +26,7 @@ IDLE_S = 300.0
 """Seconds without a call after which an update is cancelled, where the server has groups with trainers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AnnouncedTensors:
     """Tensors that a trainer broadcasts in a group, in this order."""
 
