@@ -19,9 +19,9 @@ from megatron_infer.config.inference import ConfigWarning
 
 INFERENCE = "megatron.core.inference"
 REPLACED: dict[str, tuple[str, str]] = {
-    "DynamicInferenceContext": ("contexts.dynamic_context", "engine"),
-    "GPTInferenceWrapper": ("model_inference_wrappers.gpt.gpt_inference_wrapper", "engine"),
-    "TextGenerationController": ("text_generation_controllers.text_generation_controller", "engine"),
+    "DynamicInferenceContext": ("contexts.dynamic_context", "context"),
+    "GPTInferenceWrapper": ("model_inference_wrappers.gpt.gpt_inference_wrapper", "context"),
+    "TextGenerationController": ("text_generation_controllers.text_generation_controller", "context"),
     "DynamicInferenceEngine": ("engines.dynamic_engine", "engine"),
     "InferenceClient": ("inference_client", "client"),
     "start_text_gen_server": ("text_generation_server.dynamic_text_gen_server.text_generation_server", "http"),

@@ -8,13 +8,12 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron.core.inference.inference_request import DynamicInferenceRequest
-
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import client as ours
 from megatron_infer.errors import NotLeader
-from megatron_infer.mcore.engine import Named, params_of, refuse_images
+from megatron_infer.mcore.context import Named
 from megatron_infer.mcore.listening import HERE
-from megatron_infer.mcore.results import ledger_entry, prompt_of, result_of
+from megatron_infer.mcore.results import ledger_entry, prompt_of, refuse_images, result_of
 
 log = logging.getLogger("megatron_infer.mcore")
 
@@ -54,7 +53,8 @@ class InferenceClient(Named):
         """Submit a prompt -> a future of its result, on the running event loop; cancelling it aborts the request."""
         refuse_images({"multi_modal_data": multi_modal_data})
         given = prompt_of(prompt)
-        params = params_of(sampling_params, None if isinstance(given, str) else len(given))
+        num_prompt = None if isinstance(given, str) else len(given)
+        params = SamplingParams.from_megatron(sampling_params, num_prompt_tokens=num_prompt)
         request_id, self.next_request_id = self.next_request_id, self.next_request_id + 1
         submitted = self._client.submit(given, params)
         waiting = asyncio.ensure_future(self._result(request_id, given, sampling_params, submitted))
@@ -70,9 +70,7 @@ class InferenceClient(Named):
             raise
         engine = None if self.listening is None else self.listening.engine
         text = prompt if isinstance(prompt, str) else None
-        result: DynamicInferenceRequest = result_of(
-            output, request_id, text, params, None if engine is None else engine.codec
-        )
+        result = result_of(output, request_id, text, params, None if engine is None else engine.codec)
         if engine is not None and engine.local_metadata_ledger_enabled:
             engine.local_metadata_ledger[getattr(result, "uid", str(request_id))] = ledger_entry(output)
         return result if self.deserialize else result.serialize()

@@ -90,11 +90,9 @@ class Listening:
 
     def stop_coordinator(self) -> None:
         """End the coordinator, and with it the engines of all ranks. Raises WrongState elsewhere than on rank 0."""
-        if dist.get_rank() != 0:
-            raise WrongState(
-                "engines are stopped where their coordinator runs, on rank 0", state=self.engine.state.name
-            )
         state = self.engine.state.name
+        if dist.get_rank() != 0:
+            raise WrongState("engines are stopped where their coordinator runs, on rank 0", state=state)
         if state not in ("PAUSED", "SUSPENDED"):
             raise WrongState(f"engines are stopped once they are paused or suspended; they are {state}", state=state)
         self._stack.close()
@@ -125,7 +123,7 @@ class Listening:
         self.inner.dismiss()
 
     def _follow(self) -> None:
-        self.inner.follow({REACHED: lambda name: self._reach(name)})
+        self.inner.follow({REACHED: self._reach})
 
     def _carry_out(self, command: str, **arguments: Any) -> Any:
         """A client's command on a model's first rank, as megatron-core's engine takes it."""

@@ -17,6 +17,7 @@ from megatron.core.inference.inference_request import (
     Status,
 )
 
+from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestOutput
 
 _FIELDS = {item.name for item in fields(DynamicInferenceRequest)}
@@ -37,8 +38,7 @@ class Codec:
         return [int(token) for token in self.tokenizer.tokenize(text)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        text: str = self.tokenizer.detokenize(list(ids))
-        return text
+        return str(self.tokenizer.detokenize(list(ids)))
 
     def token_str(self, token_id: int) -> str:
         return self.decode([token_id])
@@ -49,6 +49,12 @@ def prompt_of(prompt: Any) -> str | list[int]:
     if isinstance(prompt, torch.Tensor):
         prompt = prompt.tolist()
     return prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+
+
+def refuse_images(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for a keyword that is set: the models here read text alone."""
+    if named := [name for name, value in given.items() if value is not None and value != 0]:
+        raise RequestError(f"{', '.join(named)}: models here read text alone; leave it out")
 
 
 def result_of(

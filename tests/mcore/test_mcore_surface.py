@@ -19,6 +19,7 @@ from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingPara
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, NotLeader, RequestError, WrongState
 from megatron_infer.mcore import client, engine, http
+from megatron_infer.mcore.context import DynamicInferenceContext, GPTInferenceWrapper, TextGenerationController
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPTS = ["1 2 3", "4 5", "9 8 7 6"]
@@ -26,12 +27,12 @@ IDS = [[int(word) for word in prompt.split()] for prompt in PROMPTS]
 CONFIG = {"buffer_size_gb": 0.02, "max_sequence_length": 64, "block_size_tokens": 16}
 # release -> parameters after self, as that release declares them
 RECORDED = {
-    engine.DynamicInferenceContext: {"0.19": "model_config, inference_config"},
-    engine.GPTInferenceWrapper: {
+    DynamicInferenceContext: {"0.19": "model_config, inference_config"},
+    GPTInferenceWrapper: {
         "0.16": "model, inference_wrapper_config, inference_context=None, pg_collection=None",
         "0.19": "model, inference_context=None",
     },
-    engine.TextGenerationController: {
+    TextGenerationController: {
         "0.16": "inference_wrapped_model, tokenizer, pp_group=None",
         "0.19": "inference_wrapped_model, tokenizer",
     },
@@ -86,8 +87,8 @@ class NullTokenizer:
 
 
 def chain(model: torch.nn.Module, config: object = None, **keywords: object) -> engine.DynamicInferenceEngine:
-    context = engine.DynamicInferenceContext(model.config, config, **({} if config else CONFIG | keywords))
-    controller = engine.TextGenerationController(engine.GPTInferenceWrapper(model, context), NullTokenizer())
+    context = DynamicInferenceContext(model.config, config, **({} if config else CONFIG | keywords))
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), NullTokenizer())
     return engine.DynamicInferenceEngine(controller, context)
 
 

@@ -64,7 +64,8 @@ def nemo_rl() -> Any:
             patch.delitem(sys.modules, name)
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
-        yield SimpleNamespace(**vars(importlib.import_module(f"{MODULE}.generation")))
+        generation, outputs = (importlib.import_module(f"{MODULE}.{one}") for one in ("generation", "outputs"))
+        yield SimpleNamespace(**vars(generation), outputs=outputs)
         for name in [name for name in sys.modules if name.startswith(MODULE)]:
             del sys.modules[name]
 
@@ -221,7 +222,7 @@ def test_rows_whose_worker_is_lost_are_errors(nemo_rl, tokenizer, lost, monkeypa
     config = policy_config({"max_model_len": 256}, max_new_tokens=200)
     case = Case(nemo_rl, tokenizer, live_model(), live_model(), config=config)
     case.generation.prepare_for_generation()
-    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "WATCH_S", 0.05)
+    monkeypatch.setattr(nemo_rl.outputs, "WATCH_S", 0.05)
     host, worker = case.workers[0].megatron_infer_host, case.workers[0]
 
     async def gone() -> None:
@@ -255,7 +256,7 @@ def test_rows_whose_worker_is_lost_are_errors(nemo_rl, tokenizer, lost, monkeypa
 
 def test_outputs_come_in_where_as_many_callers_wait_as_can(nemo_rl, tokenizer, monkeypatch):
     """A put that waited for a caller to leave would wait for ever."""
-    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "MAX_WAITING", len(PROMPTS))
+    monkeypatch.setattr(nemo_rl.outputs, "MAX_WAITING", len(PROMPTS))
     case = Case(nemo_rl, tokenizer)
     case.generation.prepare_for_generation()
 
@@ -266,8 +267,8 @@ def test_outputs_come_in_where_as_many_callers_wait_as_can(nemo_rl, tokenizer, m
 
 
 def test_output_that_no_caller_comes_for_is_dropped_after_a_time(nemo_rl, monkeypatch):
-    monkeypatch.setitem(nemo_rl.EngineGeneration.generate.__globals__, "KEEP_S", 0.1)
-    outputs = nemo_rl.Outputs()
+    monkeypatch.setattr(nemo_rl.outputs, "KEEP_S", 0.1)
+    outputs = nemo_rl.outputs.Outputs()
 
     async def submitted() -> None:
         """The engine has the requests."""

@@ -29,6 +29,7 @@ from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.families import family_of
 from megatron_infer.models.loading.hf_config import description_from_config
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.rl.frameworks.buckets import buckets
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.updates import apply
 
@@ -209,8 +210,10 @@ class ServerWeights:
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._post("/start_weight_update")
         try:
-            for batch in _batches(iterator, self._max_bytes):
-                self._post("/update_weights", save(batch))
+            # each with its own storage: tied weights may come under both their names
+            copied = ((name, one.detach().to("cpu", copy=True).contiguous()) for name, one in iterator)
+            for bucket in buckets(copied, self._max_bytes):
+                self._post("/update_weights", save(dict(bucket)))
             reply = self._post("/finish_weight_update", {"running": self._running})
         except BaseException as error:
             self._cancel(error)
@@ -240,17 +243,3 @@ class ServerWeights:
         except HTTPError as error:
             text = error.read().decode(errors="replace")[:2000]
             raise WeightUpdateError(f"{self._url}{path} answered {error.code}: {text}") from error
-
-
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterable[dict[str, torch.Tensor]]:
-    """Batches of tensors in host memory, each with its own storage: tied weights may come under both their names."""
-    batch: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if batch and size + tensor.nbytes > max_bytes:
-            yield batch
-            batch, size = {}, 0
-        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size += tensor.nbytes
-    if batch:
-        yield batch

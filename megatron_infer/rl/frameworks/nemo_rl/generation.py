@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +15,14 @@ from nemo_rl.models.generation.interfaces import GenerationInterface, verify_rig
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.errors import ConfigError
 from megatron_infer.rl.frameworks.nemo_rl import workers
+from megatron_infer.rl.frameworks.nemo_rl.outputs import start_outputs
 
 EAGER = ("cuda_graph_impl", "inference_cuda_graph_scope")
 """Options of mcore_generation_config whose value "none" means: no CUDA graphs."""
 NO_EFFECT = ("parsers", "refit_backend", "materialize_only_last_token_logits")
 """Options of mcore_generation_config for an HTTP server, for weights that are sent, and for a choice made here."""
-MAX_WAITING = 100_000
-"""Requests whose outputs callers wait for, at once."""
-WATCH_S = 30.0
-"""Seconds between two questions whether a worker is there, while outputs of its engine are awaited."""
-KEEP_S = 3600.0
-"""Seconds for which outputs are kept that no caller has come for."""
-PUT = "put"
-"""Ray's concurrency group of `Outputs.put`. Ray runs a group in a thread of its own."""
 
 
 def engine_config(policy: Mapping[str, Any], options: Mapping[str, Any]) -> InferenceConfig:
@@ -64,49 +55,6 @@ def engine_config(policy: Mapping[str, Any], options: Mapping[str, Any]) -> Infe
     return replace(InferenceConfig.from_megatron(given), **options)
 
 
-class Outputs:
-    """A Ray actor in which outputs wait for their callers. `put` runs however many callers wait."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, Future[tuple[Any, str]]] = {}
-
-    @ray.method(concurrency_group=PUT)
-    async def put(self, key: str, value: Any, error: str) -> None:
-        _end(self._of(key), value, error)
-
-    async def watch(self, worker: Any, keys: Sequence[str], submitted: Sequence[Any]) -> None:
-        """Keys that get no output, as the call `submitted` raises or the worker ends, get the error."""
-        waiting = [self._of(key) for key in keys]
-        ended = [asyncio.wrap_future(one) for one in waiting]
-        try:
-            await submitted[0]
-            while (await asyncio.wait(ended, timeout=WATCH_S))[1]:
-                await worker.__ray_ready__.remote()
-        except Exception as error:
-            for one in waiting:
-                _end(one, None, f"{type(error).__name__}: {error}")
-        asyncio.get_running_loop().call_later(KEEP_S, self._drop, keys)
-
-    async def get(self, key: str) -> Any:
-        value, error = await asyncio.wrap_future(self._of(key))
-        self._drop([key])
-        if error:
-            raise InferenceError(error)
-        return value
-
-    def _of(self, key: str) -> Future[tuple[Any, str]]:
-        return self._waiting.setdefault(key, Future())
-
-    def _drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._waiting.pop(key, None)
-
-
-def _end(waiting: Future[tuple[Any, str]], value: Any, error: str) -> None:
-    with suppress(InvalidStateError):  # the first end of a row counts
-        waiting.set_result((value, error))
-
-
 class EngineGeneration(GenerationInterface):
     """NeMo-RL's interface. Copies of it in other processes draw from the same engines."""
 
@@ -134,8 +82,7 @@ class EngineGeneration(GenerationInterface):
         """NeMo-RL sets it: its synchronizer of the megatron backend."""
         self._workers = policy.worker_group.workers
         self._leaders = [number for number, is_first in enumerate(self._on_workers(workers.leads)) if is_first]
-        outputs = ray.remote(concurrency_groups={PUT: 1})(Outputs)
-        self._outputs = outputs.options(max_concurrency=MAX_WAITING, num_cpus=0).remote()
+        self._outputs = start_outputs()
         self._turn = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:

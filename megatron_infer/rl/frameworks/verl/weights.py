@@ -9,7 +9,7 @@ A header is JSON: the tensors of a bucket, or the end, or the error for which th
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from megatron_infer.errors import WeightUpdateError
+from megatron_infer.rl.frameworks.buckets import buckets
 
 _ALIGNMENT = 8
 """Bytes: a tensor of any dtype may begin at a multiple of it."""
@@ -78,7 +79,7 @@ class GlooWeights(CheckpointEngine):
             return {}
         num_bytes = 0
         try:
-            for bucket in _buckets(weights, self._bucket_size):
+            for bucket in buckets(weights, self._bucket_size):
                 header = [
                     [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket
                 ]
@@ -125,19 +126,6 @@ class GlooWeights(CheckpointEngine):
             self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
             raise WeightUpdateError(f"the trainer or a rollout worker is gone: {error}") from error
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > most:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _padding(num_bytes: int) -> int:
