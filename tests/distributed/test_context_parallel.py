@@ -72,9 +72,9 @@ def differentiated(model: Any) -> tuple[list[list[int]], list[torch.Tensor], dic
     return [group.samples[0].token_ids for group in groups], [score.detach() for score in scores], gradients(model)
 
 
-def on_kinds(rank: int, size: int, folder: Path) -> None:
-    for name, settings in KINDS.items():
-        (drawn, scores, grads), (whole_drawn, whole_scores, whole_grads) = over_both(differentiated, **settings)
+def on_kinds(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    for name in names:
+        (drawn, scores, grads), (whole_drawn, whole_scores, whole_grads) = over_both(differentiated, **KINDS[name])
         assert drawn == whole_drawn, name
         for got, want in zip(scores, whole_scores, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
@@ -106,9 +106,17 @@ def packed_logits(model: Any) -> torch.Tensor:
     return torch.cat([part if cp.size() == 1 else gather_positions(part, cp) for part in parts])
 
 
+QUICK = ["rope", "hybrid"]
+
+
 @pytest.mark.timeout(200)
-def test_scores_and_gradients_are_those_of_whole_sequences(tmp_path: Path) -> None:
-    run_on_ranks(on_kinds, 2, tmp_path)
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in KINDS if name not in QUICK], marks=pytest.mark.long)],
+    ids=["quick", "rest"],
+)
+def test_scores_and_gradients_are_those_of_whole_sequences(tmp_path: Path, names: list[str]) -> None:
+    run_on_ranks(on_kinds, 2, tmp_path, names)
 
 
 def exact(model: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -164,10 +164,10 @@ def check_rounds(roll: Rollout, rank: int) -> None:
                 assert len(rounds) <= steps + 5 + shared, (name, steps, rounds)
 
 
-def check_refusals(roll: Rollout, rank: int) -> None:
+def check_refusals(roll: Rollout, rank: int, fronts: list[str]) -> None:
     """An error of a rank's prompts or loop is that rank's; the other has its outputs, and the engine goes on."""
     want = tokens(roll.engine.generate(prompts(), HOW))
-    for name in FRONTS:
+    for name in fronts:
         for bad in (0, 1):
             broken = [[4, 5, 6 + bad], [4, 999], [4, 7]]
             if rank == bad:
@@ -190,13 +190,13 @@ def check_refusals(roll: Rollout, rank: int) -> None:
     assert tokens(roll.engine.generate(prompts(), HOW)) == want
 
 
-def check_partial(session: Any, rank: int) -> None:
+def check_partial(session: Any, rank: int, modes: tuple[str, ...]) -> None:
     """Each rank stops at a budget of its own; its groups go on in the next block, in each mode, and are its own."""
     long = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (2, 9, 16)]
     own = [[9 + rank, *one] for one in prompts()]
     with session.generating() as roll:
         want = tokens(roll.generate(own, long))
-    for mode in ("persist", "offload", "recompute"):
+    for mode in modes:
         with session.generating() as roll:
             roll.pause_at(Budget(groups=1 + rank))
             found = roll.generate(own, long)
@@ -291,26 +291,32 @@ def check_a_rank_that_leaves(session: Any, rank: int) -> None:
         assert "rank 1: " in str(caught.value) and "ZeroDivisionError: the reward model is gone" in str(caught.value)
 
 
-def on_layouts(rank: int, size: int, folder: Path) -> None:
-    """Expert-parallel ranks by every front; the others by half of the fronts each."""
+def on_layouts(rank: int, size: int, folder: Path, is_quick: bool) -> None:
+    """Expert-parallel ranks by every front; the others by half of the fronts each.
+
+    is_quick: pipeline stages are left out, and each front has one kind of prompts.
+    """
     for number, (name, sizes) in enumerate(LAYOUTS.items()):
+        if is_quick and name == "PP2":
+            continue
         new_groups(**sizes)
         stages = stage_ends(rank, size) if name == "PP2" else {}
         model = tiny_gpt(num_layers=2, **sizes, **stages, **(EXPERTS if name == "EP2" else {}))
         session = make_session(model, settings={"collective_timeout_s": 60}, meter=None)
         with session.generating() as roll:
-            for front in FRONTS if name == "EP2" else [*FRONTS][number::2]:
-                check_front(roll, rank, front, [*OWN] if name == "EP2" else [*OWN][:1])
+            for place, front in enumerate(FRONTS if name == "EP2" else [*FRONTS][number :: 6 if is_quick else 2]):
+                kinds = [*OWN] if name == "EP2" else [*OWN][:1]
+                check_front(roll, rank, front, [kinds[place % len(kinds)]] if is_quick else kinds)
             check_no_prompts(roll, rank, is_data_parallel=name == "EP2")
             if name == "EP2":
                 check_supply(roll, rank)
                 check_rounds(roll, rank)
-                check_refusals(roll, rank)
+                check_refusals(roll, rank, [*FRONTS][:: 3 if is_quick else 1])
                 check_stale(session, roll, rank)
                 check_tools(roll, rank)
                 check_others(session, roll, rank)
         if name == "EP2":
-            check_partial(session, rank)
+            check_partial(session, rank, ("recompute",) if is_quick else ("persist", "offload", "recompute"))
         assert not session.engine.has_unfinished()
         inspect(session.engine).context.check()
         check_a_rank_that_leaves(session, rank)
@@ -318,8 +324,9 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_every_rank_has_the_outputs_of_its_own_prompts(tmp_path: Path) -> None:
-    run_on_ranks(on_layouts, 2, tmp_path)
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.long)], ids=["quick", "whole"])
+def test_every_rank_has_the_outputs_of_its_own_prompts(tmp_path: Path, is_quick: bool) -> None:
+    run_on_ranks(on_layouts, 2, tmp_path, is_quick)
 
 
 FOUR = {

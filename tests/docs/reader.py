@@ -25,6 +25,7 @@ from unittest import mock
 import safetensors.torch
 import small_model
 import yaml
+from gloo_ranks import fork_server
 from pages import ROOT, Block, blocks_of
 from ports import free_port
 
@@ -104,7 +105,7 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
 
 
 INSTALLS = "mcore.install()"
-"""Replaces names of megatron-core in the process, also for the tests after it."""
+"""Replaces names of megatron-core in the process: a block with that runs in a process of its own."""
 
 
 class Reader:
@@ -127,7 +128,10 @@ class Reader:
     def run(self, block: Block, *, takes: Callable[[str], bool]) -> None:
         """takes: which commands of it."""
         if block.language == "python" and INSTALLS in block.text:
-            self._shell(shlex.join([sys.executable, "-c", block.text]))
+            process = fork_server().Process(target=exec, args=(block.text, {"__name__": "__main__"}))
+            process.start()
+            process.join(300)
+            assert process.exitcode == 0, f"{block.page}:{block.line}"
         elif block.language == "python" and block.launcher is None:
             exec(compile(self._with_ports(block.compiled_text), block.page, "exec"), self.names)
         elif block.language == "python":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import time
@@ -59,21 +60,22 @@ HOSTILE: tuple[Any, ...] = (
 
 
 class Rounds:
-    """`for rng in rounds(quick=N)`: N rounds in `make test`, SECONDS of them under `slow`."""
+    """`for rng in rounds(long=N)`: a fifth of N rounds in `make test`, N under `long`, SECONDS of them under `slow`."""
 
-    def __init__(self, *, is_slow: bool) -> None:
-        self._is_slow = is_slow
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
-    def __call__(self, *, quick: int) -> Iterator[random.Random]:
+    def __call__(self, *, long: int) -> Iterator[random.Random]:
         deadline, seed = time.monotonic() + SECONDS, 0
-        while time.monotonic() < deadline if self._is_slow else seed < quick:
+        most = long if self._kind == "long" else math.ceil(long / 5)
+        while time.monotonic() < deadline if self._kind == "slow" else seed < most:
             yield random.Random(seed)
             seed += 1
 
 
-@pytest.fixture(params=["quick", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.fixture(params=["quick", *(pytest.param(kind, marks=getattr(pytest.mark, kind)) for kind in ("long", "slow"))])
 def rounds(request: pytest.FixtureRequest) -> Rounds:
-    return Rounds(is_slow=request.param != "quick")
+    return Rounds(request.param)
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ def test_a_call_beyond_the_limits_has_no_grammar_compiled(monkeypatch, path, bod
 
 def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):
     compiling = Compiling(monkeypatch, holds=lambda regex: regex.startswith("held"))
-    monkeypatch.setattr(structured_outputs, "COMPILE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(structured_outputs, "COMPILE_TIMEOUT_S", 3.0)
     with serving() as case, ThreadPoolExecutor(40) as threads:
         asked = [threads.submit(post_from, case, "127.0.0.2", guided_regex=f"held{i}") for i in range(20)]
         wait_for(lambda: len(compiling.begun) == 1)
@@ -250,5 +250,6 @@ def test_one_token_of_a_caller_comes_while_another_has_asked_for_all_rows():
         for _ in range(3):
             assert post_from(case, "127.0.0.3", max_tokens=1).status_code == 200
         assert sum(one.done() for one in asked) < 10
-        case.server.shut_down()
+        for _ in range(2):  # at once: what is left need not be computed
+            case.server.shut_down()
         assert {one.result(60).status_code for one in asked} <= {200, 503}

@@ -142,7 +142,7 @@ def is_served(client: Any, count: int = 1) -> None:
 
 def test_damaged_messages_of_strangers_and_clients_change_nothing_for_others(rounds: Rounds) -> None:
     with no_errors_logged(), cluster(2, timeout_s=20.0) as (one, replicas, client):
-        for rng in rounds(quick=12):
+        for rng in rounds(long=12):
             with RawPeer(one.address) as peer:
                 if rng.random() < 0.8:
                     peer.enter("client", rng)
@@ -165,7 +165,7 @@ def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rou
         serving(EchoEngine(max_requests=4)) as case,
         InferenceClient(case.coordinator.address) as client,
     ):
-        for rng in rounds(quick=5):
+        for rng in rounds(long=5):
             with RawPeer(case.coordinator.address) as peer:
                 incarnation = peer.enter("replica", rng)
                 register = msgspec.structs.replace(REGISTER, incarnation=incarnation)

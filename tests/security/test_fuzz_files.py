@@ -63,7 +63,7 @@ def test_saved_requests_that_are_altered_are_refused_or_served(rounds: Rounds, t
     model = make_model()
     engine = make_engine(model)
     path = tmp_path / "altered"
-    for rng in rounds(quick=30):
+    for rng in rounds(long=30):
         new = altered(records, rng) if rng.random() < 0.7 else records
         try:
             content = torch.frombuffer(bytearray(msgspec.msgpack.encode(new)), dtype=torch.uint8)
@@ -104,7 +104,7 @@ def test_samples_that_are_altered_are_refused_or_read(rounds: Rounds) -> None:
     sample.text = "an answer"
     message = sample_codec.encode_sample(sample)
     whole = sample_file.encode(make_groups(3))
-    for rng in rounds(quick=300):
+    for rng in rounds(long=300):
         value = altered(msgspec.msgpack.decode(message), rng)
         with refused_or_read(value), contextlib.suppress(OverflowError):  # beyond msgpack
             sample_codec.decode_sample(msgspec.msgpack.encode(value))
@@ -159,7 +159,7 @@ def test_damaged_gguf_files_are_refused_or_read(rounds: Rounds, tmp_path: Path) 
     write_gguf(path)
     good = path.read_bytes()
     look_at(path)
-    for rng in rounds(quick=150):
+    for rng in rounds(long=150):
         begin = rng.choice((0, 0, good.index(b"tokenizer.ggml.model"), len(good) - 4000))
         data = good[:begin] + damaged(good[begin : begin + 700], rng) + good[begin + 700 :]
         path.write_bytes(data)
@@ -208,7 +208,7 @@ def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path:
         (tmp_path / name).write_text(json.dumps(value))
     contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     look_at(tmp_path)
-    for rng in rounds(quick=150):
+    for rng in rounds(long=150):
         name = rng.choice([*files, "config.json", "model-1.safetensors"])
         if name in files and rng.random() < 0.8:
             data = json.dumps(altered(files[name], rng)).encode()
@@ -233,7 +233,7 @@ def test_damaged_checkpoint_metadata_run_nothing(rounds: Rounds, tmp_path: Path)
     save_checkpoint(make_model(), folder)
     good = (folder / ".metadata").read_bytes()
     attack = pickle.dumps(Ran(ran), protocol=2)[2:-1]
-    for rng in rounds(quick=60):
+    for rng in rounds(long=60):
         at = rng.randrange(len(good))
         data = damaged(good, rng) if rng.random() < 0.5 else good[:at] + attack + good[at:]
         (folder / ".metadata").write_bytes(data)
@@ -248,7 +248,7 @@ def test_damaged_checkpoint_metadata_run_nothing(rounds: Rounds, tmp_path: Path)
 def test_damaged_bodies_of_weights_are_refused_or_read(rounds: Rounds) -> None:
     good = safetensors(**WEIGHTS)
     head = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
-    for rng in rounds(quick=300):
+    for rng in rounds(long=300):
         text = json.dumps(altered(head, rng)).encode()
         for data in (damaged(good, rng), len(text).to_bytes(8, "little") + text + bytes(14)):
             with refused_or_read(data):
@@ -277,7 +277,7 @@ def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, 
     weights = WeightReceiver(engine, weights_root=tmp_path)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     before = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids
-    for rng in rounds(quick=10):
+    for rng in rounds(long=10):
         for _ in range(20):
             name, args = rng.choice(COMMANDS)
             if name == "finish_weights" and rng.random() < 0.7:

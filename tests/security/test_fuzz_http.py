@@ -126,7 +126,7 @@ def replies(port: int, sent: list[bytes]) -> list[bytes]:
 
 def test_damaged_bytes_are_answered_in_http_or_closed(case: SimpleNamespace, rounds: Rounds) -> None:
     with no_errors_logged():
-        for rng in rounds(quick=2):
+        for rng in rounds(long=2):
             sent = []
             for _ in range(150):
                 data = rng.choice(SEEDS)
@@ -194,7 +194,7 @@ def test_damaged_fields_are_a_client_error_or_an_answer(case: SimpleNamespace, r
     fields, known = documented_fields(), operations(case)
     assert len(fields) > 100 and len(known) > 60
     with no_errors_logged():
-        for rng in rounds(quick=2):
+        for rng in rounds(long=2):
             for method, path, body in known:
                 if body is None and rng.random() < 0.7:
                     continue

@@ -36,7 +36,7 @@ def framed(message: Any) -> bytes:
 
 def test_damaged_and_cut_messages_of_a_rank_are_an_error_or_a_wait_with_an_end(rounds: Rounds) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for rng in rounds(quick=200):
+        for rng in rounds(long=200):
             data = damaged(b"".join(framed(rng.choice(MESSAGES)) for _ in range(3)), rng)
             with socket.create_connection(server.getsockname()) as far, shown(data), within(2.0):
                 link = RankLink(server.accept()[0])
@@ -106,7 +106,7 @@ def test_damaged_arrays_of_a_stage_run_no_code(rounds: Rounds) -> None:
     """Stages trust each other for values; what is no array is an error, and nothing is unpickled."""
     arrays = {"logprobs": torch.zeros(3, 2), "ids": torch.arange(5).numpy()}
     content = stage_link._pack(arrays)
-    for rng in rounds(quick=200):
+    for rng in rounds(long=200):
         data = damaged(content, rng)
         with shown(data), within(2.0), contextlib.suppress(stage_link.StageLost):
             stage_link._unpack(data)

@@ -73,7 +73,7 @@ MESSAGES = [
 
 
 def test_templates_of_any_kind_render_or_are_refused(rounds: Rounds) -> None:
-    for rng in rounds(quick=150):
+    for rng in rounds(long=150):
         if rng.random() < 0.2:
             template = damaged(CHATML.encode(), rng).decode("utf-8", "replace")
         else:
@@ -161,7 +161,7 @@ def constraint(rng: random.Random) -> dict[str, object]:
 
 
 def test_constraints_of_any_kind_compile_or_are_refused_in_time(rounds: Rounds, grammars: GrammarCache) -> None:
-    for rng in rounds(quick=60):
+    for rng in rounds(long=60):
         given = constraint(rng)
         with shown(given), within(6.0), contextlib.suppress(RequestError):
             matcher = grammars.template(StructuredOutput.from_dict(given)).deep_copy()
