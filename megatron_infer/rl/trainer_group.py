@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -127,11 +127,12 @@ class Membership(Protocol):
 
 
 def tensors(
-    group: Membership, specs: Sequence[TensorSpec], *, buffer_bytes: int | None = None
+    receive: Callable[[int], Tensor], specs: Sequence[TensorSpec], *, buffer_bytes: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Receive `specs` in order -> (name, tensor), valid until the next one. Raises WeightUpdateError.
 
-    buffer_bytes: None: one broadcast each. Else vLLM's packing: whole tensors are joined until they have more bytes.
+    receive: `Membership.receive`. buffer_bytes: None: one broadcast each. Else vLLM's packing: whole tensors are joined
+    until they have more bytes.
     """
     part: list[TensorSpec] = []
     size = 0
@@ -141,7 +142,7 @@ def tensors(
         if buffer_bytes is not None and size <= buffer_bytes and place < len(specs):
             continue
         try:
-            pieces = group.receive(size).split([one.num_bytes for one in part])
+            pieces = receive(size).split([one.num_bytes for one in part])
         except RuntimeError as error:
             name = part[0].name
             raise WeightUpdateError(f"{name} did not come from the trainer: {error}", tensor=name) from error

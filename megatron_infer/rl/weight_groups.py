@@ -100,6 +100,6 @@ class EngineGroups:
             known = ", ".join(map(repr, self._members)) or "none"
             raise WeightUpdateError(f"there is no group {name[:80]!r} (there are: {known}); have the engines join it")
         specs = checked_specs(names, dtypes, shapes, most_elements=member.most_elements)
-        for tensor_name, tensor in tensors(member.group, specs, buffer_bytes=buffer_bytes):
+        for tensor_name, tensor in tensors(member.group.receive, specs, buffer_bytes=buffer_bytes):
             update.count_received(tensor.nbytes)
             update.write(tensor_name, tensor)

@@ -15,6 +15,7 @@ from test_weight_groups import PROMPT, join, served
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.server.control import weight_updates
+from megatron_infer.server.engine_replica import engine_replica
 
 RANK, ALPHA = 4, 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -251,6 +252,8 @@ def test_two_engines_take_miles_adapters_together_and_replace_them_only_when_ask
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "lora_dropout": 0.0}
     config |= {"bias": "none", "task_type": "CAUSAL_LM"}
     with served(BASE, count=2, lora=LoRAConfig(max_loras=2, max_rank=8)) as case:
+        for replica in case.replicas:  # the commands of a process that was started with --control alone
+            replica._commands = engine_replica(replica.engine, "inproc://none", name="r", control=True)._commands
         one = Trainer(world_size=3)
         join(case, one)
 
@@ -278,4 +281,7 @@ def test_two_engines_take_miles_adapters_together_and_replace_them_only_when_ask
         named = {"lora_name": "named", "config_dict": config, "serialized_named_tensors": [text]}
         call(case, "/load_lora_adapter_from_tensors", named)
         assert_policy(case, "named", merged(BASE, first))
+        assert call(case, "/unload_lora_adapter", {"lora_name": "miles"})["loaded_adapters"] == {"named": "named"}
+        error = call(case, "/load_lora_adapter", {"lora_name": "file", "lora_path": "/tmp"}, expected=403)["error"]
+        assert error["code"] == "no_lora_root"
         one.end()

@@ -22,11 +22,20 @@ from echo import EchoEngine
 from server_case import serving
 
 from megatron_infer.coordinator.protocol import Answer
-from megatron_infer.server.control import fanout, sglang_routes, vllm_routes, weight_group_routes
+from megatron_infer.server.control import fanout, sglang_routes, vllm_routes
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g"}
 TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
 IN_BODY = {"serialized_named_tensors": [base64.b64encode(safetensors(**WEIGHTS)).decode()]}
+ADAPTER = {"lora_name": "a", "config_dict": {"r": 1, "lora_alpha": 1}}
+AREAL_ADAPTER = {
+    **TENSORS,
+    "lora_name": "b",
+    "lora_int_id": 1,
+    "lora_target_modules": [],
+    "lora_rank": 1,
+    "lora_alpha": 1,
+}
 PUBLISHED = {"source_dir": ".", "local_checkpoint_dir": "/local", "target_version": 1}
 SLEEP = {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}}
 WAKE = {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": ["kv_cache"]}}
@@ -42,6 +51,7 @@ VERSIONS = (200, 200, 200, 409, 409, 409)
 JOINS = (200, 200, 200, 200, 409, 200)
 RECEIVES = (409, 200, 409, 409, 400, 200)
 """In UPDATING no engine has joined."""
+LOADS = (200, 200, 200, 409, 409, 409)
 DRAWS = (200, WAITS, 503, 503, WAITS, WAITS)
 
 TABLE = [
@@ -94,6 +104,10 @@ TABLE = [
     ("POST", "/areal_set_update_weight_meta", TENSORS, ALWAYS),
     ("POST", "/areal_update_weights_xccl", {}, RECEIVES),
     ("POST", "/update_weights_from_tensor", IN_BODY, (409, 200, 409, 409, 200, 200)),
+    ("POST", "/load_lora_adapter_from_distributed", {**ADAPTER, **TENSORS}, LOADS),
+    ("POST", "/load_lora_adapter_from_tensors", {**ADAPTER, **IN_BODY}, LOADS),
+    ("POST", "/areal_set_update_weight_meta_lora", AREAL_ADAPTER, ALWAYS),
+    ("POST", "/areal_update_weights_lora_xccl", AREAL_ADAPTER, (409, 200, 409, 409, 409, 409)),
     ("POST", "/destroy_weights_update_group", {"group_name": "g"}, ALWAYS),
     ("POST", "/pull_weights", PUBLISHED, ALWAYS),
     ("POST", "/collective_rpc", SLEEP, AT_ALL),
@@ -194,17 +208,12 @@ def test_table_has_every_route_of_control():
     listed |= {("POST", f"/v1/replicas/{{name}}/{verb}") for verb in ("drain", "undrain")}  # test_replica_routes.py
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
     listed |= {("POST", path) for path in adapters}  # tests/models/lora/test_serve.py
-    refused = {
-        ("POST", path)
-        for path in (*weight_group_routes.NO_ADAPTERS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)
-    }
+    refused = {("POST", path) for path in (*sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)}
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 
 
 def test_refusal_of_an_unserved_control_names_what_is_served():
     with serving_with_control() as case:
-        for path in weight_group_routes.NO_ADAPTERS:
-            assert "--lora-root" in call(case, path, {"names": ["a"]}, expected=501)["error"]["message"]
         for path, reason in (sglang_routes.NOT_SERVED | vllm_routes.NOT_SERVED).items():
             error = call(case, path, expected=501)["error"]
             assert error["code"] == "not_served" and reason in error["message"]

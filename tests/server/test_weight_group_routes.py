@@ -367,11 +367,11 @@ def test_packed_tensors_are_cut_as_vllm_cuts_them():
 
     for size, cuts in ((None, sizes), (1, [3, 4, 10, 2]), (7, [8, 9, 2]), (8, [17, 2]), (100, [19])):
         asked.clear()
-        found = [(name, tensor.numel()) for name, tensor in tensors(Group(), specs, buffer_bytes=size)]
+        found = [(name, tensor.numel()) for name, tensor in tensors(Group().receive, specs, buffer_bytes=size)]
         assert found == [(str(n), n) for n in sizes]
         assert asked == cuts, size
     mixed = checked_specs(["a", "b"], ["int8", "float32"], [[3], []], most_elements=100)
-    assert [tensor.shape for _, tensor in tensors(Group(), mixed, buffer_bytes=100)] == [(3,), ()]
+    assert [tensor.shape for _, tensor in tensors(Group().receive, mixed, buffer_bytes=100)] == [(3,), ()]
 
 
 def test_group_that_no_engine_can_be_in_is_refused_by_name():

@@ -92,14 +92,6 @@ class CheckerBody(Body):
     """None: checksum."""
 
 
-class ContinueBody(Body):
-    """It takes nothing that acts."""
-
-
-class BeginUpdateBody(ContinueBody):
-    """It takes nothing that acts."""
-
-
 class EndUpdateBody(Body):
     weight_version: int | str | None = None
 
@@ -115,7 +107,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
         checker: dict[str, Any] = {"body": CheckerBody, "fields": CHECKER_FIELDS}
         add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
     resume = replying(routes.reply, "Generation continued successfully.", routes.resume)
-    resuming: dict[str, Any] = {"body": ContinueBody, "fields": CONTINUE_FIELDS}
+    resuming: dict[str, Any] = {"body": Body, "fields": CONTINUE_FIELDS}
     load: dict[str, Any] = {"body": DiskBody, "fields": DISK_FIELDS, "optional_body": False}
     for prefix, weights in (("/", "update_weights_from_disk"), ("/areal_", "update_weights")):
         add("POST", f"{prefix}pause_generation", routes.pause, "Pause", body=PauseBody)
@@ -124,7 +116,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     aborting: dict[str, Any] = {"body": SglangAbortBody, "fields": ABORT_FIELDS}
     add("POST", "/abort_request", routes.abort, "Abort requests, which reply with what they have", **aborting)
     begin = replying(routes.reply, "The weight update has begun.", updates.start)
-    beginning: dict[str, Any] = {"body": BeginUpdateBody, "fields": UPDATE_FIELDS}
+    beginning: dict[str, Any] = {"body": Body, "fields": UPDATE_FIELDS}
     add("POST", "/begin_weight_update", begin, "Begin a weight update", **beginning)
     pulling: dict[str, Any] = {"body": PullBody, "optional_body": False}
     add("POST", "/pull_weights", routes.pull, "Choose a version that a trainer has published", **pulling)

@@ -159,7 +159,8 @@ class WeightUpdates:
         """Raises ApiError 409 where the update under way is of something else."""
         if adapter != self._adapter:
             own = "the model" if self._adapter is None else f"adapter {self._adapter.name!r}"
-            raise wrong_state(f"tensors of something else while an update of {own} is under way: finish or cancel it")
+            state = self._machine.status.name
+            raise wrong_state(f"tensors of something else while the engines are {state} ({own}): finish or cancel it")
 
     async def end_received(self) -> None:
         """Finish the update that received tensors have begun, if one is under way."""

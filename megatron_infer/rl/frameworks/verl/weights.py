@@ -21,9 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.frameworks.buckets import buckets
-
-_ALIGNMENT = 8
-"""Bytes: a tensor of any dtype may begin at a multiple of it."""
+from megatron_infer.rl.trainer_group import TensorSpec, tensors
 
 
 @CheckpointEngineRegistry.register("megatron_infer")
@@ -83,7 +81,7 @@ class GlooWeights(CheckpointEngine):
                 header = [
                     [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket
                 ]
-                data = torch.cat([_padded(tensor) for _, tensor in bucket])
+                data = torch.cat([one.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, one in bucket])
                 self._broadcast_header({"tensors": header})
                 self._broadcast(data)
                 num_bytes += data.nbytes
@@ -101,14 +99,9 @@ class GlooWeights(CheckpointEngine):
                 raise WeightUpdateError(f"the trainer stopped sending: {header['error']}")
             if "end" in header:
                 return
-            parts = [(name, getattr(torch, dtype), shape) for name, dtype, shape in header["tensors"]]
-            sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in parts]
-            data = torch.empty(sum(size + _padding(size) for size in sizes), dtype=torch.uint8)
-            self._broadcast(data)
-            first = 0
-            for (name, dtype, shape), size in zip(parts, sizes, strict=True):
-                yield name, data[first : first + size].view(dtype).view(shape)
-                first += size + _padding(size)
+            specs = [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]]
+            for pair in tensors(self._received, specs, buffer_bytes=sum(one.num_bytes for one in specs)):
+                yield pair
 
     def _broadcast_header(self, header: dict[str, Any] | None) -> dict[str, Any]:
         """Send a header, or receive one (None)."""
@@ -121,18 +114,13 @@ class GlooWeights(CheckpointEngine):
         found: dict[str, Any] = json.loads(bytes(text.tolist()))
         return found
 
+    def _received(self, num_bytes: int) -> Tensor:
+        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        self._broadcast(flat)
+        return flat
+
     def _broadcast(self, tensor: Tensor) -> None:
         try:
             self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
             raise WeightUpdateError(f"the trainer or a rollout worker is gone: {error}") from error
-
-
-def _padding(num_bytes: int) -> int:
-    return -num_bytes % _ALIGNMENT
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    """A tensor's bytes on the host, up to a multiple of the alignment."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _padding(flat.numel())))
