@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, *(ROOT / name for name in ("tools", "tools/bench", "tests/kernels", "tests/support"))):
+CASES = tuple(f"tests/{name}" for name in ("kernels", "models/lora", "runner/sampling", "support"))
+"""Where the cases are that checks and tests share."""
+for folder in (ROOT, *(ROOT / name for name in ("tools", "tools/bench", *CASES))):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

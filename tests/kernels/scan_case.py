@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
-from step_rows import CPU, Row, step_of
+from step_rows import CPU, Row, moved, step_of
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
@@ -59,12 +59,23 @@ class Case:
     dummy_slot: int | None = None
     """Of padding rows."""
 
+    def on(self, device: torch.device) -> Case:
+        """The same there."""
+        states = LayerStates(*(part._base.to(device)[:, 1] for part in self.states))
+        own = {"weights": moved(self.weights, device), "step": moved(self.step, device)}
+        return replace(self, **own, states=states, fused=self.fused.to(device))
+
+    def parts(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """xBC and dt of such a projection."""
+        xBC, dt = fused[:, 3:].split((self.spec.num_channels, self.spec.num_steps), dim=-1)
+        return xBC, dt
+
     def run(self, backend: ScanBackend) -> tuple[Tensor, LayerStates]:
         """(y, states afterwards) on a private copy of the states."""
         conv, ssm = (part._base.clone()[:, 1] for part in self.states)
         backend.plan(self.step)
-        xBC, dt = self.fused[:, 3:].split((self.spec.num_channels, self.spec.num_steps), dim=-1)
-        return backend.run(xBC, dt, LayerStates(conv, ssm), self.weights, self.spec), LayerStates(conv, ssm)
+        states = LayerStates(conv, ssm)
+        return backend.run(*self.parts(self.fused), states, self.weights, self.spec), states
 
 
 def make_case(
@@ -100,7 +111,6 @@ def make_case(
         num_decode=num_decode,
         num_padding=num_padding,
         padding_rows=padding_rows,
-        device=device,
     )
     states = make_states(spec, num_slots, conv_dtype=conv_dtype or dtype, ssm_dtype=ssm_dtype, seed=seed + 1)
     for (q_len, kv_len), slot in zip(rows, slots, strict=True):
@@ -109,12 +119,8 @@ def make_case(
     fused = torch.randn(step.num_tokens, 3 + spec.num_channels + spec.num_steps, generator=generator).to(dtype)
     fused[step.num_tokens - num_padding :] = math.nan
     weights = make_weights(spec, conv_bias=conv_bias, channel_skip=channel_skip, seed=seed + 2)
-    if device != CPU:
-        for one in fields(weights):
-            value = getattr(weights, one.name)
-            setattr(weights, one.name, None if value is None else value.to(device))
-        states = LayerStates(*(part._base.to(device)[:, 1] for part in states))
-    return Case(spec, weights, step, states, fused.to(device), dummy_slot=rest[-1])
+    case = Case(spec, weights, step, states, fused, dummy_slot=rest[-1])
+    return case if device == CPU else case.on(device)
 
 
 def check_case(backend: ScanBackend, case: Case, tolerance: float | None = None) -> None:

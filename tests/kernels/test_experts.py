@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from experts_case import RULES as TINY_RULES
+from experts_case import distinct, routers_choice
 
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.native.cpu_native import NativeOps
@@ -14,40 +15,19 @@ from megatron_infer.models.mcore_compat import rounds_router_scores
 
 TOLERANCE = 2e-6
 """Rounding of exp and of the order of sums."""
-SIGMOID = {"score_function": "sigmoid"}
-SOFTMAX = {"score_function": "softmax"}
-RULES: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "softmax": ({"top_k": 3, **SOFTMAX}, 12, False),
-    "pre-softmax, scaled": ({"top_k": 2, "pre_softmax": True, "scaling_factor": 2.5, **SOFTMAX}, 7, False),
-    "sigmoid, bias, groups": (
-        {"top_k": 4, "num_groups": 3, "group_topk": 2, "scaling_factor": 1.7, **SIGMOID},
-        18,
-        True,
+RULES = TINY_RULES | {
+    "softmax of logits, groups": (
+        RoutingRules(top_k=4, score_function="softmax", num_groups=8, group_topk=4),
+        128,
+        False,
     ),
-    "softmax, groups": ({"top_k": 2, "pre_softmax": True, "num_groups": 4, "group_topk": 2, **SOFTMAX}, 16, False),
-    "softmax of logits, groups": ({"top_k": 4, "num_groups": 8, "group_topk": 4, **SOFTMAX}, 128, False),
-    "sigmoid, one": ({"top_k": 1, **SIGMOID}, 5, False),
-    "sigmoid, all": ({"top_k": 4, **SIGMOID}, 4, True),
 }
 
 
 def rules_of(name: str) -> tuple[RoutingRules, int, torch.Tensor | None]:
     rules, num_experts, has_bias = RULES[name]
     bias = torch.linspace(-0.3, 0.3, num_experts) if has_bias else None
-    return RoutingRules(**rules, rounds_scores=rounds_router_scores()), num_experts, bias
-
-
-def torchs_choice(logits: torch.Tensor, bias: torch.Tensor | None, rules: RoutingRules) -> Any:
-    return topk_routing_with_score_function(
-        logits,
-        rules.top_k,
-        use_pre_softmax=rules.pre_softmax,
-        num_groups=rules.num_groups,
-        group_topk=rules.group_topk or None,
-        scaling_factor=rules.scaling_factor or None,
-        score_function=rules.score_function,
-        expert_bias=bias,
-    )
+    return rules._replace(rounds_scores=rounds_router_scores()), num_experts, bias
 
 
 def no_formula(logits: torch.Tensor) -> Any:
@@ -57,12 +37,9 @@ def no_formula(logits: torch.Tensor) -> Any:
 @pytest.mark.parametrize("name", RULES)
 def test_experts_and_weights_are_those_of_the_router(native_library, name):
     rules, num_experts, bias = rules_of(name)
-    ops, generator = NativeOps(native_library, torch.float32), torch.Generator().manual_seed(num_experts)
-    # no rounding of scores makes two of them equal
-    order = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(4096 // num_experts + 5)])
-    logits = ((order - num_experts / 2) / 4).float()
+    ops, logits = NativeOps(native_library, torch.float32), distinct(4096 // num_experts + 5, num_experts)
     got, chosen = ops.route(logits, bias, rules, no_formula)
-    want, torchs = torchs_choice(logits, bias, rules)
+    want, torchs = routers_choice(logits, bias, rules)
     assert torch.equal(chosen, torchs) and got.dtype is torch.float32
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=0)
 

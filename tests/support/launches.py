@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,28 @@ def recording(folder: Path, package: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(asdict(one)) + "\n" for one in seen)
     (folder / f"{os.getpid()}.jsonl").write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def kernels_launched() -> Iterator[list[str]]:
+    """The names of the kernels that are launched within the block, in order."""
+    names: list[str] = []
+    with listening(lambda launch, kernel, *_: names.append(kernel.fn.__name__)):
+        yield names
+
+
+def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Repeats what `work` does by a graph; on a CPU by the stand-in, which repeats its launches."""
+    work()
+    if device.type != "cuda":
+        from replay_recorder import ReplayRecorder
+
+        return ReplayRecorder().capture(work).replay
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def read(folder: Path) -> list[Launched]:

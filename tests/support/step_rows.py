@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from megatron_infer.kernels.base import StateCaptures, StepMetadata
 Row = tuple[int, int]
 """(q_len, kv_len)"""
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def step_of(
@@ -83,3 +85,28 @@ def step_of(
         captures=StateCaptures(row=row, num_tokens=num_tokens, state_slot=state_slot),
         **fields,
     )
+
+
+def moved(values: T, device: torch.device) -> T:
+    """A dataclass with its tensors on `device`."""
+    given = {one.name: getattr(values, one.name) for one in fields(values)}  # type: ignore[arg-type]
+    tensors = {name: value.to(device) for name, value in given.items() if isinstance(value, Tensor)}
+    return replace(values, **tensors)  # type: ignore[type-var]
+
+
+def padded_step(
+    step: StepMetadata, *, padding_rows: tuple[int, int], num_padding: int, **of: Any
+) -> tuple[StepMetadata, Tensor]:
+    """(the step in a larger shape, where its tokens are there). of: dummies and blocks, as `step_of` takes them."""
+    rows = list(zip(step.q_len.tolist(), step.kv_len.tolist(), strict=True))
+    shape = {"padding_rows": padding_rows, "num_padding": num_padding, "num_decode": step.num_decode}
+    own = torch.arange(step.num_tokens)
+    own[step.num_decode :] += padding_rows[0]
+    return step_of(rows, table_row=step.table_row, **shape, **of), own
+
+
+def spread(values: Tensor, own: Tensor, num_tokens: int, fill: float) -> Tensor:
+    """Tokens' values in the larger shape of `padded_step`."""
+    wide = values.new_full((num_tokens, *values.shape[1:]), fill)
+    wide[own] = values
+    return wide

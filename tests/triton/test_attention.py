@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import math
 
 import pytest
 import torch
-from attention_case import check, on_device, padded
+from attention_case import CHUNK, check, make_backend, one_row, padded, run
+from launches import captured, kernels_launched
 from paged_case import Case, make_case
 
 from megatron_infer.kernels.triton.launch import launch, listening
 
 pytestmark = pytest.mark.triton
-
-CHUNK = 32
-"""Keys of a split here, so that short rows have several."""
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +23,11 @@ def backend(device):
     return make_backend()
 
 
-def make_backend(**settings):
-    from megatron_infer.kernels.triton.attention import TritonPagedAttention
-
-    return TritonPagedAttention(**{"num_cores": 2, "shared_kib": 227, "chunk": CHUNK, **settings})
-
-
-def run(backend, case: Case, device: torch.device) -> torch.Tensor:
-    return on_device(case, device).run(backend)[0].cpu()
-
-
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 256])
 def test_decode_rows_match_reference(backend, device, dtype, head_dim):
     rows = [(1, 1), (1, 17), (1, CHUNK), (1, CHUNK + 1), (1, 3 * CHUNK - 1)]
     case = make_case(rows, num_decode=5, dtype=dtype, head_dim=head_dim, num_kv_heads=1, group_size=3)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 def test_steps_of_short_decode_rows_take_the_kernel_that_those_of_long_ones_do(backend, device):
@@ -59,7 +48,7 @@ def test_a_draft_between_two_steps_leaves_what_a_layer_is_launched_with(device):
     """An MTP layer runs as layer 0 of another spec and another cache; what is new searches for its kernels again."""
     backend = make_backend()
     cases = [make_case([(1, 20)], num_decode=1, dtype=torch.float32, head_dim=dim) for dim in (16, 32)]
-    model, draft = (on_device(case, device) for case in cases)
+    model, draft = (case.on(device) for case in cases)
     found, held = [], []
     for case in (model, draft, model):
         held.append(case.run(backend))  # with its cache
@@ -75,7 +64,7 @@ def test_a_draft_between_two_steps_leaves_what_a_layer_is_launched_with(device):
 def test_prompts_and_chunks_match_reference(backend, device, dtype, head_dim):
     rows = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 130), (70, 70)]
     case = make_case(rows, num_decode=0, dtype=dtype, head_dim=head_dim, num_kv_heads=1, group_size=2)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 @pytest.mark.parametrize("window", [None, 1, 24, 40])
@@ -83,22 +72,24 @@ def test_prompts_and_chunks_match_reference(backend, device, dtype, head_dim):
 def test_mixed_steps_match_reference(backend, device, dtype, window, sinks):
     rows = [(1, 1), (1, 100), (1, 31), (1, 33), (9, 9), (20, 90), (1, 60)]
     case = make_case(rows, num_decode=4, dtype=dtype, window=window, rotary_dim=32, head_dim=32, sinks=sinks)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.5, True), (30.0, False)])
 def test_capped_scores_and_the_second_of_two_ropes_match_reference(backend, device, softcap, sinks):
     rows = [(1, 1), (1, 100), (1, 31), (9, 9), (20, 90), (1, 60)]
     form = {"num_decode": 3, "window": 40, "rotary_dim": 16, "rotary_at": 8, "head_dim": 32, "sinks": sinks}
-    check(backend, make_case(rows, dtype=torch.float32, softcap=softcap, **form), device)
+    check(backend, make_case(rows, dtype=torch.float32, softcap=softcap, **form), device=device)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64, 256])
 def test_blocks_of_any_size_match_reference(backend, device, block_size):
     rows = [(1, 70), (1, 64), (9, 75), (30, 30)]
     case = make_case(rows, num_decode=2, dtype=torch.float32, block_size=block_size, head_dim=32, window=50)
-    check(backend, case, device)
-    check(backend, make_case(rows, num_decode=2, dtype=torch.float16, block_size=block_size, head_dim=32), device)
+    check(backend, case, device=device)
+    check(
+        backend, make_case(rows, num_decode=2, dtype=torch.float16, block_size=block_size, head_dim=32), device=device
+    )
 
 
 @pytest.mark.parametrize("group_size", [1, 5, 16, 70])
@@ -107,7 +98,7 @@ def test_groups_of_any_size_match_reference(backend, device, group_size):
     case = make_case(
         rows, num_decode=1, dtype=torch.float32, num_kv_heads=1, group_size=group_size, head_dim=32, sinks=True
     )
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 def latents(rows, *, num_decode, dtype, group_size=4, rotary=16, latent=32, **more) -> Case:
@@ -122,14 +113,14 @@ def test_latents_match_reference(backend, device, dtype, sizes):
     rows = [(1, 1), (1, 40), (9, 20)] if latent > 100 else [(1, 1), (1, 100), (1, 33), (9, 9), (20, 90), (1, 60)]
     sizes = {"group_size": group, "rotary": rotary, "latent": latent}
     case = latents(rows, num_decode=2, dtype=dtype, block_size=24 if group == 50 else 16, **sizes)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 def test_latents_have_the_same_bits_padded_alone_and_with_any_number_of_programs(backend, device):
     rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
     case = latents(rows, num_decode=2, dtype=torch.float32)
     plain = run(backend, case, device)
-    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device)
+    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device=device)
     assert torch.equal(torch.cat([out[:2], out[4 : 4 + 29]]), plain) and not out[4 + 29 :].any()
     assert torch.equal(run(make_backend(num_cores=64), case, device), plain)
     for i in range(len(rows)):
@@ -141,7 +132,7 @@ def test_latents_have_the_same_bits_padded_alone_and_with_any_number_of_programs
 def test_rotation_matches_reference(backend, device, dtype, rotary_dim, interleaved):
     rows = [(1, 5), (6, 6), (3, 20)]
     case = make_case(rows, num_decode=1, dtype=dtype, rotary_dim=rotary_dim, interleaved=interleaved)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 def test_slices_read_blocks_that_other_slices_of_the_step_fill(backend, device):
@@ -150,14 +141,14 @@ def test_slices_read_blocks_that_other_slices_of_the_step_fill(backend, device):
     table, at = case.meta.block_table, [int(row) for row in case.meta.table_row]
     for row, num_shared in ((2, 3), (3, 2), (4, 1)):
         table[at[row], :num_shared] = table[at[1], :num_shared]
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1])
 @pytest.mark.parametrize("window", [None, CHUNK + 5])
 def test_split_boundaries_match_reference(backend, device, length, window):
     case = make_case([(1, length)], num_decode=1, dtype=torch.float32, head_dim=32, window=window, sinks=True)
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 def test_a_long_row_takes_larger_splits_not_more(device):
@@ -167,7 +158,7 @@ def test_a_long_row_takes_larger_splits_not_more(device):
     backend = make_backend(chunk=16)
     case = make_case([(1, 16 * 16 + 1)], num_decode=1, dtype=torch.float32, num_kv_heads=16, group_size=1, head_dim=16)
     assert decode_tiles(Layer(16, 1, 16, 16, 4), 16).max_splits == 16
-    check(backend, case, device)
+    check(backend, case, device=device)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -182,10 +173,9 @@ def test_a_short_row_takes_smaller_splits(device, window):
     case = make_case(
         rows, num_decode=5, dtype=torch.float32, num_kv_heads=2, group_size=2, head_dim=64, window=window, sinks=True
     )
-    out = check(make_backend(chunk=256, num_cores=4), case, device)
+    out = check(make_backend(chunk=256, num_cores=4), case, device=device)
     short = make_case(rows[:1], num_decode=1, dtype=torch.float32, head_dim=64, num_kv_heads=2, group_size=2)
-    launched = []
-    with listening(lambda launch, kernel, *_: launched.append(kernel.fn.__name__)):
+    with kernels_launched() as launched:
         run(make_backend(chunk=256), short, device)
     assert out.shape[0] == 5 and launched.count("decode_kernel") == 1 and "merge_kernel" not in launched
 
@@ -219,14 +209,14 @@ def test_a_padded_step_gives_the_same_bits_and_zeros_for_padding(backend, device
     rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
     case = make_case(rows, num_decode=2, dtype=dtype, rotary_dim=32, head_dim=32, num_kv_heads=1)
     plain = run(backend, case, device)
-    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device)
+    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device=device)
     assert torch.equal(torch.cat([out[:2], out[4 : 4 + 29]]), plain)
     assert not out[4 + 29 :].any() and len(out) == 60
 
 
 def test_a_step_padded_with_tokens_alone_gives_zeros_for_them(backend, device):
     case = make_case([(1, 40), (1, 3)], num_decode=2, dtype=torch.float32, head_dim=32)
-    out = check(backend, padded(case, num_decode=2, num_prefill=0, num_tokens=9, max_kv_len=40), device)
+    out = check(backend, padded(case, num_decode=2, num_prefill=0, num_tokens=9, max_kv_len=40), device=device)
     assert out[:2].all() and not out[2:].any()
 
 
@@ -241,37 +231,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(backend, device, num_dec
         assert torch.equal(run(backend, one_row(case, i), device), out[case.meta.cu_q[i] : case.meta.cu_q[i + 1]])
 
 
-def one_row(case: Case, row: int) -> Case:
-    meta, here, tokens = case.meta, slice(row, row + 1), slice(case.meta.cu_q[row], case.meta.cu_q[row + 1])
-    q_len, kv_len, table_row = meta.q_len[here], meta.kv_len[here], meta.table_row[here]
-    cu_q = torch.tensor([0, int(q_len[0])], dtype=torch.int32)
-    alone = dataclasses.replace(
-        meta,
-        num_tokens=int(q_len[0]),
-        num_rows=1,
-        num_decode=int(row < meta.num_decode),
-        q_len=q_len,
-        kv_len=kv_len,
-        cu_q=cu_q.numpy(),
-        table_row=table_row,
-        num_prompt_queries=meta.num_prompt_queries[here],
-        q_len_R=torch.from_numpy(q_len),
-        kv_len_R=torch.from_numpy(kv_len),
-        cu_q_R1=cu_q,
-        table_row_R=torch.from_numpy(table_row),
-        positions_T=meta.positions_T[tokens],
-        kv_pos_T=meta.kv_pos_T[tokens],
-        cos_TR=None if meta.cos_TR is None else meta.cos_TR[tokens],
-        sin_TR=None if meta.sin_TR is None else meta.sin_TR[tokens],
-        max_q_len=0,
-        max_kv_len=0,
-    )
-    return Case(case.spec, alone, case.fused[tokens], case.kv_cache, case.layer)
-
-
 def test_a_prompt_has_the_same_bits_however_it_is_cut(backend, device):
     case = make_case([(60, 60)], num_decode=0, dtype=torch.float32, head_dim=32, num_kv_heads=1)
-    whole, cache = on_device(case, device).run(backend)
+    whole, cache = case.on(device).run(backend)
     for first in (10, 30, 50) if device.type == "cpu" else (1, 29, 33):  # numpy: by place in a matrix
         later = make_case([(60 - first, 60)], num_decode=0, dtype=torch.float32, head_dim=32, num_kv_heads=1)
         later.fused, later.kv_cache = case.fused[first:], cache.cpu()
@@ -281,7 +243,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(backend, device):
 
 
 def test_contiguous_and_transposed_inputs_are_both_taken(backend, device):
-    case = on_device(make_case([(1, 9), (4, 12)], num_decode=1, dtype=torch.float32), device)
+    case = make_case([(1, 9), (4, 12)], num_decode=1, dtype=torch.float32).on(device)
     want, _ = case.run(backend)
     heads = case.fused.view(-1, 2, 5, 64)
     odd = heads[:, :, :3].transpose(-1, -2).contiguous().transpose(-1, -2)  # last dim not contiguous
@@ -305,7 +267,7 @@ def test_garbage_behind_a_rows_keys_does_not_reach_it(backend, device):
 
 
 def test_nothing_is_read_from_the_hosts_arrays(backend, device):
-    case = on_device(make_case([(1, 70), (9, 40)], num_decode=1, dtype=torch.float32, head_dim=32), device)
+    case = make_case([(1, 70), (9, 40)], num_decode=1, dtype=torch.float32, head_dim=32).on(device)
     want, _ = case.run(backend)
     case.meta.q_len = case.meta.kv_len = case.meta.cu_q = case.meta.table_row = None
     out, _ = case.run(backend)
@@ -342,55 +304,39 @@ def test_steps_of_real_size_match_reference(device, dtype, head_dim):
     sizes = {"num_kv_heads": 2, "group_size": 4, "head_dim": head_dim, "rotary_dim": head_dim}
     case = make_case(rows, num_decode=4, dtype=dtype, **sizes)
     wide = padded(case, num_decode=8, num_prefill=5, num_tokens=600, max_kv_len=8192)
-    check(make(device, dtype), wide, device)
+    check(make(device, dtype), wide, device=device)
 
 
 def test_a_captured_step_replays_on_other_content(device, dtype):
-    if device.type == "cpu":
-        pytest.skip("needs a GPU")
     shape = {"num_decode": 3, "num_prefill": 2, "num_tokens": 40, "max_kv_len": 400}
     first = make_case([(1, 300), (9, 20)], num_decode=1, dtype=dtype, rotary_dim=64)
     second = make_case([(1, 20), (1, 290), (30, 37)], num_decode=2, dtype=dtype, rotary_dim=64, seed=1)
     size = max(first.kv_cache.shape[2], second.kv_cache.shape[2])
-    first, second = (on_device(padded(case, **shape), device) for case in (first, second))
-    backend = make_backend(chunk=64)
-    fixed = dataclasses.replace(first.meta)  # its tensors are where the graph reads
-    fixed.block_table = torch.zeros(16, 64, dtype=torch.int32, device=device)
-    fused, cache = first.fused.clone(), first.kv_cache.new_zeros(2, 2, size, *first.kv_cache.shape[3:])
-    names = ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R", "positions_T", "kv_pos_T", "cos_TR", "sin_TR")
+    first, second = (padded(case, **shape).on(device) for case in (first, second))
+    backend, fixed, found = make_backend(chunk=64), copy.deepcopy(first), []  # where the graph reads
+    fixed.meta.block_table = torch.zeros(16, 64, dtype=torch.int32, device=device)
+    fixed.kv_cache = first.kv_cache.new_zeros(2, 2, size, *first.kv_cache.shape[3:])
 
-    def fill(case: Case) -> None:
-        for name in names:
-            getattr(fixed, name).copy_(getattr(case.meta, name))
+    def step() -> None:
+        backend.plan(fixed.meta)
+        found[:] = [backend.run(*fixed.parts(fixed.fused), fixed.kv_cache, layer=1, spec=fixed.spec)]
+
+    replay = captured(step, device)
+    for case in (first, second, first):
         rows, blocks = case.meta.block_table.shape
-        fixed.block_table[:rows, :blocks].copy_(case.meta.block_table)
-        fused.copy_(case.fused)
-        cache[:, :, : case.kv_cache.shape[2]].copy_(case.kv_cache)
-
-    def step() -> torch.Tensor:
-        heads = fused.view(40, 2, 5, 64)
-        backend.plan(fixed)
-        return backend.run(heads[:, :, :3], heads[:, :, 3], heads[:, :, 4], cache, layer=1, spec=first.spec)
-
-    wants = [case.run(backend)[0] for case in (first, second)]
-    contents = [Case(c.spec, dataclasses.replace(c.meta), c.fused.clone(), c.kv_cache, 1) for c in (first, second)]
-    for content in contents:  # copies: `fixed` shares the first case's tensors
-        for name in names:
-            setattr(content.meta, name, getattr(content.meta, name).clone())
-    step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for content, want in zip(contents, wants, strict=True):
-        fill(content)
-        graph.replay()
-        assert torch.equal(out, want)
+        fixed.meta.block_table[:rows, :blocks].copy_(case.meta.block_table)
+        for name in ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R", "positions_T", "kv_pos_T", "cos_TR", "sin_TR"):
+            getattr(fixed.meta, name).copy_(getattr(case.meta, name))
+        fixed.fused.copy_(case.fused)
+        fixed.kv_cache[:, :, : case.kv_cache.shape[2]].copy_(case.kv_cache)
+        replay()
+        assert torch.equal(found[0], case.run(make_backend(chunk=64))[0])
 
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_a_cache_that_is_dropped_is_free_and_another_one_is_read(device, inference):
     """Views of the layers are kept from step to step, and must not keep a cache that a suspend releases."""
-    case = on_device(make_case([(1, 40), (3, 9)], num_decode=1, dtype=torch.float32, seed=3), device)
+    case = make_case([(1, 40), (3, 9)], num_decode=1, dtype=torch.float32, seed=3).on(device)
     other = dataclasses.replace(case, kv_cache=case.kv_cache.flip(0) * 2)
     backend = make_backend()
     with torch.inference_mode(inference):

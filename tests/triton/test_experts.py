@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engines import finish, make_engine, run, tokens_of
+from experts_case import FFN, WIDTH, Layer, choose
+from launches import kernels_launched
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.activations import squared_relu
-from megatron_infer.kernels.experts import ExpertWeights
-from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.tiny import tiny_hybrid
 
 pytestmark = pytest.mark.triton
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-WIDTH, FFN, NUM_EXPERTS, TOP_K = 40, 24, 6, 2
 
 
 @pytest.fixture(scope="module")
@@ -20,40 +22,6 @@ def experts(device):
     from megatron_infer.kernels.triton.experts import TritonExperts
 
     return TritonExperts()
-
-
-class Layer:
-    """Weights of a rank's experts, and the sum as it is defined."""
-
-    def __init__(self, device, dtype, *, first=0, count=NUM_EXPERTS, bias=False, activation=None, top_k=TOP_K, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-
-        def randn(*shape):
-            return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
-
-        middle = 2 * FFN if activation is None else FFN
-        self.fc1 = [{"weight": randn(middle, WIDTH), "bias": randn(middle) if bias else None} for _ in range(count)]
-        self.fc2 = [{"weight": randn(WIDTH, FFN), "bias": randn(WIDTH) if bias else None} for _ in range(count)]
-        self.weights = ExpertWeights(fc1=self.fc1, fc2=self.fc2, first=first, top_k=top_k, activation=activation)
-
-    def want(self, x, chosen, probs, out):
-        ops, total = ReferenceOps(), out.double()
-        for i, (fc1, fc2) in enumerate(zip(self.fc1, self.fc2, strict=True), self.weights.first):
-            parts = [None if part is None else part.double() for p in (fc1, fc2) for part in (p["weight"], p["bias"])]
-            inner = (self.weights.activation or ops.silu_mul)(ops.linear(x.double(), *parts[:2]))
-            total += ops.linear(inner, *parts[2:]) * (probs[:, i].double() * chosen[:, i])[:, None]
-        return total.to(out.dtype)
-
-
-def choose(device, dtype, num_tokens, *, top_k=TOP_K, favourite=None, seed=0):
-    """(x, chosen, probs); with a favourite every token chooses that expert too."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
-    if favourite is not None:
-        scores[:, favourite] += 1
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(top_k).indices, True)
-    x = torch.randn(num_tokens, WIDTH, generator=generator)
-    return x.to(device, dtype), chosen.to(device), (scores * chosen).to(device, dtype)
 
 
 def add(experts, x, chosen, probs, layer, out):
@@ -67,7 +35,7 @@ def check(experts, layer, x, chosen, probs):
     want = layer.want(x, chosen, probs, out)
     assert add(experts, x, chosen, probs, layer, out) is out
     tolerance = TOLERANCE[x.dtype]
-    torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
     zeros = torch.zeros_like(x)
     assert torch.equal(add(experts, x, chosen, probs, layer, None), add(experts, x, chosen, probs, layer, zeros))
 
@@ -180,11 +148,10 @@ def test_uneven_experts_are_left_to_the_other_path(experts, device):
 
 
 def test_no_tokens_are_no_launch(experts, device):
-    seen, layer = [], Layer(device, torch.float32)
     x, chosen, probs = choose(device, torch.float32, 0)
-    with listening(lambda *call: seen.append(call)):
-        add(experts, x, chosen, probs, layer, x)
-    assert not seen
+    with kernels_launched() as launched:
+        add(experts, x, chosen, probs, Layer(device, torch.float32), x)
+    assert not launched
 
 
 def test_watched_weights_are_compared_again_only_when_their_watcher_says_so(experts, device):
@@ -220,21 +187,12 @@ def test_watched_weights_are_compared_again_only_when_their_watcher_says_so(expe
 @pytest.mark.parametrize("write", ["in place", "moved", "replaced"])
 def test_an_engine_sees_experts_that_training_moves(device, monkeypatch, write):
     """Its guard looks before each step, so that a layer of 128 experts need not."""
-    from megatron_infer.config.inference import InferenceConfig
-    from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.engine.engine import DynamicInferenceEngine
-    from megatron_infer.testing.tiny import tiny_hybrid
-
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "triton")
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    config = InferenceConfig(buffer_size_gb=0.01, block_size_tokens=16, max_sequence_length=64, max_requests=2)
-
-    def tokens(engine):
-        return engine.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids
-
+    greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    work = [([5, 6, 7, 8], SamplingParams(max_tokens=4, **greedy))]
     model = tiny_hybrid("*E", init_method_std=0.3).to(device)
-    engine = DynamicInferenceEngine(model, config, device=str(device))
-    engine.add_request([5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False))
+    engine = make_engine(model, max_sequence_length=64, max_requests=2)
+    engine.add_request([5, 6, 7, 8], SamplingParams(max_tokens=8, **greedy))
     for _ in range(3):
         engine.step()
     with torch.no_grad():
@@ -247,9 +205,8 @@ def test_an_engine_sees_experts_that_training_moves(device, monkeypatch, write):
                     old.fill_(float("nan"))  # who reads there still answers with it
                 else:
                     linear.weight = torch.nn.Parameter(linear.weight * -1.5)
-    while engine.has_unfinished():
-        engine.step()
-    found = tokens(engine)
+    finish(engine)
+    found = tokens_of(run(engine, work))
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")
-    assert found == tokens(DynamicInferenceEngine(model, config, device=str(device)))
+    assert found == tokens_of(run(make_engine(model, max_sequence_length=64, max_requests=2), work))
     assert engine.weight_version == 1

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from attention_case import check, on_device, padded
+from attention_case import check, make_backend, padded, run
 from paged_case import Case, make_case
 
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
@@ -23,12 +23,6 @@ MIXED = [(1, 1), (1, 100), (1, 31), (1, 33), (9, 9), (20, 90), (1, 60)]
 def reads_fp8(device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
-
-
-def make_backend(**settings):
-    from megatron_infer.kernels.triton.attention import TritonPagedAttention
-
-    return TritonPagedAttention(**{"num_cores": 2, "shared_kib": 227, "chunk": 32, **settings})
 
 
 def fp8_case(rows, **settings) -> Case:
@@ -70,33 +64,32 @@ def test_every_code_is_widened_to_its_number(device, dtype, reads_fp8):
 @pytest.mark.parametrize("settings", [{}, {"window": 24, "sinks": True}, {"rotary_dim": 20, "interleaved": True}])
 def test_mixed_steps_match_reference(device, dtype, reads_fp8, settings):
     settings = {"num_decode": 4, "dtype": dtype, "head_dim": 32, "rotary_dim": 32, **settings}
-    check(make_backend(), fp8_case(MIXED, **settings), device)
+    check(make_backend(), fp8_case(MIXED, **settings), device=device)
 
 
 def test_latents_match_reference(device, dtype, reads_fp8):
     sizes = {"num_kv_heads": 1, "head_dim": 48, "rotary_dim": 16, "value_start": 16, "interleaved": True}
-    check(make_backend(), fp8_case(MIXED, num_decode=4, dtype=dtype, **sizes), device)
+    check(make_backend(), fp8_case(MIXED, num_decode=4, dtype=dtype, **sizes), device=device)
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_head_dims_and_long_rows_match_reference(device, dtype, reads_fp8, head_dim):
     rows = [(1, 130), (1, 5), (17, 70)]
-    check(make_backend(), fp8_case(rows, num_decode=2, dtype=dtype, head_dim=head_dim, num_kv_heads=1), device)
+    check(make_backend(), fp8_case(rows, num_decode=2, dtype=dtype, head_dim=head_dim, num_kv_heads=1), device=device)
 
 
 def test_padding_changes_no_bit(device, dtype, reads_fp8):
     case = fp8_case([(1, 70), (1, 12), (9, 50)], num_decode=2, dtype=dtype, rotary_dim=32, head_dim=32, num_kv_heads=1)
-    backend = make_backend()
-    plain = on_device(case, device).run(backend)[0].cpu()
+    plain = run(make_backend(), case, device)
     wide = padded(case, num_decode=4, num_prefill=2, num_tokens=30, max_kv_len=300)
-    out = on_device(wide, device).run(make_backend(num_cores=64))[0].cpu()
+    out = run(make_backend(num_cores=64), wide, device)
     assert torch.equal(torch.cat([out[:2], out[4 : 4 + 9]]), plain) and not out[13:].any()
 
 
 def test_keys_beyond_the_range_become_the_largest(device, reads_fp8):
     case = fp8_case([(5, 5)], num_decode=0, dtype=torch.float32, head_dim=32, rotary_dim=16)
     case.fused *= 1e3
-    _, cache = on_device(case, device).run(make_backend())
+    _, cache = case.on(device).run(make_backend())
     largest = cache[1, 1].cpu().float().abs().max()
     assert largest == 448.0 and not cache.cpu().float().isnan().any()
 

@@ -194,7 +194,7 @@ def test_masks_forbid_what_torch_forbids(kernels, device, some):
 def test_the_captured_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, device, mode):
     """Rows with and without every option, side by side; torch's code agrees but for the last bits of a logarithm."""
     if device.type == "cuda":
-        pytest.skip("these rows live on a CPU; tests/triton/test_sampling_gpu.py draws on the GPU")
+        pytest.skip("these rows live on a CPU; the check captured_draws draws on a GPU")
     rng, vocab_size = np.random.default_rng(6), 4200
     ways = [
         {},

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from launches import captured
+from scan_case import DELTA, SPEC, Case, check_case, make_case
+from step_rows import moved, padded_step, spread
 
 from megatron_infer.kernels.ssm import LayerStates
-from megatron_infer.kernels.triton.launch import listening
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-from scan_case import DELTA, SPEC, Case, check_case, make_case
 
 pytestmark = pytest.mark.triton
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -47,22 +45,16 @@ class OnDevice:
         self.backend, self.device = backend, device
 
     def plan(self, step):
-        moved = {
-            name: getattr(step, name).to(self.device) for name in ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R")
-        }
-        self.backend.plan(replace(step, **moved))
+        self.backend.plan(moved(step, self.device))
 
     def run(self, xBC, dt, states, weights, spec):
-        moved = {
-            name: None if (part := getattr(weights, name)) is None else part.to(self.device)
-            for name in weights.__slots__
-        }
         pools = [part._base.to(self.device) for part in states]
         views = (  # as strided as they are
             part._base.to(self.device).as_strided(part.shape, part.stride(), part.storage_offset())
             for part in (xBC, dt)
         )
-        y = self.backend.run(*views, LayerStates(*(pool[:, 1] for pool in pools)), type(weights)(**moved), spec)
+        own = LayerStates(*(pool[:, 1] for pool in pools))
+        y = self.backend.run(*views, own, moved(weights, self.device), spec)
         for part, pool in zip(states, pools, strict=True):
             part._base.copy_(pool)
         return y.cpu()
@@ -119,9 +111,9 @@ def test_a_cut_between_segments_and_a_capture_there_change_no_bit(segmented, cut
     assert torch.equal(got, y[:cut])
     second = make_case([(80 - cut, 80)], spec=spec)
     second = replace(second, fused=whole.fused[cut:], weights=whole.weights)
-    for into, part, captured in zip(second.states, left, states, strict=True):
+    for into, part, kept_state in zip(second.states, left, states, strict=True):
         part = part[int(first.step.table_row[0])]
-        assert torch.equal(part, captured[kept])
+        assert torch.equal(part, kept_state[kept])
         into[int(second.step.table_row[0])] = part
     got, end = second.run(segmented)
     assert torch.equal(got, y[cut:])
@@ -189,27 +181,11 @@ def padded(case: Case, *, decode: int, rows: int, tokens: int) -> Case:
 
     Dummy rows write to the last slot, which no row of the step has.
     """
-    step = case.step
     dummy = len(case.states.conv_SCW) - 1
-    assert dummy not in step.table_row.tolist()
-    own = step.num_decode
-
-    def stretch(real: torch.Tensor, one: int, none: int) -> torch.Tensor:
-        parts = real[:own], torch.full((decode,), one), real[own:], torch.full((rows,), none)
-        return torch.cat(parts).to(torch.int32)
-
-    q_len = stretch(step.q_len_R, 1, 0)
-    cu_q = torch.cat((torch.zeros(1), q_len.cumsum(0))).to(torch.int32)
-    kv_len, table_row = stretch(step.kv_len_R, 1, 0), stretch(step.table_row_R, dummy, dummy)
-    nothing = torch.full((decode, case.fused.shape[1]), 1.0, dtype=case.fused.dtype)
-    tail = torch.full((tokens, case.fused.shape[1]), math.nan, dtype=case.fused.dtype)
-    fused = torch.cat((case.fused[:own], nothing, case.fused[own:], tail))
-    step = replace(
-        step,
-        num_tokens=len(fused), num_rows=len(q_len), num_decode=own + decode,
-        q_len=q_len.numpy(), kv_len=kv_len.numpy(), cu_q=cu_q.numpy(), table_row=table_row.numpy(),
-        q_len_R=q_len, kv_len_R=kv_len, cu_q_R1=cu_q, table_row_R=table_row,
-    )  # fmt: skip
+    assert dummy not in case.step.table_row.tolist()
+    step, own = padded_step(case.step, padding_rows=(decode, rows), num_padding=tokens, dummy_row=dummy)
+    fused = spread(case.fused, own, step.num_tokens, 1.0)
+    fused[-tokens:] = math.nan
     return replace(case, step=step, fused=fused)
 
 
@@ -238,33 +214,28 @@ def test_padding_changes_no_bit_of_a_row_and_writes_to_the_dummy_slot_alone(scan
 @KINDS
 def test_launches_of_a_padded_step_answer_the_next_steps_content_too(scan, device, spec):
     """What a captured graph repeats: the same launches, with other rows, lengths, slots and tokens in the mirrors."""
-    mirrors = ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R")
     one = padded(without_last_slot([(1, 5), (1, 1), (9, 9), (20, 20)], spec, num_decode=2), decode=1, rows=1, tokens=5)
     two = padded(without_last_slot([(1, 3), (30, 40), (0, 0), (0, 0)], spec, num_decode=1), decode=2, rows=0, tokens=4)
     two = replace(two, weights=one.weights)
-    step = replace(one.step, **{name: getattr(one.step, name).to(device, copy=True) for name in mirrors})
-    fused, pools = one.fused.to(device, copy=True), [part._base.to(device, copy=True) for part in one.states]
-    weights = {n: None if (w := getattr(one.weights, n)) is None else w.to(device) for n in one.weights.__slots__}
-    launches = []
-    with listening(lambda *call: launches.append(call)):
-        scan.backend.plan(step)
-        xBC, dt = fused[:, 3:].split((spec.num_channels, spec.num_steps), dim=-1)
-        states = LayerStates(*(pool[:, 1] for pool in pools))
-        y = scan.backend.run(xBC, dt, states, type(one.weights)(**weights), spec)
+    fixed, found = copy.deepcopy(one.on(device)), []
+
+    def step() -> None:
+        scan.backend.plan(fixed.step)
+        found[:] = [scan.backend.run(*fixed.parts(fixed.fused), fixed.states, fixed.weights, spec)]
+
+    replay = captured(step, device)
     for case in (one, two, one):
-        fused.copy_(case.fused)
-        for pool, part in zip(pools, case.states, strict=True):
-            pool.copy_(part._base)
-        for name in mirrors:
-            getattr(step, name).copy_(getattr(case.step, name))
-        for launch, kernel, grid, args, options in launches:
-            launch(kernel, grid, *args, **options)
+        fixed.fused.copy_(case.fused)
+        for part, other in zip(fixed.states, case.states, strict=True):
+            part.copy_(other)
+        for name in ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R"):
+            getattr(fixed.step, name).copy_(getattr(case.step, name))
+        replay()
         want, want_states = case.run(scan)
-        assert torch.equal(y.cpu(), want)
-        for part, other in zip(states, want_states, strict=True):
-            assert torch.equal(
-                part[:-1].cpu().contiguous().view(torch.uint8), other[:-1].contiguous().view(torch.uint8)
-            )
+        assert torch.equal(found[0].cpu(), want)
+        for part, other in zip(fixed.states, want_states, strict=True):
+            mine, theirs = (x[:-1].cpu().contiguous().view(torch.uint8) for x in (part, other))
+            assert torch.equal(mine, theirs)
 
 
 def same(got, want, *, exactly):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lora_cases import random_adapter
 from lora_products import case, reference_product
 
 from gpu_checks.context import Context, error_of
@@ -14,13 +15,11 @@ from gpu_checks.graphs import graphed, same
 from gpu_checks.registry import Comparison, check
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.kernels import backend_candidates
-from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 SHAPES = ((4096, 6144, 48), (14336, 4096, 16), (576, 192, 64), (4096, 28672, 32))
 """(inputs, outputs, largest rank)"""
-TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 
 
 @check(budget_s=30, what="error over the largest entry")
@@ -41,17 +40,6 @@ def adapters_product(ctx: Context, compare: Comparison) -> None:
                     compare.require(f"{label}: other bits alone", torch.equal(alone, got[-1:]))
 
 
-def _adapter(model: Any, name: str, rank: int) -> Adapter:
-    generator = torch.Generator().manual_seed(rank)
-    pairs = {}
-    for path, module in model.named_modules():
-        if path.rpartition(".")[2] in TARGETS and ".experts." not in path:
-            out, width = module.weight.shape
-            a = torch.randn(rank, width, generator=generator) / width**0.5
-            pairs[path] = LoRAPair(a, torch.randn(out, rank, generator=generator) / rank**0.5, 0.5)
-    return Adapter(name, pairs)
-
-
 @check(budget_s=60)
 def adapters_captured(ctx: Context, compare: Comparison) -> None:
     """Tokens and log probabilities of requests of several adapters and none have the same bits with graphs and without
@@ -64,10 +52,11 @@ def adapters_captured(ctx: Context, compare: Comparison) -> None:
             engines = [graphed(ctx, model, lora=lora, captures=captures) for captures in (True, False)]
             work = workload(ctx, count=ctx.pick(12, 3))  # of the first adapter, the base model, the second
             seen: list[Any] = []
-            for first, second in ((3, 20), (7, 20)):
+            for first in (3, 7):
                 for engine in engines:
-                    engine.load_adapter("first", _adapter(model, "first", first), replace=True)
-                    engine.load_adapter("second", _adapter(model, "second", second))
+                    for name, rank in (("first", first), ("second", 20)):
+                        adapter = random_adapter(model, name, rank=rank, seed=rank, scale=0.5)
+                        engine.load_adapter(name, adapter, replace=name == "first")
                 names = ("first", None, "second")
                 asked = [(prompt, replace(how, adapter=names[i % 3])) for i, (prompt, how) in enumerate(work)]
                 got, wanted = (answers(engine, asked) for engine in engines)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from paged_case import Case, make_case
-from step_rows import Row
+from step_rows import CPU, Row
 from torch import Tensor
 
 from gpu_checks.context import Context, error_of
@@ -66,25 +66,20 @@ def oracle(case: Case, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
     kept: attend to this cache as it is after the step; None: to one with this step's keys rounded to their dtype.
     """
-    spec, meta, layer = case.spec, replace(case.meta), case.layer
-    for name in ("cos_TR", "sin_TR", "cu_q_R1", "table_row_R", "block_table", "positions_T", "kv_pos_T"):
-        value = getattr(meta, name)
-        setattr(meta, name, None if value is None else value.cpu())
-    q, k, v = (part.cpu().double() for part in case.parts(case.fused))
+    kept = None if kept is None else kept.cpu().double()
+    case = case.on(CPU)
+    spec, meta, layer, cache = case.spec, case.meta, case.layer, case.kv_cache.double() if kept is None else kept
+    q, k, v = (part.double() for part in case.parts(case.fused))
     if spec.rotary_dim:
         turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
         q, k = (rotate(x, meta.cos_TR, meta.sin_TR, **turn) for x in (q, k))
-    cache = (case.kv_cache if kept is None else kept).cpu().double()
     if kept is None:
         k = k.to(case.fused.dtype).double()
     else:
         k, v = (part.flatten(0, 1)[meta.kv_pos_T] for part in cache[layer])
-    sinks = None if spec.sinks_N is None else spec.sinks_N.cpu()
     backend = ReferenceAttention()
     backend.plan(meta)
-    return backend.run(
-        q, k, v, cache, layer=layer, spec=replace(spec, rotary_dim=0, sinks=None if sinks is None else lambda: sinks)
-    ), cache
+    return backend.run(q, k, v, cache, layer=layer, spec=replace(spec, rotary_dim=0)), cache
 
 
 def _hold(ctx: Context, compare: Comparison, steps: Steps) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from launches import captured
 from light.machine import measure
 from torch import Tensor
 
@@ -266,7 +267,7 @@ def _static_cycles(ctx: Context, compare: Comparison, size: int) -> dict[str, fl
     def work() -> None:
         cell_X.add_(step_X).mul_(2)
 
-    replay = _captured(ctx, work)
+    replay = captured(work, ctx.device)
     seconds: dict[str, list[float]] = {"release": [], "restore": []}
     for _ in range(3):
         region.tensor.fill_(1)
@@ -285,18 +286,6 @@ def _static_cycles(ctx: Context, compare: Comparison, size: int) -> dict[str, fl
         compare.require("a replay after the restore wrote something else", bool((cell_X == 8).all()))
         compare.require("the address moved", region.tensor.data_ptr() == address)
     return {name: min(times) * 1e3 for name, times in seconds.items()}
-
-
-def _captured(ctx: Context, work: Callable[[], None]) -> Callable[[], Any]:
-    """A graph of `work`; in a rehearsal the work itself."""
-    if ctx.rehearse:
-        return work
-    work()
-    ctx.wait()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 LIFE = """

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from experts_case import Layer, choose, distinct, routers_choice
 from torch import Tensor
 
 from gpu_checks.context import Context, error_of
 from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.activations import KINDS, GatedActivation
-from megatron_infer.kernels.experts import ExpertWeights, RoutingRules
+from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -104,37 +105,6 @@ def _normed(x: Tensor, weight: Tensor, *, centered: bool, zero_centered: bool) -
     return norm(x.double().cpu(), weight.double().cpu() + zero_centered, *(None,) * centered, 1e-5)
 
 
-def _experts_case(
-    num_tokens: int, experts: int, top_k: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> tuple[Any, tuple[Tensor, ...], Tensor]:
-    """(the layer's weights, (x, chosen, probs, out), what the experts must give in float64)."""
-    width, inner = sizes
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).div_(shape[-1] ** 0.5).to(dtype)
-
-    fc1, fc2 = ([randn(*shape) for _ in range(experts)] for shape in ((2 * inner, width), (width, inner)))
-    x, before = torch.randn(num_tokens, width, generator=generator).to(dtype), randn(num_tokens, width)
-    scores = torch.randn(num_tokens, experts, generator=generator)
-    scores[:, 0] += 3.0  # one expert that nearly all choose, and some that nobody does
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(top_k).indices, True)
-    probs = scores.softmax(-1) * chosen
-    wanted = before.double()
-    for expert in range(experts):
-        gate, up = (x.double() @ fc1[expert].double().T).chunk(2, dim=-1)
-        inner_TF = gate * torch.sigmoid(gate) * up
-        wanted += (inner_TF @ fc2[expert].double().T) * probs[:, expert, None].double()
-    weights = ExpertWeights(
-        fc1=[{"weight": weight.to(device), "bias": None} for weight in fc1],
-        fc2=[{"weight": weight.to(device), "bias": None} for weight in fc2],
-        first=0,
-        top_k=top_k,
-        activation=None,
-    )
-    return weights, tuple(part.to(device) for part in (x, chosen, probs, before)), wanted
-
-
 @check(budget_s=20, what=ERROR)
 def experts(ctx: Context, compare: Comparison) -> None:
     """Grouped products of mixture-of-experts layers equal each expert's own, however uneven the choice."""
@@ -143,14 +113,18 @@ def experts(ctx: Context, compare: Comparison) -> None:
             grouped = getattr(backend, "experts", None)
             if grouped is None:
                 continue
-            for num_tokens in ctx.pick((1, 5, 64, 777), (3,)):
-                for shape in ctx.pick(((8, 2, (256, 512)), (60, 4, (512, 352))), ((3, 2, (16, 32)),)):
-                    weights, inputs, wanted = _experts_case(num_tokens, *shape, dtype, ctx.device)
-                    reason = grouped.supports(weights, dtype)
-                    label = f"{backend.name} {dtype} {num_tokens} tokens, {shape[0]} experts"
+            for shape in ctx.pick(((8, 2, 256, 512), (60, 4, 512, 352)), ((3, 2, 16, 32),)):
+                count, top_k, width, ffn = shape
+                layer = Layer(ctx.device, dtype, width=width, ffn=ffn, count=count, top_k=top_k)
+                for num_tokens in ctx.pick((1, 5, 64, 777), (3,)):
+                    # one expert that all choose, and some that nobody does
+                    sizes = {"width": width, "count": count, "top_k": top_k, "favourite": 0}
+                    x, chosen, probs = choose(ctx.device, dtype, num_tokens, **sizes, seed=num_tokens)
+                    out, reason = torch.ones_like(x), grouped.supports(layer.weights, dtype)
+                    wanted = layer.want(x, chosen, probs, out)
+                    label = f"{backend.name} {dtype} {num_tokens} tokens, {count} experts"
                     compare.require(f"{label}: refused, {reason}", reason is None)
-                    x, chosen, probs, out = inputs
-                    grouped.add(x, grouped.listed(chosen, probs, weights.top_k), weights, out)
+                    grouped.add(x, grouped.listed(chosen, probs, top_k), layer.weights, out)
                     compare.add(label, error_of(out, wanted), 2 * TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here has grouped products of experts")
@@ -171,30 +145,17 @@ def _routers(ctx: Context) -> list[tuple[Any, int, bool]]:
 @check(budget_s=20, needs=("megatron.core",), what="error over the largest weight")
 def routing(ctx: Context, compare: Comparison) -> None:
     """The choice of experts in one launch is that of megatron-core's router, in each of its dtypes."""
-    from megatron_infer.models.mcore_compat import topk_routing
-
     for backend in ctx.backends(backend_candidates.OPS, torch.float32):
         if (grouped := getattr(backend, "experts", None)) is None:
             continue
         for rules, num_experts, has_bias in _routers(ctx):
             # Scores rounded to 16 bits are equal now and then, and torch says not which of them it takes.
-            distinct = not (has_bias or rules.pre_softmax)
-            for dtype in dict.fromkeys((*(ctx.dtypes() if distinct else (torch.float32,)), torch.float64)):
-                generator = torch.Generator().manual_seed(num_experts)
-                order = [torch.randperm(num_experts, generator=generator) for _ in range(ctx.pick(64, 3))]
-                logits = (torch.stack(order) / 16.0).sub_(num_experts / 32).to(ctx.device, dtype)
+            few = has_bias or rules.pre_softmax
+            for dtype in dict.fromkeys((*((torch.float32,) if few else ctx.dtypes()), torch.float64)):
+                logits = distinct(ctx.pick(64, 3), num_experts, dtype, apart=1 / 16).to(ctx.device)
                 bias = torch.arange(num_experts, device=ctx.device) % 2 * 2.0 if has_bias else None
                 choice = grouped.choose(logits, bias, rules)
-                probs, chosen = topk_routing()(
-                    logits,
-                    rules.top_k,
-                    use_pre_softmax=rules.pre_softmax,
-                    num_groups=rules.num_groups,
-                    group_topk=rules.group_topk or None,
-                    scaling_factor=rules.scaling_factor or None,
-                    score_function=rules.score_function,
-                    expert_bias=bias,
-                )
+                probs, chosen = routers_choice(logits, bias, rules)
                 label, ids = f"{dtype} {rules.top_k} of {num_experts} {rules.score_function}", choice.ids_TK.long()
                 compare.require(f"{label}: other experts", bool(chosen.gather(1, ids).all()))
                 compare.add(label, error_of(choice.weight_TK, probs.gather(1, ids).cpu()), ROUTING_TOLERANCE[dtype])

@@ -7,6 +7,7 @@ import torch
 from sampling_oracle import make_request
 
 from megatron_infer.kernels.draw_columns import DrawRoom
+from megatron_infer.memory.device import Device
 from megatron_infer.runner.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.runner.in_flight import arrays_of
 from megatron_infer.runner.sampling.draw_groups import DeviceOps
@@ -30,10 +31,15 @@ PADDING = 24
 class Rows:
     """Requests by row, their token pool (junk beyond each context), a sampler over them, and its captured draw."""
 
-    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None) -> None:
-        self.requests, self.vocab_size = requests, vocab_size
+    def __init__(
+        self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None, device="cpu"
+    ) -> None:
+        self.requests, self.vocab_size, self.device = requests, vocab_size, torch.device(device)
         longest = max(len(r.tokens) for r in requests)
-        self.pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
+        pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
+        self.pool = pool.to(device)
+        own = {} if device_kernels is None else {"forbid": device_kernels.forbid}
+        ops = DeviceOps(to_device=Device(str(device)).to_device, **own)
         self.params = RowParams(len(requests) + 1, vocab_size)
         for row, request in enumerate(requests):
             self.put(row, request)
@@ -43,7 +49,7 @@ class Rows:
             logprobs_mode=mode,
             argmax=argmax,
             kernels=kernels,
-            ops=None if device_kernels is None else DeviceOps(forbid=device_kernels.forbid),
+            ops=ops,
         )
         self.captured = CapturedDraw(self.sampler, device_kernels)
 
@@ -63,10 +69,14 @@ class Rows:
     def can_draw(self, rows) -> bool:
         return self.captured.can_draw(self.inputs(rows))
 
+    def padded(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """As a model gives them, on the device."""
+        return torch.nn.functional.pad(logits_RV, (0, PADDING), value=1e4).to(self.device)
+
     def sample(self, logits_RV: torch.Tensor, rows=None) -> SamplerOutput:
         """Draw for `rows` (all of them) from logits_RV[row], real vocabulary only."""
         inputs = self.inputs(np.arange(len(self.requests)) if rows is None else rows)
-        padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(inputs.rows).long()], (0, PADDING), value=1e4)
+        padded = self.padded(logits_RV[torch.from_numpy(inputs.rows).long()])
         before = padded.clone()
         out = self.sampler.sample(padded, inputs)
         assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
@@ -96,8 +106,11 @@ def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
         assert (one is None) == (other is None), name
         if one is None:
             continue
-        good = ~wanted.bad_S[torch.from_numpy(other.index)]
-        found, expected = arrays_of(one), arrays_of(other)
+        good = ~wanted.bad_S.cpu()[torch.from_numpy(other.index)]
+        found, expected = (
+            {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in arrays_of(part).items()}
+            for part in (one, other)
+        )
         assert list(found) == list(expected)
         for field, theirs in expected.items():
             mine = found[field]
