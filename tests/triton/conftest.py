@@ -68,3 +68,16 @@ def device() -> torch.device:
 @pytest.fixture(params=["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def dtype(request, device) -> torch.dtype:
     return getattr(torch, request.param)
+
+
+@pytest.fixture(scope="session")
+def ops(device):
+    from megatron_infer.kernels.triton.elementwise import TritonOps
+
+    return TritonOps()
+
+
+@pytest.fixture
+def randn(device):
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator).to(device, dtype)

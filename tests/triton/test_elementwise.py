@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launches import kernels_launched
 
 from megatron_infer.kernels.torch.torch_ref import ReferenceOps
-from megatron_infer.kernels.triton.launch import listening
 
 pytestmark = pytest.mark.triton
 REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SHAPES = [(1, 576), (3, 1), (33, 50), (5, 4097)]
-
-
-@pytest.fixture(scope="module")
-def ops(device):
-    from megatron_infer.kernels.triton.elementwise import TritonOps
-
-    return TritonOps()
-
-
-@pytest.fixture
-def randn(device):
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape, dtype: torch.randn(*shape, generator=generator).to(device, dtype)
 
 
 def close(got, want):
@@ -93,8 +80,7 @@ def test_each_is_one_launch_and_none_where_there_are_no_rows(ops, randn):
             lambda part: ops.sigmoid_mul(part, part),
             lambda part: ops.silu_mul(part.repeat(1, 2)),
         ):
-            seen = []
-            with listening(lambda *launched, seen=seen: seen.append(launched)):
+            with kernels_launched() as seen:
                 assert call(part).shape == (rows, 64)
             assert len(seen) == count
 

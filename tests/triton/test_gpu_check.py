@@ -220,6 +220,35 @@ class Device:
             raise torch.OutOfMemoryError(f"tried to allocate {num_gib} GiB")
 
 
+def on_a_clock(monkeypatch, seconds: float, outcome) -> list[str]:
+    """Checks take so long on a clock of their own, and give outcome(check) -> the names of those that have begun."""
+    import gpu_check
+    from gpu_checks import worker
+    from gpu_checks.registry import Result
+
+    now, begun = [0.0], []
+
+    def run_group(unit, command, environment, hear, *, deadline, patience):
+        for check in unit:
+            if now[0] >= deadline:
+                hear(check, Result("skipped", reason=worker.NO_TIME))
+                continue
+            begun.append(check.name)
+            now[0] += seconds
+            hear(check, outcome(check))
+
+    monkeypatch.setattr(worker, "run_group", run_group)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    return begun
+
+
+def checks_called(*names: str, **more):
+    """Checks that do nothing."""
+    from gpu_checks.registry import Check
+
+    return [Check(name, "", lambda ctx, compare: None, 1.0, **more) for name in names]
+
+
 @pytest.mark.parametrize(
     ("device", "large_gib", "difference", "status", "said"),
     [
@@ -239,17 +268,10 @@ def test_the_verdict_on_a_device_is_true(monkeypatch, capsys, tmp_path, device, 
     import gpu_check
     from gpu_checks import worker
     from gpu_checks.context import Context
-    from gpu_checks.registry import Check, Result
+    from gpu_checks.registry import Check
 
-    now, ctx = [0.0], Context(torch.device("cpu"), device)
-
-    def run_group(unit, command, environment, hear, *, deadline, patience):
-        for check in unit:
-            if now[0] >= deadline:
-                hear(check, Result("skipped", reason=worker.NO_TIME))
-                continue
-            now[0] += device.seconds
-            hear(check, worker.run_one(check, ctx))
+    ctx = Context(torch.device("cpu"), device)
+    on_a_clock(monkeypatch, device.seconds, lambda check: worker.run_one(check, ctx))
 
     def large(ctx, compare):
         device.take(large_gib)
@@ -263,8 +285,6 @@ def test_the_verdict_on_a_device_is_true(monkeypatch, capsys, tmp_path, device, 
     monkeypatch.setattr(gpu_check, "load", lambda groups: checks)
     monkeypatch.setattr(gpu_check, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_check.signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(worker, "run_group", run_group)
     out = tmp_path / "out.json"
     assert gpu_check.main(["--jobs", "1", "--time-limit", "100", "--out", str(out)]) == status
     printed = capsys.readouterr().out
@@ -339,51 +359,22 @@ def test_the_check_of_flashinfers_rotation_runs_on_a_stand_in_of_it(monkeypatch)
 
 @pytest.mark.triton
 def test_a_run_that_is_killed_leaves_what_it_had_found_and_no_check_running(tmp_path):
-    (tmp_path / "planted_checks.py").write_text(
-        PLANTED.replace("time.sleep(600)", "print(os.getpid(), flush=True); time.sleep(600)")
-    )
+    psutil = pytest.importorskip("psutil")
+    (tmp_path / "planted_checks.py").write_text(PLANTED)
     out = tmp_path / "out.json"
-    options = [
-        "--rehearse",
-        "--checks",
-        "planted=planted_checks",
-        "--only",
-        "fine",
-        "--only",
-        "hangs",
-        "--patience",
-        "1e4",
-    ]
+    options = "--rehearse --checks planted=planted_checks --only fine --only hangs --patience 1e4".split()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
     process = subprocess.Popen([sys.executable, str(TOOL), *options, "--out", str(out)], env=environment)
     try:
-        wait_for(lambda: out.exists() and children_of(process.pid), 60)
-        (worker,) = children_of(process.pid)
+        wait_for(lambda: out.exists() and psutil.Process(process.pid).children(), 60)
+        (worker,) = psutil.Process(process.pid).children()
     finally:
         process.terminate()
     assert process.wait(20) == 128 + signal.SIGTERM
-    wait_for(lambda: not Path(f"/proc/{worker}").exists() or "Z" in state_of(worker), 10)
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
     report = json.loads(out.read_text())
     assert [(row["name"], row["status"]) for row in report["checks"]] == [("fine", "ok")] and report["asked"] == 2
     assert "It ended before its end: 1 of 2 checks" in out.with_suffix(".md").read_text()
-
-
-def children_of(parent: int) -> list[int]:
-    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == parent]
-
-
-def parent_of(stat: Path) -> int:
-    try:
-        return int(stat.read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return -1
-
-
-def state_of(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "Z"
 
 
 def wait_for(condition, seconds: float) -> None:
@@ -396,9 +387,8 @@ def wait_for(condition, seconds: float) -> None:
 @pytest.mark.triton
 def test_what_runs_when_the_time_is_up_is_stopped_and_reported_as_skipped():
     from gpu_checks import worker
-    from gpu_checks.registry import Check
 
-    checks = [Check(name, "", lambda ctx, compare: None, 100.0) for name in ("slow", "next")]
+    checks = checks_called("slow", "next")
     code = 'import time; print(\'{"start": "slow"}\', flush=True); time.sleep(600)'
     reported = []
     started = time.monotonic()
@@ -415,27 +405,12 @@ def test_what_runs_when_the_time_is_up_is_stopped_and_reported_as_skipped():
 @pytest.mark.triton
 def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspends_and_speed(monkeypatch):
     import gpu_check
-    from gpu_checks import worker
-    from gpu_checks.registry import OK, Check, Result
+    from gpu_checks.registry import OK, Result
 
-    now = [0.0]
-    begun: list[str] = []
-
-    def run_group(unit, command, environment, tell, *, deadline, patience):
-        for check in unit:
-            if now[0] >= deadline:
-                tell(check, Result("skipped", reason=worker.NO_TIME))
-                continue
-            begun.append(check.name)
-            now[0] += 30.0
-            tell(check, Result(OK))
-
-    monkeypatch.setattr(worker, "run_group", run_group)
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    begun = on_a_clock(monkeypatch, 30.0, lambda check: Result(OK))
     groups = ("backends", "speed", "memory", "attention", "graphs")
-    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
-    checks = [Check(f"{group}{i}", group=group, **asked) for group in groups for i in range(2)]
-    checks.append(Check("graphs2", group="graphs", alone=True, **asked))
+    checks = [one for group in groups for one in checks_called(f"{group}0", f"{group}1", group=group)]
+    checks += checks_called("graphs2", group="graphs", alone=True)
     rows = gpu_check.run(checks, gpu_check.parse(["--jobs", "1", "--time-limit", "200"]))
     assert begun == ["attention0", "attention1", "graphs0", "graphs1", "graphs2", "memory0", "memory1"]
     reported = {check.name: result.status for check, result in rows}
@@ -446,10 +421,9 @@ def test_a_second_run_at_the_same_commit_keeps_what_was_ok_and_a_rehearsal_or_an
     monkeypatch, tmp_path
 ):
     from gpu_checks import report
-    from gpu_checks.registry import FAILED, OK, SKIPPED, Check, Result
+    from gpu_checks.registry import FAILED, OK, SKIPPED, Result
 
-    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
-    checks = [Check(name, group="graphs", **asked) for name in ("good", "bad", "late", "new")]
+    checks = checks_called("good", "bad", "late", "new", group="graphs")
     facts = report.facts(ROOT) | {"tree_is_clean": True, "gpus": [{"name": "a", "driver_version": "1"}]}
     rows = list(zip(checks, (Result(OK, figure="1"), Result(FAILED), Result(SKIPPED)), strict=False))
     path = tmp_path / "out.json"
@@ -466,12 +440,14 @@ def test_a_second_run_at_the_same_commit_keeps_what_was_ok_and_a_rehearsal_or_an
 
 def test_the_verdict_of_any_run_is_at_most_ten_lines():
     from gpu_checks import report
-    from gpu_checks.registry import FAILED, SKIPPED, Check, Result, Target
+    from gpu_checks.registry import FAILED, SKIPPED, Result, Target
 
-    asked = {"function": lambda ctx, compare: None, "promise": "", "budget_s": 1.0}
-    rows = [(Check(f"s{i}", group="g", **asked), Result(SKIPPED, reason=f"reason {i % 7}")) for i in range(40)]
+    skipped, failed = (
+        checks_called(*(f"{name}{i}" for i in range(num)), group=name) for name, num in (("s", 40), ("f", 9))
+    )
+    rows = [(check, Result(SKIPPED, reason=f"reason {i % 7}")) for i, check in enumerate(skipped)]
     missed = [Target("speed", 0.5, 0.9, "x", True)]
-    rows += [(Check(f"f{i}", group="h", **asked), Result(FAILED, reason=f"why {i}", targets=missed)) for i in range(9)]
+    rows += [(check, Result(FAILED, reason=f"why {check.name}", targets=missed)) for check in failed]
     lines = report.verdict(rows, 1.0).splitlines()
     assert len(lines) <= 10 and all(line.startswith("gpu_check: ") for line in lines)
     assert f"gpu_check: FAILED: {', '.join(f'f{i}' for i in range(9))}" in lines

@@ -7,25 +7,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from launches import kernels_launched
 
 from megatron_infer.kernels.activations import KINDS, GatedActivation, form_of
-from megatron_infer.kernels.triton.launch import listening
 
 pytestmark = pytest.mark.triton
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(scope="module")
-def ops(device):
-    from megatron_infer.kernels.triton.elementwise import TritonOps
-
-    return TritonOps()
-
-
-@pytest.fixture
-def randn(device):
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator).to(device, dtype)
 
 
 def close(got, want, dtype):
@@ -52,8 +39,7 @@ def test_norms_of_views_and_behind_a_sum_match_their_definition_in_one_launch(
     form = {"centered": centered, "zero_centered": zero_centered}
     for x in views:
         weight, bias = randn(x.shape[-1], dtype=dtype), randn(x.shape[-1], dtype=dtype) if centered else None
-        seen = []
-        with listening(lambda *launched, seen=seen: seen.append(launched)):
+        with kernels_launched() as seen:
             got = ops.norms.norm(x, weight, bias, 1e-5, **form)
         assert len(seen) == 1 and got.shape == x.shape
         close(got, wanted(x, weight, bias, **form), dtype)
@@ -73,8 +59,7 @@ def test_activations_match_torch_alone_and_gated_in_one_launch(ops, randn, dtype
     x[0, 0], x[1, 1], x[2, 2], x[2, 3] = -80.0, 80.0, 0.0, -6.0
     cases = [function, GatedActivation(function, None, 0.0), GatedActivation(function, 1.5, 1.0)]
     for case in cases:
-        seen = []
-        with listening(lambda *launched, seen=seen: seen.append(launched)):
+        with kernels_launched() as seen:
             got = ops.rowwise(case, x)
         assert len(seen) == 1
         close(got, case(x.double()), dtype)

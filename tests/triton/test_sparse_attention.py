@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launches import kernels_launched
 from sparse_case import BLOCK, CHUNKS, LENGTHS, TOP_K, WHOLE, Sequences, run_steps, sparse_spec
-
-from megatron_infer.kernels.triton.launch import listening
 
 pytestmark = pytest.mark.triton
 
@@ -36,8 +35,7 @@ def test_scores_that_do_not_fit_at_once_are_made_in_parts(backend, device, monke
     sequences = Sequences(sparse_spec())
     want = run_steps(backend, sequences, WHOLE, device=device)
     monkeypatch.setattr(sparse_attention, "index_queries", lambda max_keys: 5)
-    launched = []
-    with listening(lambda launch, kernel, *_: launched.append(kernel.fn.__name__)):
+    with kernels_launched() as launched:
         got = run_steps(backend, sequences, WHOLE, device=device)
     assert launched.count("index_scores") == -(-(sum(LENGTHS) + 2) // 5)
     for one, other in zip(got, want, strict=True):
@@ -69,8 +67,7 @@ def test_keys_and_index_keys_of_eight_bits_give_the_answer_of_torch(backend, dev
 
 def test_steps_of_few_keys_attend_to_all_of_them_without_an_indexer(backend, device):
     sequences = Sequences(sparse_spec(top_k=max(LENGTHS)))
-    launched = set()
-    with listening(lambda launch, kernel, *_: launched.add(kernel.fn.__name__)):
+    with kernels_launched() as launched:
         outs = run_steps(backend, sequences, CHUNKS, device=device)
     assert "prefill_kernel" in launched and "index_scores" not in launched
     for which, out in enumerate(outs):

@@ -21,12 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.models.adopt import AdoptedModel, adopt
@@ -34,6 +33,7 @@ from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
+from step_rows import step_of
 from stub_driver import stubbed
 
 KINDS = ("llama", "moe", "mamba")
@@ -57,34 +57,22 @@ class Step:
         from megatron_infer.kernels.triton import attention, elementwise, scan
 
         device, blocks = torch.device("cpu"), KEYS // BLOCK
-        rows = torch.arange(batch, dtype=torch.int32)
         self.ops = elementwise.make(device, torch.float32)
         self.attention = attention.TritonPagedAttention(num_cores=132, shared_kib=227)
         self.scan = scan.TritonScan()
         self.states: LayerStates | None = None
         self.kv_cache = torch.zeros(num_layers, 2, batch * blocks + 1, BLOCK, KV_HEADS, HEAD_DIM)
         self.num_tokens, self.token_ids_T = batch, torch.ones(batch, dtype=torch.long)
-        self.positions_T = torch.full((batch,), KEYS - 1)
-        ones, cu_q = torch.ones_like(rows), torch.arange(batch + 1, dtype=torch.int32)
-        self.meta = StepMetadata(
-            num_tokens=batch,
-            num_rows=batch,
+        self.meta = step_of(
+            [(1, KEYS)] * batch,
             num_decode=batch,
-            q_len=ones.numpy(),
-            kv_len=np.full(batch, KEYS, dtype=np.int32),
-            cu_q=cu_q.numpy(),
-            table_row=rows.numpy(),
-            num_prompt_queries=np.zeros(batch, dtype=np.int32),
-            q_len_R=ones,
-            kv_len_R=KEYS * ones,
-            cu_q_R1=cu_q,
-            table_row_R=rows,
+            table_row=range(batch),
             block_table=torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks),
-            positions_T=self.positions_T,
-            kv_pos_T=torch.arange(batch) * KEYS + KEYS - 1,
+            block_size=BLOCK,
             cos_TR=torch.ones(batch, HEAD_DIM),
             sin_TR=torch.zeros(batch, HEAD_DIM),
         )
+        self.positions_T = self.meta.positions_T
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
@@ -123,7 +111,7 @@ def decoder(kind: str, num_layers: int, experts: int) -> AdoptedModel:
     return adopt(tiny_gpt(**settings).eval())
 
 
-def step_of(adopted: AdoptedModel, step: Step) -> Callable[[], Any]:
+def forward_of(adopted: AdoptedModel, step: Step) -> Callable[[], Any]:
     adopted.weights_watched()  # as an engine's are
 
     def run() -> None:
@@ -169,7 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, stubbed(Path(folder)):
         for kind in KINDS:
             runs = [
-                step_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
+                forward_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
                 for depth in (shallow, deep)
             ]
             if options.profile == kind:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
-from gpu_checks.registry import Comparison, Target, Unavailable, check
+from gpu_checks.registry import Comparison, Target, Unavailable, add_check, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
@@ -96,39 +97,30 @@ def _cycle(
     }
 
 
-@check(budget_s=20)
-def suspend_persist(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Persist keeps content and addresses."""
-    return _cycle(ctx, compare, mode="persist", keeps_address=True)
-
-
-@check(budget_s=20)
-def suspend_offload(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Offload gives the whole pool back to the driver; contents return bit for bit."""
-    return _cycle(ctx, compare, mode="offload")
-
-
-@check(budget_s=20)
-def suspend_recompute(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Recompute gives the whole pool back to the driver; requests go on with the same tokens."""
-    return _cycle(ctx, compare, mode="recompute")
-
-
-@check(budget_s=20)
-def suspend_static_pointers(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """With static pointers the pool leaves, and comes back at the address it had."""
-    return _cycle(ctx, compare, mode="offload", keeps_address=True, static_kv_memory_pointers=True)
-
-
-@check(budget_s=30)
-def unified_memory(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """A cache in unified memory gives the same tokens and keeps content and address over suspend.
-
-    More managed memory than the device has free makes pages move without end, which can hang it. An engine's region
-    refuses that by itself (`managed.check_room`).
-    """
-    options = {"needs_bytes": MANAGED_ROOM, "unified_memory_level": 1}
-    return _cycle(ctx, compare, mode="persist", keeps_address=True, **options)
+SUSPENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "suspend_persist": ("Persist keeps content and addresses.", {"mode": "persist", "keeps_address": True}),
+    "suspend_offload": (
+        "Offload gives the whole pool back to the driver; contents return bit for bit.",
+        {"mode": "offload"},
+    ),
+    "suspend_recompute": (
+        "Recompute gives the whole pool back to the driver; requests go on with the same tokens.",
+        {"mode": "recompute"},
+    ),
+    "suspend_static_pointers": (
+        "With static pointers the pool leaves, and comes back at the address it had.",
+        {"mode": "offload", "keeps_address": True, "static_kv_memory_pointers": True},
+    ),
+    # More managed memory than the device has free makes pages move without end, which can hang it. An engine's region
+    # refuses that by itself (`managed.check_room`).
+    "unified_memory": (
+        "A cache in unified memory gives the same tokens and keeps content and address over suspend.",
+        {"mode": "persist", "keeps_address": True, "needs_bytes": MANAGED_ROOM, "unified_memory_level": 1},
+    ),
+}
+"""Check -> (promise, how `_cycle` is called)."""
+for _name, (_promise, _asked) in SUSPENDS.items():
+    add_check(__name__, _name, _promise, partial(_cycle, **_asked), budget_s=30)
 
 
 @check(budget_s=30, long=True)

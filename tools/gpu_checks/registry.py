@@ -149,18 +149,23 @@ _CHECKS: dict[str, dict[str, Check]] = {}
 """Module -> its checks by name."""
 
 
-def check(**more: Any) -> Callable[[Callable[[Any, Comparison], Mapping[str, Any] | None]], Check]:
-    """Register a function as a check. more: fields of `Check`.
+Function = Callable[[Any, Comparison], Mapping[str, Any] | None]
 
-    Its name is the check's, the first paragraph of its docstring the promise.
-    """
 
-    def register(function: Callable[[Any, Comparison], Mapping[str, Any] | None]) -> Check:
-        name, promise = function.__name__, " ".join((function.__doc__ or "").split("\n\n")[0].split())
-        if any(name in registered for registered in _CHECKS.values()):
-            raise ValueError(f"two checks are called {name}")
-        made = _CHECKS.setdefault(function.__module__, {})[name] = Check(name, promise, function, **more)
-        return made
+def add_check(module: str, name: str, promise: str, function: Function, **more: Any) -> Check:
+    """Register a check of a module. more: fields of `Check`."""
+    if any(name in registered for registered in _CHECKS.values()):
+        raise ValueError(f"two checks are called {name}")
+    made = _CHECKS.setdefault(module, {})[name] = Check(name, promise, function, **more)
+    return made
+
+
+def check(**more: Any) -> Callable[[Function], Check]:
+    """Register a function: its name is the check's, the first paragraph of its docstring the promise."""
+
+    def register(function: Function) -> Check:
+        promise = " ".join((function.__doc__ or "").split("\n\n")[0].split())
+        return add_check(function.__module__, function.__name__, promise, function, **more)
 
     return register
 
