@@ -34,7 +34,6 @@ from megatron_infer.kernels.triton.launch import APART, AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
 from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, power_of_2
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_LEAD, MAX_LATENT = 64, 512
 """Dims of a latent attention's key: its rotary part, and the latent, which is its value."""
@@ -50,15 +49,7 @@ PROGRAMS_PER_CORE = 2
 """Decode programs per multiprocessor, which has room for two or more: all run at once, with even shares."""
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton attention cannot run here; None: it can."""
-    if (reason := launch.unavailable(device)) is not None:
-        return reason
-    if dtype not in DTYPES:
-        return f"needs bfloat16, float16 or float32, got {dtype}"
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 wrongly; use float32 or float16 with it"
-    return None
+unavailable = launch.kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
@@ -119,8 +110,8 @@ class TritonPagedAttention:
     ) -> str | None:
         """Blocks may have any size. The block table is read once per tile of keys where a tile lies in one block, else
         once per key."""
-        if dtype not in DTYPES:
-            return f"needs bfloat16, float16 or float32, got {dtype}"
+        if dtype not in launch.DTYPES:
+            return f"needs float32, bfloat16 or float16, got {dtype}"
         if kv_dtype is not FP8 and (reason := only_own_dtype(dtype, kv_dtype)) is not None:
             return reason
         if kv_dtype is FP8 and self._arch < FP8_ARCH:

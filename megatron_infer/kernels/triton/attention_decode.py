@@ -46,10 +46,9 @@ from megatron_infer.kernels.triton.attention_tiles import (
     mean_of,
     padded,
     power_of_2,
-    precision,
     variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher, precision
 from megatron_infer.kernels.triton_scratch import (
     DECODE_CHUNK,
     DECODE_SHORT,

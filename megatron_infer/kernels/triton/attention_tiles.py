@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton.launch import AotVariant, precision
 from megatron_infer.kernels.triton_scratch import MIN_DOT as MIN_DOT
 from megatron_infer.kernels.triton_scratch import cdiv as cdiv
 from megatron_infer.kernels.triton_scratch import padded as padded
@@ -192,11 +192,6 @@ class Layer:
         sizes, softcap = (spec.num_kv_heads, spec.group_size, spec.value_dim), spec.softcap or 0.0
         lead, unread = spec.value_start or 0, spec.head_dim - spec.query_dim
         return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, unread)
-
-
-def precision(element_bytes: int) -> str:
-    """`input_precision` of dots: fp32 is multiplied as fp32, not rounded to TF32; no effect in 16 bit."""
-    return "ieee" if element_bytes > 2 else "tf32"
 
 
 def variant(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.ssm import L2_EPS, DeltaSpec, RecurrentSpec, SsmWeights
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2, precision
 from megatron_infer.kernels.triton.scan_decode import step_size
 from megatron_infer.kernels.triton.scan_slices import FORGOTTEN, LOG2E, find_segment, place
 from megatron_infer.kernels.triton_scratch import delta_shapes, scan_chunk
@@ -283,7 +283,7 @@ def _slice_constexprs(spec: RecurrentSpec, dtype: torch.dtype, *, captures: bool
     """Of (delta_chunks, delta_walk)."""
     fp32 = dtype is torch.float32
     both: dict[str, Any] = _layer(spec) | {
-        "PRECISION": "ieee" if fp32 else "tf32",
+        "PRECISION": precision(dtype.itemsize),
         "CHUNK": scan_chunk(dtype.itemsize),
         "BLOCK_N": max(16, power_of_2(spec.state_dim)),
     }

@@ -29,18 +29,13 @@ from megatron_infer.kernels.triton.launch import (
     DTYPES,
     AotVariant,
     cdiv,
+    kernels_unavailable,
     launch,
     overlapping,
 )
-from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.norms import HELD_WIDTH, TritonNorms, row_tile
 
-
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run here; None if they can."""
-    if dtype not in DTYPES:
-        return f"needs float32, bfloat16 or float16, got {dtype}"
-    return triton_unavailable(device)
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonOps:

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
 from megatron_infer.kernels.triton.activations import Activations
-from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2, precision
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128
 """Pairs of a tile; powers of two."""
@@ -279,14 +279,9 @@ def _around(top_k: int, experts: int, block_m: int, width: int, has_start: bool)
 def _product(dtype: torch.dtype, sizes: tuple[int, ...], gather: bool, has_bias: bool, aligned: bool) -> Launcher:
     """sizes: `tile_sizes`."""
     block_m, block_n, block_k, num_warps, num_stages = sizes
-    branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype)}
+    branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype.itemsize)}
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": TILE_GROUP}
     return Launcher(_grouped_linear, **branch, **blocks, num_warps=num_warps, num_stages=num_stages)
-
-
-def precision(dtype: torch.dtype) -> str:
-    """`input_precision` of tl.dot: fp32 operands are multiplied as fp32, not as TF32."""
-    return "ieee" if dtype is torch.float32 else "tf32"
 
 
 def aot_variants() -> list[AotVariant]:
@@ -305,7 +300,7 @@ def aot_variants() -> list[AotVariant]:
             options = {"num_warps": num_warps, "num_stages": num_stages}
             blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": TILE_GROUP}
             for gather in (True, False):
-                branch = {"GATHER": gather, "HAS_BIAS": gather, "ALIGNED": True, "PRECISION": precision(dtype)}
+                branch = {"GATHER": gather, "HAS_BIAS": gather, "ALIGNED": True, "PRECISION": precision(dtype.itemsize)}
                 name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{m}"
                 variants.append(AotVariant.of(name, _grouped_linear, types, branch | blocks, **options))
     return variants

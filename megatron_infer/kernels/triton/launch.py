@@ -76,6 +76,22 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+def kernels_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels for numbers of this dtype cannot run on tensors of this device; None: they can."""
+    if (reason := unavailable(device)) is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"needs float32, bfloat16 or float16, got {dtype}"
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly; use float32 or float16 with it"
+    return None
+
+
+def precision(element_bytes: int) -> str:
+    """`input_precision` of tl.dot: fp32 is multiplied as fp32, not rounded to TF32; no effect in 16 bit."""
+    return "ieee" if element_bytes > 2 else "tf32"
+
+
 @functools.cache
 def _no_launcher() -> str | None:
     """Why Triton cannot launch compiled kernels; None: it can. It compiles C for that: for the driver, here, and later

@@ -20,9 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.lora import LoRAWeights, PackedPair, PairBlock
-from megatron_infer.kernels.triton.attention_tiles import precision
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch
-from megatron_infer.kernels.triton.launch import unavailable as no_triton
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, kernels_unavailable, launch, precision
 from megatron_infer.kernels.triton_scratch import lora_parts
 
 BLOCK_M = 16
@@ -141,9 +139,7 @@ class TritonLoRA:
         return y_TW
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run here; None: they can."""
-    return no_triton(device) if dtype in DTYPES else f"needs float32, bfloat16 or float16, got {dtype}"
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonLoRA:

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import Column, DrawRoom
-from megatron_infer.kernels.triton import launch as launching
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
     best_kernel,
     chunk_masses_kernel,
@@ -301,13 +300,7 @@ class _Scratch:
         }
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot draw from logits of this dtype here; None: they can."""
-    if dtype not in SHIFTS:
-        return f"needs float32, bfloat16 or float16, got {dtype}"
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 wrongly"
-    return launching.unavailable(device)
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonSampling:

@@ -20,8 +20,15 @@ from torch import Tensor
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv, delta
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
-from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+from megatron_infer.kernels.triton.launch import (
+    DTYPES,
+    AotVariant,
+    cdiv,
+    kernels_unavailable,
+    launch,
+    power_of_2,
+    precision,
+)
 from megatron_infer.kernels.triton.scan_decode import scan_decode
 from megatron_infer.kernels.triton.scan_slices import (
     scan_captures,
@@ -41,11 +48,7 @@ CARRY_BLOCK = 1024
 """Entries of a state that a program carries from segment to segment."""
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run here; None if they can."""
-    if dtype not in DTYPES:
-        return f"needs float32, bfloat16 or float16, got {dtype}"
-    return triton_unavailable(device)
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonScan:
@@ -103,7 +106,7 @@ def layer_constexprs(spec: SsmSpec, dtype: torch.dtype, tiles: Tiles, segment: i
         "HEADS_PER_GROUP": spec.num_heads // spec.num_groups,
         "HEAD_DIM": spec.head_dim,
         "STATE_DIM": spec.state_dim,
-        "PRECISION": precision(dtype),
+        "PRECISION": precision(dtype.itemsize),
         "SEGMENT": segment,
         "CHUNK": tiles.chunk,
         "BLOCK_P": tiles.block_p,
@@ -272,11 +275,6 @@ class TritonScan:
             conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=0, captures_E3=self._captures)
         if step.num_rows > decode:
             conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=decode)
-
-
-def precision(dtype: torch.dtype) -> str:
-    """`input_precision` of tl.dot: fp32 operands are multiplied as fp32, not as TF32."""
-    return "ieee" if dtype is torch.float32 else "tf32"
 
 
 AOT_LAYERS = ((64, 128), (80, 96), (128, 256))

@@ -30,10 +30,9 @@ from megatron_infer.kernels.triton.attention_tiles import (
     key_places,
     load_tile,
     padded,
-    precision,
 )
 from megatron_infer.kernels.triton.conv import rows_of_tokens
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch, precision
 from megatron_infer.kernels.triton_scratch import index_queries
 
 KEYS = {2: 64, 4: 16}
@@ -84,9 +83,7 @@ def index_scores(
     tl.store(target, tl.where(key < num_keys, number, UNSEEN), mask=key < max_keys)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run here; None if they can."""
-    return attention.unavailable(device, dtype)
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonSparseAttention:

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.step_gather import Gather, StepTables, StepTokens
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
-from megatron_infer.kernels.triton.launch import unavailable as no_triton
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch, power_of_2
 
 TOKENS = 16
 """Tokens of one program."""
@@ -54,8 +53,7 @@ def _gather_kernel(
         tl.store(sin_out_ptr + target, tl.load(sin_ptr + source, mask=used, other=0.0), mask=used)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return no_triton(device)
+unavailable = kernels_unavailable
 
 
 def make(device: torch.device, dtype: torch.dtype) -> Gather:
