@@ -94,7 +94,7 @@ class AdapterTensorRoutes:
         body: ArealAdapterBody = call.body
         adapter = await self._of_areal(body)
         self._machine.require("receive_weights")
-        await self._updates.receive(body.announced(), adapter=adapter)
+        await self._updates.receive(body.group_name, adapter=adapter, **body.tensors())
         state = self._machine.status.name
         return Reply({"success": True, "message": "Success", "state": state, "num_tensors": len(body.names)})
 
@@ -112,7 +112,7 @@ class AdapterTensorRoutes:
         body: BroadcastAdapterBody = call.body
         name = await self._name_of(body.lora_name, body.group_name)
         adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
-        await self._updates.receive_adapter(adapter, body.announced())
+        await self._updates.receive_adapter(adapter, body.group_name, **body.tensors())
         return loaded_adapters(self._machine)
 
     async def _name_of(self, name: str, group: str) -> str:

@@ -24,7 +24,7 @@ from megatron_infer.server.control.state_machine import ControlMachine, checked_
 from megatron_infer.server.control.trainer_groups import GroupFields, TrainerGroups
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
-from megatron_infer.server.control.weight_updates import AnnouncedTensors, WeightUpdates
+from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import bad_request, of_validation
 from megatron_infer.server.inactive_fields import ignore
@@ -273,8 +273,8 @@ class VllmRoutes:
         if "names" in info:
             given = _converted(info, TensorsInfo)
             size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
-            announced = AnnouncedTensors(GROUP, given.names, given.dtype_names, given.shapes, size)
-            await self._updates.receive(announced)
+            types, shapes = given.dtype_names, given.shapes
+            await self._updates.receive(GROUP, names=given.names, dtypes=types, shapes=shapes, buffer_bytes=size)
             return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
         path = info.pop("path", None)
         if not isinstance(path, str) or info:

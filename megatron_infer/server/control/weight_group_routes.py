@@ -16,7 +16,7 @@ from megatron_infer.server.control.trainer_groups import GroupFields, TrainerGro
 from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.vllm_routes import TAG_NAMES
 from megatron_infer.server.control.weight_files import entries_of_base64
-from megatron_infer.server.control.weight_updates import AnnouncedTensors, WeightUpdates
+from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
@@ -55,8 +55,8 @@ class AnnouncingBody(Body, kw_only=True):
     shapes: list[list[int]]
     group_name: str = GROUP
 
-    def announced(self, *, buffer_bytes: int | None = None) -> AnnouncedTensors:
-        return AnnouncedTensors(self.group_name, self.names, self.dtypes, self.shapes, buffer_bytes)
+    def tensors(self) -> dict[str, Any]:
+        return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
 
 
 class TensorsBody(AnnouncingBody, kw_only=True):
@@ -133,8 +133,8 @@ class WeightGroupRoutes:
         if body.load_format not in LOAD_FORMATS:
             raise bad_request(f"load_format is {str(body.load_format)[:40]!r}; one of {known}", "load_format")
         self._begins_with_tensors(abort=bool(body.abort_all_requests))
-        announced = body.announced(buffer_bytes=LOAD_FORMATS[body.load_format])
-        await self._updates.receive(announced, version=checked_version(body.weight_version))
+        size, version = LOAD_FORMATS[body.load_format], checked_version(body.weight_version)
+        await self._updates.receive(body.group_name, version=version, **body.tensors(), buffer_bytes=size)
         return self.reply("Succeeded to update parameter online.", num_tensors=len(body.names))
 
     def _begins_with_tensors(self, *, abort: bool = False) -> None:

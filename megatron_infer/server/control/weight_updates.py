@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from megatron_infer.config.lora import ReceivedAdapter
@@ -24,18 +24,6 @@ log = logging.getLogger("megatron_infer.server")
 
 IDLE_S = 300.0
 """Seconds without a call after which an update is cancelled, where the server has groups with trainers."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncedTensors:
-    """Tensors that a trainer broadcasts in a group, in this order."""
-
-    group: str
-    names: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-    buffer_bytes: int | None = None
-    """None: one broadcast for each. Else they are packed (`rl.trainer_group.tensors`)."""
 
 
 class WeightUpdates:
@@ -115,27 +103,28 @@ class WeightUpdates:
 
     @as_change("receive_weights")
     async def receive(
-        self, announced: AnnouncedTensors, *, version: Version | None = None, adapter: ReceivedAdapter | None = None
+        self, group: str, *, version: Version | None = None, adapter: ReceivedAdapter | None = None, **tensors: Any
     ) -> None:
         """Receive tensors in a group. The first begin an update that `end_received` finishes, unless one has begun.
 
-        version: for that; the latest that a call has given counts. adapter: what the tensors become; None: the model's.
-        An adapter's update is finished at once when tensors of all groups have come: each has a stage of the trainer.
+        tensors: further arguments of `WeightCommands.receive_weights`. version: for the end; the latest that a call has
+        given counts. adapter: what the tensors become; None: the model's. An adapter's update is finished at once when
+        tensors of all groups have come: each has a stage of the trainer.
         A failure ends the update, and the group, in which the trainer is ahead then.
         """
-        async with self._leaving(announced.group):
+        async with self._leaving(group):
             await self._begin_with_tensors(version, adapter)
-            await self._step("receive_weights", "receive", **asdict(announced))
-        self._came_by.add(announced.group)
+            await self._step("receive_weights", "receive", group=group, **tensors)
+        self._came_by.add(group)
         if adapter is not None and self._came_by >= self._groups:
             await self._finish(None, "keep")
 
     @as_change("load_adapter")
-    async def receive_adapter(self, adapter: ReceivedAdapter, announced: AnnouncedTensors) -> None:
+    async def receive_adapter(self, adapter: ReceivedAdapter, group: str, **tensors: Any) -> None:
         """A whole update of an adapter, whose tensors come in a group."""
-        async with self._leaving(announced.group):
+        async with self._leaving(group):
             await self._begin("begin_weights", "begin", adapter=adapter)
-            await self._step("receive_weights", "receive", **asdict(announced))
+            await self._step("receive_weights", "receive", group=group, **tensors)
         await self._finish(None, "keep")
 
     @contextlib.asynccontextmanager
