@@ -49,6 +49,8 @@ HEAVY = (
     "models/test_foreign_models",
 )
 """Files that take long in one go: one that starts last would keep a worker alone."""
+PARALLEL = {"parallel", "parallel bf16"}
+"""Kinds of models that repeat what others hold."""
 
 
 def pytest_configure(config):
@@ -64,21 +66,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
-    seen = defaultdict(dict)
+    thinned = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("one_in")
-        if mark is None:
-            continue
-        number, turns = sum(_numbers(item, seen)) % mark.args[0], mark.args[0]
-        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have
-        # numbers in a row.
-        is_thinned = turns not in (2, 4) and len(item.callspec._idlist) > 2
-        if is_thinned and number % 3 != 1:
-            item.add_marker(pytest.mark.slow)
-        if number != (1 if is_thinned else 0):
-            item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("one_in"):
+            thinned[item.nodeid.partition("[")[0]].append(item)
+    for cases in thinned.values():
+        _thin(cases, *cases[0].get_closest_marker("one_in").args)
     # a layer of both kinds: what attention and recurrences hold alone is repeated in few of its cases
-    parallel = [item for item in items if {"parallel", "parallel bf16"} & {*_values(item)}]
+    parallel = [item for item in items if PARALLEL & {*_values(item)}]
     for number, item in enumerate(parallel):
         if number % 8:
             item.add_marker(pytest.mark.long if number % 8 == 4 else pytest.mark.slow)
@@ -86,16 +81,53 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
+def _thin(cases, turns):
+    """Mark the cases of one test that `make test` leaves out."""
+    num_parameters = len(cases[0].callspec._idlist)
+    is_thinned = turns not in (2, 4) and num_parameters > 2
+    diagonal = _diagonal(cases)
+    by_diagonal = num_parameters > 1 and len(diagonal) * turns <= len(cases)
+    for item, numbers in _places(cases).items():
+        number = sum(numbers) % turns
+        if item in diagonal if by_diagonal else number == is_thinned:
+            continue
+        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have
+        # numbers in a row.
+        if is_thinned and number % 3 != 1:
+            item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.long)
+
+
+def _diagonal(cases):
+    """As many cases as the longest parameter has values, each value in some.
+
+    None is long or slow already. Kinds that are thinned apart have a diagonal of their own.
+    """
+    groups = defaultdict(list)
+    for item in cases:
+        if not item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+            groups[bool(PARALLEL & {*_values(item)})].append(item)
+    diagonal = set()
+    for group in groups.values():
+        places = _places(group)
+        lengths = [max(numbers) + 1 for numbers in zip(*places.values(), strict=True)]
+        steps = {tuple(step % length for length in lengths) for step in range(max(lengths))}
+        diagonal |= {item for item, numbers in places.items() if numbers in steps}
+    return diagonal
+
+
+def _places(cases):
+    """For each case, the numbers of its parameters' values in the order they are collected."""
+    seen = defaultdict(dict)
+    return {
+        item: tuple(seen[place].setdefault(one, len(seen[place])) for place, one in enumerate(item.callspec._idlist))
+        for item in cases
+    }
+
+
 def _values(item):
     """The names in the id of a case."""
     return item.callspec.id.split("-") if hasattr(item, "callspec") else []
-
-
-def _numbers(item, seen):
-    """For each parametrization of a test, the number of this case's values in the order they are collected."""
-    for place, one in enumerate(item.callspec._idlist):
-        known = seen[item.nodeid.partition("[")[0], place]
-        yield known.setdefault(one, len(known))
 
 
 def pytest_collection_finish():
