@@ -116,15 +116,22 @@ def disturb(world, rng, totals, pending):
 
 
 @pytest.mark.parametrize(
-    "shard",
-    [0, *(pytest.param(n, marks=pytest.mark.long if n < 3 else pytest.mark.slow) for n in range(1, NUM_SHARDS))],
+    "seeds",
+    [
+        range(0, NUM_SEEDS, 3 * NUM_SHARDS),
+        *(
+            pytest.param(range(n, NUM_SEEDS, NUM_SHARDS), marks=pytest.mark.long if n < 3 else pytest.mark.slow)
+            for n in range(NUM_SHARDS)
+        ),
+    ],
+    ids=str,
 )
-def test_tokens_equal_the_oracle_in_random_schedules(shard, monkeypatch):
+def test_tokens_equal_the_oracle_in_random_schedules(seeds, monkeypatch):
     totals = Counter()
     monkeypatch.setattr(draft_depth, "IDLE_STEPS", 1)  # requests rest a step after nothing was drafted for them
     rests = DraftDepth.rests
     monkeypatch.setattr(DraftDepth, "rests", lambda *args: totals.update(rests=rests(*args)) or rests(*args))
-    for seed in range(shard, NUM_SEEDS, NUM_SHARDS):
+    for seed in seeds:
         try:
             run_schedule(seed, totals)
         except Exception as error:

@@ -67,12 +67,19 @@ def disturb(world, rng, totals):
 
 
 @pytest.mark.parametrize(
-    "shard",
-    [0, *(pytest.param(n, marks=pytest.mark.long if n < 3 else pytest.mark.slow) for n in range(1, NUM_SHARDS))],
+    "seeds",
+    [
+        range(0, NUM_SEEDS, 2 * NUM_SHARDS),
+        *(
+            pytest.param(range(n, NUM_SEEDS, NUM_SHARDS), marks=pytest.mark.long if n < 3 else pytest.mark.slow)
+            for n in range(NUM_SHARDS)
+        ),
+    ],
+    ids=str,
 )
-def test_tokens_equal_the_oracle_at_any_depth(shard):
+def test_tokens_equal_the_oracle_at_any_depth(seeds):
     totals = Counter()
-    for seed in range(shard, NUM_SEEDS, NUM_SHARDS):
+    for seed in seeds:
         try:
             run_schedule(seed, totals)
         except BaseException as error:

@@ -177,7 +177,7 @@ def test_every_way_of_cutting_a_text_gives_the_same_message(name, text, content,
         assert message(name, pieces) == (content, calls), pieces
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.long)])
 def test_any_text_at_all_is_the_same_message_for_every_cut(rounds):
     """Texts of the formats' own marks and fragments in any order: mostly no calls, never an error."""
     draw = random.Random(rounds)

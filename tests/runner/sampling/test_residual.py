@@ -13,8 +13,6 @@ from megatron_infer.runner.sampling.sampler import Sampler, SamplerInput
 from megatron_infer.runner.speculative.residual import DraftSampler, Proposals, ResidualSampler
 
 VOCAB, COUNT, CHUNK = 24, 100_000, 20_000
-FEWER = ("top_k, min_p", "bias")
-"""Kinds that the others imply, one chunk each."""
 CHANCE = 0.01
 PARAMS = {
     "cool": {"temperature": 0.5},
@@ -26,8 +24,9 @@ PARAMS = {
 }
 
 
+@pytest.mark.parametrize("count", [CHUNK, pytest.param(COUNT, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", PARAMS)
-def test_tokens_follow_the_distribution_of_one_by_one(kind):
+def test_tokens_follow_the_distribution_of_one_by_one(kind, count):
     rng = np.random.default_rng(3)
     target, guess = (torch.from_numpy(rng.normal(size=VOCAB) * 1.5).float() for _ in range(2))
     guess = 0.6 * target + 0.4 * guess
@@ -39,7 +38,6 @@ def test_tokens_follow_the_distribution_of_one_by_one(kind):
     proposing, plain = DraftSampler(params, padded_vocab_size=VOCAB), Sampler(params, padded_vocab_size=VOCAB)
     verifying = ResidualSampler(params, padded_vocab_size=VOCAB, proposals=lambda: found[0])
     drawn, wanted, num_kept, expected_kept = np.zeros(VOCAB), np.zeros(VOCAB), 0, 0.0
-    count = CHUNK if kind in FEWER else COUNT
     for first in range(2, count, CHUNK):
         positions = np.arange(first, first + CHUNK)
         own, other = (

@@ -26,18 +26,18 @@ def expect_oracle(requests, logits):
 @pytest.mark.parametrize("vocab_size", [30, 1000, 5003])
 def test_tokens_are_the_oracles_for_random_wishes(vocab_size, dtype, step):
     rng = np.random.default_rng(vocab_size)
-    requests = [random_request(rng, vocab_size) for _ in range(120 if vocab_size < 5000 else 40)]
+    requests = [random_request(rng, vocab_size) for _ in range({30: 120, 1000: 60, 5003: 16}[vocab_size])]
     expect_oracle(requests, random_logits(rng, len(requests), vocab_size, dtype=dtype, step=step))
 
 
 @pytest.mark.parametrize("step", [None, 0.5], ids=["distinct", "many_equal"])
 def test_filters_combine_as_defined(step):
     rng = np.random.default_rng(3)
-    grid = itertools.product([0.3, 1.0, 5.0], [0, 1, 3, 64, 65, 300, 3000], [1e-9, 0.3, 0.95, 1.0], [0.0, 0.01, 0.7])
+    grid = itertools.product([0.3, 1.0, 5.0], [0, 1, 3, 64, 65, 300, 1000], [1e-9, 0.3, 0.95, 1.0], [0.0, 0.01, 0.7])
     requests = [
         make_request([1], seed=i, temperature=t, top_k=k, top_p=p, min_p=m) for i, (t, k, p, m) in enumerate(grid)
     ]
-    expect_oracle(requests, random_logits(rng, len(requests), 3000, step=step))
+    expect_oracle(requests, random_logits(rng, len(requests), 1000, step=step))
 
 
 def test_greedy_takes_the_lowest_of_equal_ids():
@@ -109,7 +109,7 @@ def test_large_vocabulary_rows_are_independent_of_company_and_threads():
 def test_draws_follow_the_filtered_distribution():
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(rng.normal(size=24) * 1.5).float()
-    count = 10_000
+    count = 4000
     for seed, params in enumerate(
         [
             {},
