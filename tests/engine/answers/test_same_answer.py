@@ -55,9 +55,32 @@ PAIRS = [
 ORDERS = ("prefill_first", "phased", "in_flight_3")
 ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and set(pair) != {"prefill_first", "phased"}]
 PAIRS = [pair for pair in PAIRS if not set(ORDERS) & set(pair)]
+QUICK = {
+    ("chunked", "prefix_lru"),
+    ("chunked", "tiny_pool_paused"),
+    ("prefix_lru", "tiny_pool"),
+    ("prefix_ref_zero", "block256"),
+    ("overlap", "drafts"),
+    ("overlap", "tiny_pool_swap"),
+    ("shuffled", "few_rows"),
+    ("tiny_pool", "drafts"),
+    ("chunked", "phased"),
+    ("prefix_lru", "prefill_first"),
+    ("overlap", "phased"),
+    ("in_flight_3", "tiny_pool_swap"),
+    ("in_flight_3", "drafts"),
+    ("few_rows", "prefill_first"),
+}
+"""Each feature with one that acts on what it acts on; the other pairs are long."""
 
 
 kind = each_of([*KINDS, pytest.param("mixed", marks=pytest.mark.slow)])
+
+
+def pairs_of(pairs: list[tuple[str, str]]) -> Any:
+    assert {*PAIRS, *ORDER_PAIRS} >= QUICK
+    marked = [pytest.param(pair, marks=() if pair in QUICK else pytest.mark.long) for pair in pairs]
+    return pytest.mark.parametrize("pair", marked, ids="+".join)
 
 
 def make_engine(model: torch.nn.Module, *, order: int | None = None, **settings: Any) -> DynamicInferenceEngine:
@@ -136,7 +159,7 @@ def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, dr
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pairs_of(PAIRS)
 def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing):
     settings: dict[str, Any] = {}
     for name in pair:
@@ -148,7 +171,7 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
 
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
-@pytest.mark.parametrize("pair", ORDER_PAIRS, ids="+".join)
+@pairs_of(ORDER_PAIRS)
 def test_tokens_are_the_same_in_another_order_with_a_feature(model, kind, expected, pair, drawing):
     test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing)
 

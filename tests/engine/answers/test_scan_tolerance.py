@@ -33,15 +33,16 @@ VOCAB = 128
 ALIGNED = 1e-5
 ALONE = {"max_requests": 1}
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
-    "whole, alone": (ALONE, ALIGNED),
+    "whole, alone": ({**ALONE, "count": 3}, ALIGNED),
     "chunks of the scan": ({**ALONE, "max_tokens": CHUNK}, ALIGNED),
     "two chunks of the scan": ({**ALONE, "max_tokens": 2 * CHUNK}, ALIGNED),
     "chunks of 24": ({"max_tokens": 24}, UNALIGNED),
-    "token by token": ({**ALONE, "max_tokens": 1}, UNALIGNED),
+    "token by token": ({**ALONE, "max_tokens": 1, "count": 2}, UNALIGNED),
     "prefix": ({"prefix": "lru", "max_requests": 2}, UNALIGNED),
     "evicted": ({"pool_blocks": 24}, UNALIGNED),
     "suspended": ({"suspends": (5, 20, 33)}, UNALIGNED),
 }
+"""Settings, the steps before which the engine is suspended, and the number of requests if not all; the tolerance."""
 kind = each_of(RECURRENT)
 
 
@@ -67,8 +68,10 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
     return work
 
 
-def run(engine: DynamicInferenceEngine, suspends: tuple[int, ...] = ()) -> list[tuple[list[int], torch.Tensor]]:
-    """Every request's (tokens, log probabilities of its prompt where asked for, and of its tokens)."""
+def run(
+    engine: DynamicInferenceEngine, suspends: tuple[int, ...] = (), count: int | None = None
+) -> list[tuple[list[int], torch.Tensor]]:
+    """(tokens, log probabilities of its prompt where asked for, and of its tokens) of the first `count` requests."""
 
     def suspend(engine: DynamicInferenceEngine) -> None:
         if engine.num_steps in suspends:
@@ -76,7 +79,7 @@ def run(engine: DynamicInferenceEngine, suspends: tuple[int, ...] = ()) -> list[
             engine.resume()
 
     answers = []
-    for output in engines.run(engine, workload(), suspend):
+    for output in engines.run(engine, workload()[:count], suspend):
         prompt, sample = output.prompt_token_ids, output.outputs[0]
         known = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
         pairs = [*known, *zip(sample.token_ids, sample.logprobs, strict=True)]
@@ -95,9 +98,11 @@ def whole(model) -> list[tuple[list[int], torch.Tensor]]:
 def test_tokens_are_the_same_and_logprobs_within_the_tolerance(model, kind, whole, way):
     settings, tolerance = WAYS[way]
     settings = dict(settings)
-    suspends = settings.pop("suspends", ())
+    suspends, count = settings.pop("suspends", ()), settings.pop("count", None)
     engine = make_engine(model, **settings)
-    for i, ((tokens, values), (other, wanted)) in enumerate(zip(run(engine, suspends), whole, strict=True)):
+    for i, ((tokens, values), (other, wanted)) in enumerate(
+        zip(run(engine, suspends, count), whole[:count], strict=True)
+    ):
         assert tokens == other, f"request {i}: other tokens"
         worst = float((values - wanted).abs().max())
         assert worst <= tolerance, f"request {i}: {worst:.2e} off"

@@ -48,7 +48,7 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, kind, uninterru
     if target == "small pool":
         settings["buffer_size_gb"] = pool_of(model, 13)
     states = set()
-    for steps in STEPS:
+    for steps in STEPS[CASES.index((kind, target)) % 2 :: 2]:
         source = make_engine(model, max_requests=6, overlap=steps % 2 == 0)
         add_all(source)
         seen = Collector().step(source, steps)
