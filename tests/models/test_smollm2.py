@@ -76,6 +76,7 @@ def test_digits_are_cut_one_by_one_as_the_model_was_trained(tokenizer):
     assert [tokenizer.token_str(id) for id in ids] == [*"1234567890", "Ġ", "4", "2", "Ġ", "Â½"]
 
 
+@pytest.mark.long
 def test_chat_template_equals_transformers(tokenizer, theirs):
     messages = [
         {"role": "user", "content": "Hi"},

@@ -31,7 +31,7 @@ def ask(engine: DynamicInferenceEngine, **more: Any) -> list[list[int]]:
     return tokens_of(engine.generate(prompts(), SamplingParams(**GREEDY | more)))
 
 
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+@pytest.mark.parametrize("kind", ["attention", pytest.param("hybrid", marks=pytest.mark.long)])
 def test_as_many_drafts_are_kept_as_asked_for(kind):
     model = make_model(kind, vocab_size=VOCAB)
     plain = ask(make_engine(model))
