@@ -53,12 +53,12 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
-def on_stages(rank: int, size: int, folder: Path) -> None:
+def on_stages(rank: int, size: int, folder: Path, names: list[str]) -> None:
     want = json.loads((folder / "want.json").read_text())
     ranks.new_groups(pipeline_model_parallel_size=size)
     model = build_model(CheckpointSource(folder / "attention"), pipeline_parallel=size)
-    for name, settings in SETTINGS.items():
-        engine = drafting(model, folder / "attention", **settings)
+    for name in names:
+        engine = drafting(model, folder / "attention", **SETTINGS[name])
         assert run(engine, "sampled") == want["attention"]["sampled"], name
         check_all_kept(engine)
         check_sizes(engine, is_last=rank == size - 1)
@@ -68,6 +68,13 @@ def on_stages(rank: int, size: int, folder: Path) -> None:
             check_suspends(engine, want["attention"]["sampled"])
 
 
+def on_wrong_drafts(rank: int, size: int, folder: Path) -> None:
+    want = json.loads((folder / "want.json").read_text())
+    ranks.new_groups(pipeline_model_parallel_size=size)
+    model = build_model(CheckpointSource(folder / "attention"), pipeline_parallel=size)
+    check_guesses(model, folder, want)
+
+
 def on_stages_beside(rank: int, size: int, folder: Path) -> None:
     want = json.loads((folder / "want.json").read_text())
     ranks.new_groups(pipeline_model_parallel_size=size)
@@ -75,7 +82,6 @@ def on_stages_beside(rank: int, size: int, folder: Path) -> None:
     check_saved(model, folder)
     check_failures(model, folder, is_last=rank == size - 1)
     check_no_memory(model, folder, is_last=rank == size - 1)
-    check_guesses(model, folder, want)
     check_live(model, want["attention"]["greedy"], is_last=rank == size - 1)
     with pytest.raises(InferenceError, match="draft_model is one of several pipeline stages"):
         make_engine(model, draft=model, collective_timeout_s=60)
@@ -191,14 +197,24 @@ def check_live(model: torch.nn.Module, want: list[list[int]], *, is_last: bool) 
     assert run(engine, "sampled") and engine.spec_decode_metrics().num_accepted > 0
 
 
-@pytest.mark.timeout(300)
-def test_two_stages_keep_all_drafts_of_a_model_like_theirs(folder):
-    ranks.run_on_ranks(on_stages, 2, folder)
+QUICK = ["chunked, prefix, overlap", "swaps"]
 
 
 @pytest.mark.timeout(300)
-def test_two_stages_with_saved_requests_failed_steps_and_wrong_drafts(folder):
+@pytest.mark.parametrize("names", [QUICK, pytest.param(["plain"], marks=pytest.mark.long)], ids=["quick", "plain"])
+def test_two_stages_keep_all_drafts_of_a_model_like_theirs(folder, names):
+    ranks.run_on_ranks(on_stages, 2, folder, names)
+
+
+@pytest.mark.timeout(300)
+def test_two_stages_with_saved_requests_failed_steps_and_a_live_model(folder):
     ranks.run_on_ranks(on_stages_beside, 2, folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_two_stages_whose_drafts_are_wrong_give_the_answers_of_one_process(folder):
+    ranks.run_on_ranks(on_wrong_drafts, 2, folder)
 
 
 def on_two_by_two(rank: int, size: int, folder: Path) -> None:

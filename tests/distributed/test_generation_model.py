@@ -199,40 +199,39 @@ def test_four_ranks_generate_in_another_layout_what_one_process_does(tmp_path: P
     run_on_ranks(on_moves, 4, tmp_path, MOVES_OF_FOUR)
 
 
-def on_training(rank: int, size: int, folder: Path) -> None:
+def on_training(rank: int, size: int, folder: Path, before: Layout, after: Layout) -> None:
     """A trainer and its twin that never meets an engine."""
-    for before, after in (({"tp": 2}, {}), ({}, {"tp": 2})):
-        ours, twin = (MegatronTrainer(model_of("tied", before), distributed=True, overlap=True) for _ in range(2))
-        bare = ours.model.module
-        generates = generating_model("tied", bare, after)
-        session = make_session([ours.model], ours.optimizer, generation_model=generates, offload_optimizer=True)
-        seen = []
-        for step in range(3):
-            with session.generating() as roll:
-                groups = roll.generate(given(session._trainer._groups.data_rank), GREEDY)
-                seen.append([group.samples[0].token_ids for group in groups])
-                sequences = [group.prompt_ids + group.samples[0].token_ids for group in groups]
-                with cpu_shim(4):
-                    scores = session.score(sequences, start=[len(group.prompt_ids) for group in groups])
-                for group, score in zip(groups, scores, strict=True):
-                    torch.testing.assert_close(
-                        torch.tensor(group.samples[0].raw_logprobs), score, atol=2e-4, rtol=0, msg=f"{before} {step}"
-                    )
-            rows = slice(None) if before else slice(rank, rank + 1)
-            with session.training():
-                assert ours.step(step, rows) == twin.step(step, rows)
-            if step == 0:
-                assert session.update_weights().version == 1
-            for trainer in (ours, twin):  # parameters that other ranks have updated come now
-                trainer.model.disable_forward_pre_hook()
-                trainer.model.enable_forward_pre_hook()
-            for mine, its in zip(ours.model.parameters(), twin.model.parameters(), strict=True):
-                assert torch.equal(mine, its)
-        assert session.weight_version == 2  # that of the second step was found by the content
-        assert seen[0] != seen[1] != seen[2]
-        check_edges(rank, session)
-        for ranks in {session.engine.rank_group, session.ranks, session._trainer._rank_group}:
-            ranks.lockstep.close()
+    ours, twin = (MegatronTrainer(model_of("tied", before), distributed=True, overlap=True) for _ in range(2))
+    bare = ours.model.module
+    generates = generating_model("tied", bare, after)
+    session = make_session([ours.model], ours.optimizer, generation_model=generates, offload_optimizer=True)
+    seen = []
+    for step in range(3):
+        with session.generating() as roll:
+            groups = roll.generate(given(session._trainer._groups.data_rank), GREEDY)
+            seen.append([group.samples[0].token_ids for group in groups])
+            sequences = [group.prompt_ids + group.samples[0].token_ids for group in groups]
+            with cpu_shim(4):
+                scores = session.score(sequences, start=[len(group.prompt_ids) for group in groups])
+            for group, score in zip(groups, scores, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(group.samples[0].raw_logprobs), score, atol=2e-4, rtol=0, msg=f"{before} {step}"
+                )
+        rows = slice(None) if before else slice(rank, rank + 1)
+        with session.training():
+            assert ours.step(step, rows) == twin.step(step, rows)
+        if step == 0:
+            assert session.update_weights().version == 1
+        for trainer in (ours, twin):  # parameters that other ranks have updated come now
+            trainer.model.disable_forward_pre_hook()
+            trainer.model.enable_forward_pre_hook()
+        for mine, its in zip(ours.model.parameters(), twin.model.parameters(), strict=True):
+            assert torch.equal(mine, its)
+    assert session.weight_version == 2  # that of the second step was found by the content
+    assert seen[0] != seen[1] != seen[2]
+    check_edges(rank, session)
+    for ranks in {session.engine.rank_group, session.ranks, session._trainer._rank_group}:
+        ranks.lockstep.close()
     check_refusals(model_of("gpt", {"tp": 2}))
 
 
@@ -289,5 +288,12 @@ def check_refusals(model: Any) -> None:
 
 
 @pytest.mark.timeout(500)
-def test_a_trainer_that_generates_in_another_layout_trains_like_a_twin(tmp_path: Path) -> None:
-    run_on_ranks(on_training, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"tp": 2}, {}), pytest.param({}, {"tp": 2}, marks=pytest.mark.long)],
+    ids=["by whole models", "by tensor-parallel ranks"],
+)
+def test_a_trainer_that_generates_in_another_layout_trains_like_a_twin(
+    tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    run_on_ranks(on_training, 2, tmp_path, before, after)

@@ -25,7 +25,7 @@ CP = {"context_parallel_size": 2, "position_embedding_type": "rope"}
 EP = {"expert_model_parallel_size": 2}
 EVEN, EVEN_GROUPS, EVEN_LIMIT = [12, 12, 8, 8, 8], [[0, 1], [2, 3, 4]], 24
 ONE, ONE_GROUPS = [10, 10, 10], [[0], [1], [2]]
-QUICK = ("distributed optimizer, experts", "TP2, sequence parallel", "PP2")
+QUICK = ("distributed optimizer, experts", "PP2")
 CASES: dict[str, Any] = {
     "DDP": ({}, lambda m: MegatronTrainer(m, distributed=False, smooth=True)),
     "DDP reducing in overlap": (

@@ -14,7 +14,7 @@ from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
-STEPS, VOCAB = 20, 128
+STEPS, VOCAB = 16, 128
 MODELS = {
     "attention": lambda: tiny_gpt(init_method_std=0.2),
     "hybrid": lambda: tiny_hybrid("M*-M", init_method_std=0.2),

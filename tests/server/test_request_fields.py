@@ -122,7 +122,7 @@ def every_rule():
                     yield route, f"{where}{name}", name, rule, put_field
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_every_field_of_the_tables_is_taken_listed_or_refused_as_they_say(case, monkeypatch, tmp_path, every):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(EchoEngine, "profile", lambda self, path, steps: None, raising=False)
