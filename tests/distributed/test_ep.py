@@ -91,7 +91,7 @@ def gpt(**settings):
 
 
 def on_rank(rank, size, folder, part):
-    """part: 0: two layouts, which read one of two models each, from Hugging Face tensors and from a checkpoint; 1: these
+    """part: 0: two layouts that read one of two models each, from Hugging Face tensors and from a checkpoint; 1: these
     layouts with the other model, and all else."""
     for number, (layout, sizes) in enumerate(LAYOUTS.items()):
         quick = layout in QUICK
