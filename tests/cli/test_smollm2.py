@@ -30,7 +30,7 @@ def test_generate_answers_well_records_and_replays(tmp_path, capsys):
     assert "2 requests replayed: every token is the same" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("weight_dtype", ["auto", pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_the_demo_answers_alike_in_any_precision(weight_dtype, capsys):
     assert main(["demo", "--weight-dtype", weight_dtype, *SMALL]) == 0
     answers = capsys.readouterr().out.split("\n> ")[1:]

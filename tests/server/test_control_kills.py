@@ -191,6 +191,7 @@ def test_what_is_written_next_to_weights_does_not_hinder_reading_them(tmp_path):
         check_serving(case, 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["bytes", "changed", "gone", "version"])
 def test_engine_that_cannot_get_the_weights_in_force_is_a_503_with_the_reason_until_the_next_update(
     tmp_path, caplog, how
@@ -244,6 +245,7 @@ def test_other_engines_serve_while_one_has_old_weights_and_health_names_it(tmp_p
         assert [one["outdated"] for one in replicas(case)] == ["", ""]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("point", ["write", "finish", "resume"])
 def test_coordinator_that_dies_within_an_update_leaves_no_engine_paused_and_one_version(tmp_path, point):
     address = f"ipc://{tmp_path}/c"

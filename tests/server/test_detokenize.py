@@ -21,7 +21,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EMOJI = [
     tokenizer().token_id(character) for character in tokenizer().backend.pre_tokenizer.pre_tokenize_str("😀")[0][0]
 ]
-BASE = {"prompt": "Once", "max_tokens": 40, "seed": 5, "temperature": 1.0}
+BASE = {"prompt": "Once", "max_tokens": 24, "seed": 5, "temperature": 1.0}
 MANY = {"logit_bias": {str(END): 5.0, str(START): 6.0}}
 ASKS = {
     "whole and long": (COMPLETIONS, BASE | {"max_tokens": 2 * INLINE_TOKENS, "n": 2, "ignore_eos": True}),

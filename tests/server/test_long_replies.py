@@ -54,7 +54,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES, size=st.integers(1, 5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_pieces_are_the_json_of_the_whole(value, size):
     before, generation.PIECE = generation.PIECE, size
     try:
