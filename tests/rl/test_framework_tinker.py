@@ -69,12 +69,30 @@ def test_the_sdk_and_the_cookbooks_loops_train_and_sample(url: str, tmp_path: Pa
     assert [line["progress/batch"] for line in found["reinforced"] if "progress/batch" in line] == [0, 1]
 
 
-def test_the_preference_recipe_learns_what_is_chosen(url: str, tmp_path: Path) -> None:
+def rows_of(recipe: str, url: str, folder: Path, **options: object) -> list[dict[str, float]]:
+    """What a recipe of the example has written after each step."""
     script = Path(__file__).parents[2] / "examples" / "tinker_recipes.py"
-    options = ["--out-dir", str(tmp_path / "dpo"), "--max-steps", "3", "--learning-rate", "1e-4"]
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test"}
-    subprocess.run([sys.executable, str(script), "dpo", *options], check=True, timeout=600, env=env)
-    rows = [json.loads(line) for line in (tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()]
+    command = [sys.executable, str(script), recipe, "--out-dir", str(folder), *flags]
+    subprocess.run(command, check=True, timeout=1800, env=env)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_preference_recipe_learns_what_is_chosen(url: str, tmp_path: Path) -> None:
+    rows = rows_of("dpo", url, tmp_path, max_steps=3, learning_rate=1e-4)
     losses = [row["dpo_loss"] for row in rows]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3), "nothing is learned yet"
     assert losses[0] > losses[1] > losses[2] and rows[-1]["accuracy"] > 0.8
+
+
+@pytest.mark.timeout(3600)
+def test_the_loops_recipes_learn_answers_and_what_is_rewarded(url: str, tmp_path: Path) -> None:
+    losses = [
+        row["train_mean_nll"] for row in rows_of("sl_loop", url, tmp_path / "sl", max_steps=5, learning_rate=1e-3)
+    ]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2
+    rewards = [
+        row["reward/total"] for row in rows_of("rl_loop", url, tmp_path / "rl", max_steps=12, learning_rate=1e-3)
+    ]
+    assert len(rewards) == 12 and rewards[0] < 0.2 and rewards[-1] > 0.5
