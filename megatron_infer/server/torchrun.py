@@ -60,15 +60,7 @@ POLL_S = 0.2
 
 def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: int, ep: int) -> None:
     """Serve on this rank until SIGTERM, one of the engines of `options`. An error is raised on every rank."""
-    world, rank, dp = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), options.dp
-    if dp * tp * pp * ep != world:
-        raise ConfigError(
-            f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
-            f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
-        )
-    if torch.distributed.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
-        end_with_parent()
-    groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
+    groups, rank = groups_of_job(options.dp, tp=tp, pp=pp, ep=ep), int(os.environ["RANK"])
     options = dataclasses.replace(options, config=_of_first_rank(options.config))
     store = torch.distributed.distributed_c10d._get_default_store()
     frontend = FrontendProcesses(options, settings) if rank == 0 else None
@@ -106,6 +98,19 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, tp: int, pp: i
     finally:
         if frontend is not None:
             frontend.close()
+
+
+def groups_of_job(dp: int, *, tp: int, pp: int, ep: int) -> Any:
+    """The process groups of all ranks. Raises ConfigError where the launcher has started another number of them."""
+    world = int(os.environ["WORLD_SIZE"])
+    if dp * tp * pp * ep != world:
+        raise ConfigError(
+            f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
+            f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
+        )
+    if torch.distributed.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
+        end_with_parent()
+    return build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
 
 
 def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import math
 import threading
@@ -15,9 +17,10 @@ from mutations import altered, damaged, no_errors_logged, rounds, shown
 from test_tinker import ADAM, TOKENS, Api, message_of_batch, serving
 
 from megatron_infer.coordinator.protocol import Overloaded
+from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.tinker import service
+from megatron_infer.server.tinker import messages, service
 from megatron_infer.server.tinker.routes import PROTOBUF
 from megatron_infer.server.tinker.training import TrainingClient
 
@@ -234,6 +237,27 @@ def test_batches_that_wait_take_room_of_bodies(tmp_path, monkeypatch):
         for one in replies:
             api.result(one.json())
         api.batch(id, len(replies) + 1, "cross_entropy", tokens)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "no loss"])
+def test_a_large_batch_is_read_outside_of_the_event_loop(api, monkeypatch, loss):
+    loops, read, tokens = [], messages.read, [[1, 2, 3]] * 1000
+    monkeypatch.setattr(messages, "read", lambda *sent: loops.append(asyncio._get_running_loop()) or read(*sent))
+    id = api.train()
+    small = api.send_batch(id, 1, loss).json()
+    large = api.send_batch(id, 2, loss, tokens).json()
+    assert [isinstance(api.result(sent), dict) for sent in (small, large)] == [loss == "no loss"] * 2
+    assert [loop is None for loop in loops] == [False, True]
+
+
+def test_a_batch_that_was_refused_leaves_nothing_of_its_body(api):
+    id, tokens = api.train(), [[1, 2, 3]] * 1000
+    missing = {"given": {"advantages": np.ones(2, "<f4")}}
+    wrong = {"given": {"weights": np.ones(2, "<f4"), "target_tokens": np.ones((1, 2), "<i8")}}
+    for number, (loss, how) in enumerate((("no loss", {}), ("cross_entropy", missing), ("cross_entropy", wrong)), 1):
+        assert "error" in api.result(api.send_batch(id, number, loss, tokens, **how).json())
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, Call) and len(one.body) > 10_000]
 
 
 def test_a_sample_that_finds_the_queue_full_is_gone_so_that_the_sdk_draws_it_again(api, monkeypatch):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,20 +23,30 @@ import torch.distributed as dist
 
 from megatron_infer.config.layout import Layout
 from megatron_infer.coordinator.replica import Replica
-from megatron_infer.distributed.groups import build_groups, lockstep_over
-from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
+from megatron_infer.distributed.groups import lockstep_over
+from megatron_infer.distributed.lockstep import FOLLOW, LocalLockstep, Lockstep
 from megatron_infer.engine.command_relay import plain
 from megatron_infer.errors import ConfigError, LockstepError, RankFailure, RequestError
 from megatron_infer.server.tinker.serve import run_engine
 from megatron_infer.server.tinker.training import Datum, LiveEngine, LiveModel, LiveTrainer, TrainingClient
-from megatron_infer.server.torchrun import ignore_signals
-from megatron_infer.utils.child_process import end_with_parent
+from megatron_infer.server.torchrun import groups_of_job, ignore_signals
 
 log = logging.getLogger("megatron_infer.server")
 
 CALL, END = "tinker()", "end of the Tinker API"
 WITH_DATA = "forward_backward"
 """The operation whose first argument is data."""
+
+
+@contextmanager
+def _of_job() -> Iterator[None]:
+    """A RankFailure of the block names the rank by its number in the job alone."""
+    try:
+        yield
+    except RankFailure as failure:
+        if failure.is_of_job or failure.job_rank is None:
+            raise
+        raise RankFailure(failure.job_rank, failure.phase, failure.reason, is_of_job=True) from failure
 
 
 class OnEveryRank:
@@ -63,27 +73,26 @@ class JobRanks:
         self._world = lockstep_over(dist.group.WORLD, timeout_s=timeout_s)
         self._engines: Lockstep | LocalLockstep = LocalLockstep()
         """The lockstep of the first ranks of the engines."""
-        self._numbers = [dist.get_rank()]
-        """The numbers of these ranks in the job."""
         if groups.is_leader and groups.dp is not None:
             self._engines = lockstep_over(groups.dp, timeout_s=timeout_s)
-            self._numbers = dist.get_process_group_ranks(groups.dp)
         model.together = self._world.together
         self._failure: BaseException | None = None
         """Why `_listen` has ended early."""
 
+    @_of_job()
     def run(self, client: str, name: str, *args: Any, **given: Any) -> Any:
         """On rank 0: an operation of a client, or of the model, on every rank -> what it gave here."""
         sent = [[one.packed() for one in args[0]], *args[1:]] if name == WITH_DATA else list(args)
         call = plain({"client": client, "name": name, "args": sent, "given": given})
-        self._meet(CALL, arguments=call, compare=False)
+        self._engines.meet(CALL, arguments=call, compare=False)
         return self._run_on_engine(call)
 
     def _listen(self, trainer: LiveTrainer, stop: Callable[[], None]) -> None:
         """On the first rank of another engine, in a thread: queue what rank 0 runs, until it ends."""
         try:
-            while (met := self._meet(FOLLOW)).call != END:
-                trainer.submit(partial(self._run_on_engine, met.arguments))
+            with _of_job():
+                while (met := self._engines.meet(FOLLOW)).call != END:
+                    trainer.submit(partial(self._run_on_engine, met.arguments))
         except (RankFailure, LockstepError) as error:
             self._failure = error
         finally:
@@ -123,49 +132,46 @@ class JobRanks:
             self._model, training_share=training_share, everywhere=partial(OnEveryRank, self), end=self._end
         )
 
+    @_of_job()
     def _end(self) -> None:
         """On the first rank of an engine."""
         if self._engines.is_leader:
-            self._meet(END)
+            self._engines.meet(END)
         self._engine.dismiss()
         self._part()
 
+    @_of_job()
     def _part(self) -> None:
         """Raises RankFailure where a rank has gone before."""
-        with _of_job(range(self._world.size)):
-            self._world.agree(False, END)
-
-    def _meet(self, call: str, **how: Any) -> Meeting:
-        with _of_job(self._numbers):
-            return self._engines.meet(call, **how)
+        self._world.agree(False, END)
 
     def _run_on_engine(self, call: dict[str, Any]) -> Any:
         self._engine.relay.meet(CALL, call, compare=False)
         return self._run_here(call)
 
+    @_of_job()
     def _run_here(self, call: dict[str, Any]) -> Any:
         name, args = call["name"], call["args"]
         target = self._model.clients.get(call["client"]) if call["client"] else self._model
-        together, engine_ranks = self._world.together(name, has_collectives=True), self._engine.rank_group.ranks
+        together = self._world.together(name, has_collectives=True)
         self._world.phase, is_done = name, False
-        with _of_job(range(self._world.size)):
-            try:
-                with together, _of_job(engine_ranks):
-                    if target is None:
-                        raise RequestError("the training client was unloaded, or its session has ended")
-                    if name == WITH_DATA:
-                        args = [[Datum(*one) for one in args[0]], *args[1:]]
-                    found = getattr(target, name)(*args, **call["given"])
-                    is_done = True
-                return found
-            except (RankFailure, LockstepError):
-                raise
-            except Exception:
-                if isinstance(target, TrainingClient):
-                    is_done = is_done or target.is_torn
-                if self._world.agree(is_done, f"undoing {name}"):
-                    self._undo(target, name, args)
-                raise
+        try:
+            with together:
+                if target is None:
+                    raise RequestError("the training client was unloaded, or its session has ended")
+                if name == WITH_DATA:
+                    args = [[Datum(*one) for one in args[0]], *args[1:]]
+                found = getattr(target, name)(*args, **call["given"])
+                is_done = True
+            return found
+        except (RankFailure, LockstepError):
+            raise
+        except Exception:
+            if isinstance(target, TrainingClient):
+                is_done = is_done or target.is_torn
+            if self._world.agree(is_done, f"undoing {name}"):
+                self._undo(target, name, args)
+            raise
 
     def _undo(self, target: Any, name: str, args: list[Any]) -> None:
         """An operation has failed on some ranks, and others have done it."""
@@ -177,27 +183,12 @@ class JobRanks:
             target.tear()
 
 
-@contextmanager
-def _of_job(ranks: Sequence[int]) -> Iterator[None]:
-    """A RankFailure of the block names the rank's number in the job. ranks: by their numbers in the block's group."""
-    try:
-        yield
-    except RankFailure as failure:
-        if failure.is_of_job:
-            raise
-        raise RankFailure(ranks[failure.rank], failure.phase, failure.reason, is_of_job=True) from failure
-
-
 def build_job(layout: Layout) -> Any:
     """The process groups of all ranks. Raises ConfigError for a launcher's numbers that do not fit."""
-    world = int(os.environ["WORLD_SIZE"])
-    if layout.world_size != world:
-        raise ConfigError(f"{world} processes, but dp x tp x pp x ep = {layout.world_size}; start as many")
-    if os.environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world):
+    world = os.environ["WORLD_SIZE"]
+    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
         raise ConfigError("the Tinker API over ranks of several machines is not supported; start all on one")
-    if dist.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
-        end_with_parent()
-    return build_groups(tensor_parallel=layout.tp, pipeline_parallel=layout.pp, expert_parallel=layout.ep)
+    return groups_of_job(layout.dp, tp=layout.tp, pp=layout.pp, ep=layout.ep)
 
 
 def serve_ranks(model: LiveModel, *, training_share: float, serve: Callable[..., None]) -> None:

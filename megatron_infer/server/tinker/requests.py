@@ -64,6 +64,10 @@ class SaveWeights(OfModel, kw_only=True):
     overwrite: bool = False
 
 
+class MayNameModel(Struct):
+    model_id: Name | None = None
+
+
 class LoadWeights(Struct, kw_only=True):
     """Into a model, or, with session_id and model_seq_id, into one that is made for it."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,11 +19,12 @@ from megatron_infer.coordinator.protocol import Overloaded
 from megatron_infer.engine.durable.file_format import read_manifest
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.endpoint import CALLER, Call, Reply
+from megatron_infer.server.endpoint import CALLER, Call, Handler, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.generation_request import check_values
 from megatron_infer.server.http_errors import ApiError, api_error_of
 from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.request_body import INLINE_BYTES
 from megatron_infer.server.routes import Routes, Tenants
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tinker import messages, requests
@@ -41,7 +41,9 @@ LATER = (429, 503)
 MAX_DATA = 4096
 """Sequences of one forward_backward."""
 
-_B = TypeVar("_B", bound=requests.OfModel)
+_B = TypeVar("_B")
+Work = Callable[[], Coroutine[Any, Any, Any]]
+"""An operation whose body has been checked."""
 
 
 class TinkerRoutes:
@@ -79,27 +81,28 @@ class TinkerRoutes:
             "session_heartbeat": ("Keep a session", self._heartbeat),
             "sessions/{id}/finish": ("End a session", self._finish),
             "create_model": ("Make a training client", self._create_model),
-            "unload_model": ("Forget a training client", self._ordered(requests.OfModel, self._unload_model)),
+            "unload_model": ("Forget a training client", self._ordered(_read_as(requests.OfModel, self._unload_model))),
             "get_info": ("Describe a training client", self._get_info),
-            "forward_backward": ("Compute a loss, and its gradients", self._forward_backward),
-            "optim_step": ("Step a client's optimizer", self._ordered(requests.OptimStep, self._optim_step)),
+            "forward_backward": ("Compute a loss, and its gradients", self._ordered(self._forward_backward)),
+            "optim_step": ("Step a client's optimizer", self._ordered(_read_as(requests.OptimStep, self._optim_step))),
             "save_weights": (
                 "Save a client's adapter and optimizer",
-                self._ordered(requests.SaveWeights, self._save_weights),
+                self._ordered(_read_as(requests.SaveWeights, self._save_weights)),
             ),
             "load_weights": ("Load what was saved", self._load_weights),
             "weights_info": ("Describe what was saved", self._weights_info),
             "save_weights_for_sampler": (
                 "Make a client's adapter one to sample from",
-                self._ordered(requests.SaveWeights, self._save_for_sampler),
+                self._ordered(_read_as(requests.SaveWeights, self._save_for_sampler)),
             ),
             "create_sampling_session": ("Make a sampler", self._create_sampler),
             "asample": ("Draw samples", self._sample),
             "retrieve_future": ("The result of a call", self._retrieve),
             "cancel_future": ("Give up a call", self._cancel),
         }.items():
-            answer = _answering(self._refused_in_order(handler))
-            routes.add("POST", PREFIX + path, answer, summary, statuses=(400, 404, 408, 410, 413, 415, 429, 503))
+            routes.add(
+                "POST", PREFIX + path, _answering(handler), summary, statuses=(400, 404, 408, 410, 413, 415, 429, 503)
+            )
         routes.add("GET", PREFIX + "get_server_capabilities", _answering(self._capabilities), "What the server has")
         routes.add(
             "GET", PREFIX + "samplers/{id}", _answering(self._get_sampler), "Describe a sampler", statuses=(404,)
@@ -154,8 +157,8 @@ class TinkerRoutes:
         shown = {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": name}
         return shown | {"is_lora": model.client.rank > 0, "lora_rank": model.client.rank or None}
 
-    async def _forward_backward(self, call: Call) -> Any:
-        sent = _batch_of(call)
+    async def _forward_backward(self, model: Model, sent: Any) -> Work:
+        """sent: a ForwardBackwardRequest."""
         function = loss_named(sent.loss_fn)
         given = {name: float(value) for name, value in sent.loss_fn_config.items()}
         given |= {name: value.number for name, value in sent.loss_fn_config_v2.items()}
@@ -165,8 +168,7 @@ class TinkerRoutes:
         if not 0 < len(sent.data) <= MAX_DATA:
             raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
         data = await asyncio.to_thread(self._data_of, sent, function.inputs)
-        model, number, loss_fn = self._service.model(sent.model_id), sent.seq_id, sent.loss_fn
-        backward = not sent.forward_only
+        number, loss_fn, backward = sent.seq_id, sent.loss_fn, not sent.forward_only
         client, figures = model.client, model.figures
 
         async def compute() -> Any:
@@ -192,12 +194,7 @@ class TinkerRoutes:
                 figures.trained_tokens += sum(len(score) for score in scores)
             return _forward_backward_output(total, scores)
 
-        room, is_new = contextlib.ExitStack(), number not in model.futures
-        place = requests.OfModel(model_id=model.id, seq_id=number)
-        reply = self._in_order(call, place, compute, on_ended=room.close, batch=sent)
-        if is_new:
-            room.push(call.room.pop_all())
-        return reply
+        return compute
 
     def _data_of(self, sent: Any, names: tuple[str, ...]) -> list[Datum]:
         limits, data = self._client.limits, list[Datum]()
@@ -251,22 +248,19 @@ class TinkerRoutes:
         await self._service.run_for(model, lambda: model.client.save(path))
         return {"type": "save_weights", "path": f"tinker://{model.id}/weights/{name}"}
 
+    async def _load(self, model: Model, body: requests.LoadWeights) -> Any:
+        path = self._service.path_of(body.path, "weights")
+
+        def work() -> Any:
+            model.client.load(path, optimizer=body.optimizer)
+            return {"type": "load_weights", "path": body.path, "model_id": model.id}
+
+        return await self._service.change(model, body.seq_id or 0, work)
+
     async def _load_weights(self, call: Call) -> Any:
+        if read(call, requests.MayNameModel).model_id is not None:
+            return await self._ordered(_read_as(requests.LoadWeights, self._load))(call)
         body, service = read(call, requests.LoadWeights), self._service
-
-        async def load(model: Model) -> Any:
-            path = service.path_of(body.path, "weights")
-
-            def work() -> Any:
-                model.client.load(path, optimizer=body.optimizer)
-                return {"type": "load_weights", "path": body.path, "model_id": model.id}
-
-            return await service.change(model, body.seq_id or 0, work)
-
-        if body.model_id is not None:
-            model = service.model(body.model_id)
-            place = requests.OfModel(model_id=model.id, seq_id=body.seq_id)
-            return self._in_order(call, place, lambda: load(model))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("model_id, or session_id and model_seq_id, are missing")
         id = service.model_id(body.session_id, body.model_seq_id)
@@ -284,7 +278,7 @@ class TinkerRoutes:
             rank = (await asyncio.to_thread(read_manifest, service.path_of(body.path, "weights")))["rank"]
             model = await service.create_model(id, rank=rank, seed=None)
             try:
-                return await load(model)
+                return await self._load(model, body)
             except BaseException:
                 service.unload_model(model.id)
                 raise
@@ -344,7 +338,7 @@ class TinkerRoutes:
                 raise RequestError(f"{name} is not supported; leave it out")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise RequestError("prompt: a chunk is no text, which this model does not read")
-        digest, number = _digest(call), body.seq_id
+        digest, number = _digest(call, call.body), body.seq_id
 
         def start() -> str:
             return service.future(draw(), on_dropped=lambda: sampler.futures.pop(number, None))
@@ -395,37 +389,26 @@ class TinkerRoutes:
         self._service.cancel(read(call, requests.Retrieve).request_id)
         return {}
 
-    def _refused_in_order(self, handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
-        """What is refused at once has its place among a client's operations too: later ones wait for it."""
+    def _ordered(self, prepare: Callable[[Model, Any], Awaitable[Work]]) -> Handler:
+        """Of a route whose body names a training client and the operation's number. prepare: checks the body -> the
+        operation. A call that it refuses has its place among the client's operations too: later ones wait for it."""
 
         async def answer(call: Call) -> Any:
+            placed = await asyncio.to_thread(_placed, call) if len(call.body) > INLINE_BYTES else _placed(call)
             try:
-                return await handler(call)
+                work = await prepare(self._service.model(placed.model_id), placed.body)
             except InferenceError as error:
-                refused, place = error, _place_of(call)
-                if place is None or api_error_of(error).status in LATER:
+                refused = api_error_of(error)
+                if not placed.seq_id or refused.status in LATER:
                     raise
-
-            async def refuse() -> Any:
-                raise refused
-
-            return self._in_order(call, place, refuse)
-
-        return answer
-
-    def _ordered(
-        self, kind: type[_B], work: Callable[[Model, _B], Coroutine[Any, Any, Any]]
-    ) -> Callable[[Call], Awaitable[Any]]:
-        """Handler of a route whose body names a training client and the sequence number of the operation."""
-
-        async def answer(call: Call) -> Any:
-            body = read(call, kind)
-            model = self._service.model(body.model_id)
-            return self._in_order(call, body, lambda: work(model, body))
+                work = partial(_refuse, refused.with_traceback(None))  # whose frames would hold the body
+            model = self._service.model(placed.model_id)  # it may have been unloaded meanwhile
+            id = self._service.in_order(model, placed.seq_id, placed.digest, work, room=call.room)
+            return {"request_id": id, "model_id": model.id}
 
         return answer
 
-    def _made(self, call: Call, id: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    def _made(self, call: Call, id: str, work: Work) -> Any:
         """The future of a call that makes a training client."""
         made = self._service.made
 
@@ -437,49 +420,47 @@ class TinkerRoutes:
             future = self._service.future(work(), on_dropped=forget)
             return future
 
-        return {"request_id": self._service.once(made, id, _digest(call), start)}
-
-    def _in_order(
-        self,
-        call: Call,
-        place: requests.OfModel,
-        work: Callable[[], Coroutine[Any, Any, Any]],
-        *,
-        on_ended: Callable[[], None] = lambda: None,
-        batch: Any = None,
-    ) -> Any:
-        """batch: the ForwardBackwardRequest of the call, if it has been parsed."""
-        model = self._service.model(place.model_id)
-        id = self._service.in_order(model, place.seq_id or 0, _digest(call, batch), work, on_ended=on_ended)
-        return {"request_id": id, "model_id": model.id}
+        return {"request_id": self._service.once(made, id, _digest(call, call.body), start)}
 
 
-def _batch_of(call: Call) -> Any:
-    """The ForwardBackwardRequest of a call. Raises RequestError, and ApiError 415."""
+class Placed(NamedTuple):
+    """A call that has a place among the operations of a training client."""
+
+    model_id: str
+    seq_id: int
+    digest: bytes
+    body: Any
+    """The ForwardBackwardRequest; of other routes the call itself."""
+
+
+def _placed(call: Call) -> Placed:
+    """Raises RequestError, and ApiError 415."""
+    if call.route != PREFIX + "forward_backward":
+        named = read(call, requests.OfModel)
+        return Placed(named.model_id, named.seq_id or 0, _digest(call, call.body), call)
     if (kind := call.request.headers.get("content-type", "")) != PROTOBUF:
         raise ApiError(415, f"the body must come as Content-Type: {PROTOBUF}, got {kind[:60]!r}")
-    return messages.read("ForwardBackwardRequest", call.body)
+    sent = messages.read("ForwardBackwardRequest", call.body)
+    # maps of a message that is sent again may come in another order
+    return Placed(sent.model_id, sent.seq_id, _digest(call, sent.SerializeToString(deterministic=True)), sent)
 
 
-def _digest(call: Call, batch: Any = None) -> bytes:
-    """The same for a call that is sent again: maps of a message may come in another order."""
-    if batch is None and call.request.headers.get("content-type") == PROTOBUF:
-        batch = _batch_of(call)
-    body = call.body if batch is None else batch.SerializeToString(deterministic=True)
+def _digest(call: Call, body: bytes) -> bytes:
+    """The same for a call that is sent again."""
     return hashlib.blake2b(call.route.encode() + body, digest_size=16).digest()
 
 
-def _place_of(call: Call) -> requests.OfModel | None:
-    """A refused call's model and number; None: it names none."""
-    try:
-        if call.route == PREFIX + "forward_backward":
-            sent = _batch_of(call)
-            place = requests.OfModel(model_id=sent.model_id, seq_id=sent.seq_id)
-        else:
-            place = read(call, requests.OfModel)
-    except InferenceError:
-        return None
-    return place if place.seq_id else None
+async def _refuse(error: ApiError) -> Any:
+    raise error
+
+
+def _read_as(kind: type[_B], work: Callable[[Model, _B], Coroutine[Any, Any, Any]]) -> Any:
+    """work: on a training client and a body -> the `prepare` of `_ordered`."""
+
+    async def prepare(model: Model, call: Call) -> Work:
+        return partial(work, model, read(call, kind))
+
+    return prepare
 
 
 def _to_be_drawn_again(why: str) -> ApiError:
@@ -487,7 +468,7 @@ def _to_be_drawn_again(why: str) -> ApiError:
     return ApiError(410, f"{why}; draw it again", code="draw_again")
 
 
-def _giving(reply: Any) -> Callable[[Call], Awaitable[Any]]:
+def _giving(reply: Any) -> Handler:
     """Of a route whose reply is always the same."""
 
     async def answer(_: Call) -> Any:
@@ -496,7 +477,7 @@ def _giving(reply: Any) -> Callable[[Call], Awaitable[Any]]:
     return answer
 
 
-def _answering(handler: Callable[[Call], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
+def _answering(handler: Handler) -> Handler:
     async def answer(call: Call) -> Any:
         result = await handler(call)
         return result if isinstance(result, Response | Reply) else Reply(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -444,9 +445,11 @@ class TinkerService:
         digest: bytes,
         work: Callable[[], Awaitable[Any]],
         *,
-        on_ended: Callable[[], None] = lambda: None,
+        room: contextlib.ExitStack,
     ) -> str:
-        """Start an operation when those with lower numbers have ended -> see `once`. seq_id 0: at once."""
+        """Start an operation when those with lower numbers have ended -> see `once`. seq_id 0: at once. room: of the
+        call's body, which an operation that is started gives back when it ends."""
+        held = contextlib.ExitStack()
 
         async def run() -> Any:
             number, reply = model.kept
@@ -469,7 +472,7 @@ class TinkerService:
         def ended() -> None:
             model.figures.queue -= 1
             model.pass_on(seq_id)
-            on_ended()
+            held.close()
 
         def dropped() -> None:
             model.futures.pop(seq_id, None)
@@ -478,6 +481,7 @@ class TinkerService:
         def start() -> str:
             id = self.future(run(), on_ended=ended, on_dropped=dropped)
             model.figures.queue += 1
+            held.push(room.pop_all())
             return id
 
         if not seq_id:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.distributed.rank_group import RankGroup
 from megatron_infer.engine.durable import file_format
-from megatron_infer.errors import AdapterInUse, ConfigError, InferenceError, LockstepError, RankFailure, RequestError
+from megatron_infer.errors import AdapterInUse, InferenceError, LockstepError, RankFailure, RequestError
 from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.models.lora.attach import AttachedLoRA
 from megatron_infer.models.trainer_step import reduce_gradients
@@ -514,8 +514,6 @@ class LiveTrainer:
     ) -> None:
         """everywhere: gives an object whose methods run on every rank of the job. client: its id; "": it is the
         model. end: no operation follows; called in the engine's thread."""
-        if not 0 < training_share <= 1:
-            raise ConfigError(f"training_share is {training_share}, it must be above 0 and at most 1")
         self.local = model
         self.session = model.session
         self._everywhere = everywhere
