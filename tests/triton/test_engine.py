@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from launches import kernels_launched
 from model_kinds import LATENT, SOFTCAPPED, SPARSE
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.models.mcore_compat import squared_relu
 from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid
 
@@ -115,10 +115,9 @@ def generate(
     device = next(model.parameters()).device
     engine = DynamicInferenceEngine(model, InferenceConfig(**SIZES | layers.always | settings), device=str(device))
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, return_routing=layers.has_routing)
-    ran: set[str] = set()
-    with listening(lambda launch, kernel, *_: ran.add(kernel.fn.__name__)):
+    with kernels_launched() as ran:
         found = [output.outputs[0] for output in engine.generate(workload(), params)]
-    return [(one.token_ids, one.routing.tolist() if layers.has_routing else None) for one in found], engine, ran
+    return [(one.token_ids, one.routing.tolist() if layers.has_routing else None) for one in found], engine, set(ran)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engines import make_engine, run
+from launches import kernels_launched
 from lora_cases import random_adapter
 from model_kinds import make_model
 from replay_recorder import REPLAY, ReplayRecorder
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -34,65 +33,63 @@ def test_the_stand_in_repeats_launches_with_the_numbers_of_the_capture(device):
         first = out.clone()
         x.mul_(-3.0)
         eps[0] = 1e6
-        launched = []
-        with listening(lambda launch, kernel, *rest: launched.append(kernel.__name__)):
+        with kernels_launched() as launched:
             tape.replay()
     assert len(launched) == 1, "the one launch of the capture, none of the warm-up"
     torch.testing.assert_close(out, -first, rtol=1e-6, atol=1e-6)
 
 
-def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch):
-    model = tiny_gpt(num_layers=1, vocab_size=64, max_sequence_length=32, init_method_std=0.2).to(device)
-    adapters = [random_adapter(model, name, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 20))]
+def answered(model, asked, *, adapters=(), **settings):
+    """(the samples of requests of (prompt, parameters), the engine)."""
+    engine = make_engine(model, max_sequence_length=64, max_requests=3, max_tokens=48, **settings)
+    for adapter in adapters:
+        engine.load_adapter(adapter.name, adapter)
+    return [output.outputs[0] for output in run(engine, asked)], engine
 
-    def tokens(**settings):
-        base = {"buffer_size_gb": 0.005, "block_size_tokens": 16, "max_sequence_length": 32, "max_requests": 3}
-        lora = LoRAConfig(max_loras=2, max_rank=20)
-        engine = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=16, lora=lora, **settings))
-        for adapter in adapters:
-            engine.load_adapter(adapter.name, adapter)
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, adapter=name) for name in ("a", "b", None)
-        ]
-        outputs = engine.generate([[5, 6, 7], [5, 6, 7], [5, 6, 7]], params)
-        return [output.outputs[0].token_ids for output in outputs], engine
 
-    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-    expected, _ = tokens()
+def replayed(model, asked, device, monkeypatch, **settings):
+    """The same on Triton's kernels, every step replayed."""
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
-    got, engine = tokens(num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
-    assert got == expected and len({str(one) for one in got}) == 3
-    assert [row.chosen for row in engine.kernels.rows if row.operation == "adapters"] == ["triton"]
+    found, engine = answered(model, asked, num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True, **settings)
     counts = inspect(engine).runner.graphs.pool.counts
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
+    return found, engine
+
+
+def tokens(samples):
+    return [one.token_ids for one in samples]
+
+
+def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch):
+    model = tiny_gpt(num_layers=1, vocab_size=64, max_sequence_length=64, init_method_std=0.2).to(device)
+    adapters = [random_adapter(model, name, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 20))]
+    greedy = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
+    asked = [([5, 6, 7], SamplingParams(**greedy, adapter=name)) for name in ("a", "b", None)]
+    settings = {"adapters": adapters, "lora": LoRAConfig(max_loras=2, max_rank=20)}
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    expected = tokens(answered(model, asked, **settings)[0])
+    got, engine = replayed(model, asked, device, monkeypatch, **settings)
+    assert tokens(got) == expected and len({str(one) for one in expected}) == 3
+    assert [row.chosen for row in engine.kernels.rows if row.operation == "adapters"] == ["triton"]
 
 
 @pytest.mark.parametrize("kind", ["delta", "latent", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_models_of_the_newer_kinds_answer_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch, kind):
     model = make_model(kind, vocab_size=64, max_sequence_length=64).to(device)
-    sizes = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 3}
-    prompts = [[5, 6, 7] * 9, [8, 9], [3] * 14]
-
-    def answers(*, ask=False, **settings):
-        engine = DynamicInferenceEngine(model, InferenceConfig(**sizes, max_tokens=48, **settings))
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, return_index_choices=ask)
-        found = [output.outputs[0] for output in engine.generate(prompts, params)]
-        return [one.index_choices.tolist() if ask else one.token_ids for one in found], engine
-
+    greedy = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+    asked, choosing = (
+        [(prompt, SamplingParams(**greedy, return_index_choices=ask)) for prompt in ([5, 6, 7] * 9, [8, 9], [3] * 14)]
+        for ask in (False, True)
+    )
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-    expected, _ = answers()
-    choices = answers(ask=True)[0] if kind == "sparse" else None
-    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
-    got, engine = answers(num_cuda_graphs=-1, use_cuda_graphs_for_non_decode_steps=True)
-    assert got == expected and len({str(one) for one in got}) == 3
-    counts = inspect(engine).runner.graphs.pool.counts
-    assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
+    expected = tokens(answered(model, asked)[0])
+    choices = [one.index_choices.tolist() for one in answered(model, choosing)[0]] if kind == "sparse" else None
+    got, _ = replayed(model, asked, device, monkeypatch)
+    assert tokens(got) == expected and len({str(one) for one in expected}) == 3
     if choices is not None:
-        got, engine = answers(ask=True, num_cuda_graphs=-1)
-        assert got == choices, "what indexers choose is returned by steps that run eagerly"
+        got, engine = answered(model, choosing, num_cuda_graphs=-1)
+        assert [one.index_choices.tolist() for one in got] == choices, "steps that return choices run eagerly"
         counts = inspect(engine).runner.graphs.pool.counts
         assert counts.eager["index choices asked for"] == engine.stats().counters["steps"]
