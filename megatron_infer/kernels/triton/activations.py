@@ -100,7 +100,7 @@ class Activations:
         num_tokens, width = x_TX.shape
         scale_stride = 0 if scale_TS is None else scale_TS.shape[1]
         if (found := self._launchers.get((form, width, scale_stride))) is None:
-            found = self._launchers[form, width, scale_stride] = self._made(form, width, scale_stride)
+            found = self._launchers[form, width, scale_stride] = self.made(form, width, scale_stride)
         width, programs, kernel, clamp, offset = found
         out_TX = x_TX.new_empty((num_tokens, width))
         if num_tokens:
@@ -108,7 +108,7 @@ class Activations:
             kernel((num_tokens, programs), x_TX, out_TX, scale, row_stride, width, clamp, offset)
         return out_TX
 
-    def _made(self, form: Form, width: int, scale_stride: int) -> tuple[int, int, Launcher, float, float]:
+    def made(self, form: Form, width: int, scale_stride: int) -> tuple[int, int, Launcher, float, float]:
         """(entries of a row of the output, programs of a row, the kernel, clamp, offset)."""
         width //= 2 if form.gated else 1
         block = min(TILE, max(16, power_of_2(width)))
@@ -120,14 +120,13 @@ class Activations:
 
 def aot_variants() -> list[AotVariant]:
     """Each function alone and gated, in each dtype, and SwiGLU as experts scale it."""
-    variants = []
+    variants, activations = [], Activations()
 
     def add(name: str, dtype: str, form: Form, scale_stride: int = 0) -> None:
-        constexprs = {"KIND": form.kind, "GATED": form.gated, "HAS_CLAMP": form.clamp is not None}
-        constexprs |= {"SCALE_STRIDE": scale_stride, "BLOCK": TILE, "PDL": False}
+        launcher = activations.made(form, 2 * TILE, scale_stride)[2]
         types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "scale_ptr": "*i32" if scale_stride else f"*{dtype}"}
         types |= {"clamp": "fp32", "offset": "fp32"}
-        one = AotVariant.of(f"activate-{name}-{dtype}", _activate, types, constexprs, num_warps=4)
+        one = AotVariant.of_launcher(f"activate-{name}-{dtype}", launcher, types)
         variants.extend((one, one.overlapping()) if dtype == "bf16" and form == SWIGLU else (one,))
 
     for dtype in DTYPES.values():

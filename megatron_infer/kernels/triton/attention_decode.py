@@ -48,7 +48,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     power_of_2,
     variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher, precision
+from megatron_infer.kernels.triton.launch import APART, AotVariant, Launcher, precision
 from megatron_infer.kernels.triton_scratch import (
     DECODE_CHUNK,
     DECODE_SHORT,
@@ -404,12 +404,9 @@ def attend_decode(
 
 def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int = 0) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    tiles = decode_tiles(layer, shared_kib=shared_kib)
-    decode, merge = _constexprs(layer, tiles)
-    options = _options(decode, tiles)
-    merging = {"num_warps": MERGE_WARPS, "num_stages": 1}
+    kernels = decode_kernels(layer, decode_tiles(layer, shared_kib=shared_kib), APART)
     made = [
-        variant(f"decode_{name}", decode_kernel, decode | {"PDL": False}, options, dtype, fp8=layer.fp8),
-        variant(f"merge_{name}", merge_kernel, merge | {"PDL": False}, merging, dtype),
+        variant(f"decode_{name}", kernels.decode, dtype, fp8=layer.fp8),
+        variant(f"merge_{name}", kernels.merge, dtype),
     ]
     return made + [one.overlapping() for one in made] if dtype == "bf16" else made

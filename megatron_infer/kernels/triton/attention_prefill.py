@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -37,7 +36,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     padded,
     variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher
 from megatron_infer.kernels.triton.ragged import find_row
 from megatron_infer.kernels.triton_scratch import LARGE_SHARED_KIB
 
@@ -171,10 +170,10 @@ def prefill_tiles(layer: Layer, shared_kib: int) -> PrefillTiles:
 
 
 @functools.cache
-def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
-    """The constexprs of prefill_kernel."""
+def _kernel(layer: Layer, tiles: PrefillTiles) -> Launcher:
     own = {"GROUP_TILE": min(layer.group, tiles.lines), "BLOCK_M": tiles.lines, "BLOCK_N": tiles.keys}
-    return layer.constexprs() | own
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return Launcher(prefill_kernel, **layer.constexprs(), **own, **options)
 
 
 def attend_prefill(
@@ -190,12 +189,10 @@ def attend_prefill(
     """Outputs of rows num_decode .. num_rows - 1; zeros for padding tokens."""
     num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
     num_tokens = q_TKGH.shape[0]
-    constexprs = _constexprs(layer, tiles)
-    queries = tiles.lines // constexprs["GROUP_TILE"]
-    num_tiles = (num_tokens - num_decode) // queries + num_rows + 1
-    launch(
-        prefill_kernel,
-        (num_tiles, spec.num_kv_heads * cdiv(spec.group_size, constexprs["GROUP_TILE"])),
+    kernel, group = _kernel(layer, tiles), min(layer.group, tiles.lines)
+    num_tiles = (num_tokens - num_decode) // (tiles.lines // group) + num_rows + 1
+    kernel(
+        (num_tiles, spec.num_kv_heads * cdiv(spec.group_size, group)),
         q_TKGH,
         keys,
         values,
@@ -211,16 +208,12 @@ def attend_prefill(
         num_tokens,
         num_rows,
         num_decode,
-        **constexprs,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
     )
 
 
 def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list[AotVariant]:
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(layer, shared_kib)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    one = variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)
+    one = variant(f"prefill_{name}", _kernel(layer, tiles), dtype, fp8=layer.fp8)
     needs_large = tiles != prefill_tiles(layer, 0)
     return [replace(one, min_shared=LARGE_SHARED_KIB << 10) if needs_large else one]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.triton.launch import AotVariant, precision
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher, precision
 from megatron_infer.kernels.triton_scratch import MIN_DOT as MIN_DOT
 from megatron_infer.kernels.triton_scratch import cdiv as cdiv
 from megatron_infer.kernels.triton_scratch import padded as padded
@@ -194,14 +194,11 @@ class Layer:
         return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, unread)
 
 
-def variant(
-    name: str, kernel: Any, constexprs: dict[str, Any], options: dict[str, int], dtype: str, *, fp8: bool = False
-) -> AotVariant:
+def variant(name: str, launcher: Launcher, dtype: str, *, fp8: bool = False) -> AotVariant:
     """An attention kernel for elements of `dtype` ("bf16"); the names of arguments decide the other types."""
     of_dtype = dict.fromkeys(("q", "out"), f"*{dtype}")
     of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
     of_fp32 = dict.fromkeys(("sinks", "acc_part", "top_part", "total_part"), "*fp32")
     of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
-    types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"}
-    one = AotVariant.of(f"{name}_{dtype}", kernel, types, constexprs, **options)
+    one = AotVariant.of_launcher(f"{name}_{dtype}", launcher, of_dtype | of_fp32 | of_int | {"scale2": "fp32"})
     return replace(one, min_arch=FP8_ARCH if fp8 else 0)

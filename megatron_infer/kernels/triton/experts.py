@@ -288,19 +288,16 @@ def aot_variants() -> list[AotVariant]:
     """The sort and the sum, and the product in each dtype, tile and branch."""
     types = dict.fromkeys(("choice_ptr", "record_ptr"), "*i32")
     types |= dict.fromkeys(("address_ptr", "bias_address_ptr"), "*i64")
-    top_8 = {"TOP_K": 8, "BLOCK_K": 8, "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
-    variants = [AotVariant.of("sort_pairs", _sort_pairs, types, top_8 | {"BLOCK_E": 128, "BLOCK_M": 16}, num_warps=4)]
+    sort_pairs, _, _ = _around(8, 128, MIN_HEIGHT, 4096, True)
+    variants = [AotVariant.of_launcher("sort_pairs", sort_pairs, types)]
     for dtype, kind in DTYPES.items():
         types |= dict.fromkeys(("x_ptr", "product_ptr", "out_ptr"), f"*{kind}")
         for starts in (True, False):
-            constexprs = {"TOP_K": 8, "STARTS": starts, "BLOCK": 1024}
-            variants.append(AotVariant.of(f"add_up-{starts}-{kind}", _add_up, types, constexprs, num_warps=4))
+            _, add_up, _ = _around(8, 128, MIN_HEIGHT, 4096, starts)
+            variants.append(AotVariant.of_launcher(f"add_up-{starts}-{kind}", add_up, types))
         for pairs in (64,) if dtype is torch.float32 else (64, 32 * 64, 64 * 64, 128 * 64):
-            m, n, k, num_warps, num_stages = tile_sizes(pairs, 64, dtype)
-            options = {"num_warps": num_warps, "num_stages": num_stages}
-            blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": TILE_GROUP}
+            sizes = tile_sizes(pairs, 64, dtype)
             for gather in (True, False):
-                branch = {"GATHER": gather, "HAS_BIAS": gather, "ALIGNED": True, "PRECISION": precision(dtype.itemsize)}
-                name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{m}"
-                variants.append(AotVariant.of(name, _grouped_linear, types, branch | blocks, **options))
+                name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{sizes[0]}"
+                variants.append(AotVariant.of_launcher(name, _product(dtype, sizes, gather, gather, True), types))
     return variants

@@ -264,6 +264,13 @@ class AotVariant:
         signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
         return cls(name=name, kernel=kernel, signature=signature, constexprs=dict(constexprs), options=options)
 
+    @classmethod
+    def of_launcher(cls, name: str, launcher: Launcher, types: Mapping[str, str]) -> AotVariant:
+        """What this launches, for arguments of these types; see `of`."""
+        compiled_in = {name: value for name, value in launcher.options.items() if name in launcher.kernel.arg_names}
+        options = {name: value for name, value in launcher.options.items() if name not in compiled_in}
+        return cls.of(name, launcher.kernel, types, compiled_in, **options)
+
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""
         return replace(

@@ -8,7 +8,6 @@ reads it again, out of a cache. The rest is as in `elementwise`. Not yet run on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -124,11 +123,6 @@ def row_tile(width: int) -> tuple[int, int, int]:
     return max(1, TILE // block), block, min(32, max(4, block // 512))
 
 
-def norm_kernel(width: int) -> Any:
-    """What norms rows of `width` entries."""
-    return _norm if width <= HELD_WIDTH else _norm_wide
-
-
 class TritonNorms:
     """kernels.base.Norms. overlap: see `launch.overlapping`."""
 
@@ -164,7 +158,7 @@ class TritonNorms:
         assert residual is None or residual.is_contiguous()
         key = width, centered, zero_centered, weight is not None, bias is not None, residual is not None
         if (found := self._launchers.get(key)) is None:
-            found = self._launchers[key] = self._made(*key)
+            found = self._launchers[key] = self.made(*key)
         rows, kernel = found
         kernel(
             (cdiv(num_rows, rows),),
@@ -184,19 +178,20 @@ class TritonNorms:
         )
         return out
 
-    def _made(
+    def made(
         self, width: int, centered: bool, zero_centered: bool, has_weight: bool, has_bias: bool, adds: bool
     ) -> tuple[int, Launcher]:
         """(rows of a program, the kernel)."""
         rows, block, warps = row_tile(width)
         options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": has_weight}
         options |= {"HAS_BIAS": has_bias, "ADD": adds, "ROWS": rows, "BLOCK": block}
-        return rows, Launcher(norm_kernel(width), **options, **self._overlap, num_warps=warps)
+        kernel = _norm if width <= HELD_WIDTH else _norm_wide
+        return rows, Launcher(kernel, **options, **self._overlap, num_warps=warps)
 
 
 def aot_variants() -> list[AotVariant]:
     """RMS and layer norms of narrow and wide rows, of heads, zero-centered ones and behind a sum, in each dtype."""
-    variants = []
+    variants, norms = [], TritonNorms()
     cases: dict[str, tuple[int, bool, bool, bool, bool, bool]] = {
         # width, centered, zero_centered, weight, bias, add
         "rms": (4096, False, False, True, False, False),
@@ -214,17 +209,10 @@ def aot_variants() -> list[AotVariant]:
     }
     for dtype in DTYPES.values():
         for name, (width, *flags) in cases.items():
-            rows, block, warps = row_tile(width)
-            kernel = norm_kernel(width)
-            names = ("CENTERED", "ZERO_CENTERED", "HAS_WEIGHT", "HAS_BIAS", "ADD")
-            constexprs: dict[str, Any] = dict(zip(names, flags, strict=True)) | {
-                "ROWS": rows,
-                "BLOCK": block,
-                "PDL": False,
-            }
+            _, launcher = norms.made(width, *flags)
             for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
                 types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
                 types |= {"residual_ptr": f"*{residual}", "eps": "fp32"}
-                one = AotVariant.of(f"norm-{name}-{residual}-{dtype}", kernel, types, constexprs, num_warps=warps)
+                one = AotVariant.of_launcher(f"norm-{name}-{residual}-{dtype}", launcher, types)
                 variants.extend((one, one.overlapping()) if dtype == "bf16" else (one,))
     return variants

@@ -14,7 +14,6 @@ once, like the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -204,19 +203,9 @@ def _kernel(
     num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool, has_values: bool
 ) -> tuple[int, Launcher]:
     """(programs of a token, the kernel)."""
-    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved, has_values)
-    q_tiles = cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
-    kernel = Launcher(rotary_append_kernel, **constexprs, num_warps=NUM_WARPS, num_stages=1)
-    return constexprs["KV_TILES"] + q_tiles, kernel
-
-
-@functools.cache
-def _constexprs(
-    num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool, has_values: bool = True
-) -> dict[str, Any]:
     head_pad = power_of_2(head_dim)
     heads = max(1, min(power_of_2(num_kv * group), TILE // head_pad))
-    return {
+    constexprs = {
         "NUM_KV": num_kv,
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -229,16 +218,19 @@ def _constexprs(
         "HEADS": heads,
         "KV_TILES": cdiv(num_kv, heads),
     }
+    q_tiles = cdiv(num_kv * group, heads) if rotary_dim else 0
+    kernel = Launcher(rotary_append_kernel, **constexprs, num_warps=NUM_WARPS, num_stages=1)
+    return cdiv(num_kv, heads) + q_tiles, kernel
 
 
 def aot_variants() -> list[AotVariant]:
     """Halves and pairs, whole and part of a head, none; in each dtype, and into a cache of 8 bits."""
     shapes = [
-        ("h128_rotary", (8, 4, 128, 128, False)),
-        ("h128_plain", (8, 4, 128, 0, False)),
-        ("h64_interleaved", (3, 3, 64, 64, True)),
-        ("h80_partial", (32, 1, 80, 32, False)),
-        ("h256_partial_interleaved", (1, 8, 256, 64, True)),
+        ("h128_rotary", (8, 4, 128, 128, False, True)),
+        ("h128_plain", (8, 4, 128, 0, False, True)),
+        ("h64_interleaved", (3, 3, 64, 64, True, True)),
+        ("h80_partial", (32, 1, 80, 32, False, True)),
+        ("h256_partial_interleaved", (1, 8, 256, 64, True, True)),
         ("latent576", (1, 16, 576, 64, True, False)),
     ]
     variants = []
@@ -246,11 +238,8 @@ def aot_variants() -> list[AotVariant]:
     kinds += [(dtype, "*u8", f"fp8_{dtype}") for dtype, _, _ in kinds]
     for dtype, kept, label in kinds:
         for name, shape in shapes if kept != "*u8" else [shapes[0], shapes[3], shapes[5]]:
-            constexprs = _constexprs(*shape)
             pointers = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}")
             pointers |= dict.fromkeys(("k_cache", "v_cache"), kept)
-            types = pointers | {"kv_pos": "*i64"}
-            name = f"rotary_append_{name}_{label}"
-            one = AotVariant.of(name, rotary_append_kernel, types, constexprs, num_warps=NUM_WARPS, num_stages=1)
-            variants.append(one)
+            types, launcher = pointers | {"kv_pos": "*i64"}, _kernel(*shape)[1]
+            variants.append(AotVariant.of_launcher(f"rotary_append_{name}_{label}", launcher, types))
     return variants

@@ -10,7 +10,6 @@ Shape legend: T tokens, E all ranks' experts, K experts that a token chooses, C 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -151,10 +150,13 @@ def _run_of(width: int) -> int:
     return min(MAX_RUN, max(1, ENTRIES // width))
 
 
-def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[str, Any]:
+@functools.cache
+def _choosing(rules: RoutingRules, num_experts: int, has_bias: bool) -> tuple[int, Launcher]:
+    """(tokens of a program, the kernel)."""
     groups = rules.num_groups if rules.group_topk else 1
     block_g, block_s = power_of_2(groups), power_of_2(num_experts // groups)
-    return {
+    run = _run_of(block_g * block_s)
+    constexprs = {
         "NUM_EXPERTS": num_experts,
         "TOP_K": rules.top_k,
         "GROUP_SIZE": num_experts // groups,
@@ -165,17 +167,11 @@ def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[s
         "HAS_BIAS": has_bias,
         "ROUNDS_SCORES": rules.rounds_scores,
         "SCALING": rules.scaling_factor,
-        "BLOCK_T": _run_of(block_g * block_s),
+        "BLOCK_T": run,
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
     }
-
-
-@functools.cache
-def _choosing(rules: RoutingRules, num_experts: int, has_bias: bool) -> tuple[int, Launcher]:
-    """(tokens of a program, the kernel)."""
-    constexprs = _constexprs(rules, num_experts, has_bias)
-    return constexprs["BLOCK_T"], Launcher(_choose, **constexprs, num_warps=4)
+    return run, Launcher(_choose, **constexprs, num_warps=4)
 
 
 def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, like: Tensor) -> ExpertChoice:
@@ -252,6 +248,6 @@ def aot_variants() -> list[AotVariant]:
         types = {"choice_ptr": "*i32", "chosen_ptr": "*u8", "bias_ptr": "*fp32"}
         types |= dict.fromkeys(("logits_ptr", "probs_ptr"), f"*{kind}")
         for name, rule in kinds.items():
-            variants.append(AotVariant.of(f"choose-{name}-{kind}", _choose, types, _constexprs(*rule), num_warps=4))
+            variants.append(AotVariant.of_launcher(f"choose-{name}-{kind}", _choosing(*rule)[1], types))
         variants.append(AotVariant.of(f"list-{kind}", _list, types, listed, num_warps=4))
     return variants

@@ -332,14 +332,18 @@ def _variant(
     return AotVariant.of(name, kernel, {**_POINTERS, "x_ptr": _TYPES[dtype]}, fixed, num_warps=warps)
 
 
+def _cuts_of(chunks: int, dtype: torch.dtype) -> dict[str, int]:
+    """`_Scratch.cuts` of a vocabulary of so many chunks."""
+    logits_SV = torch.empty((1, chunks * CHUNK), dtype=dtype, device="meta")
+    return _Scratch(logits_SV, HELD).cuts(HELD, dtype)
+
+
 def aot_variants() -> list[AotVariant]:
     """Each kernel for each dtype with the sizes of a vocabulary of 131072; those of a small and a larger one once."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
     for chunks in (1, 64):
-        cuts = {"CHUNK": CHUNK, "CHUNKS": chunks, "GROUP": GROUP, "GROUPS": chunks * (CHUNK // GROUP), "TILE": TILE}
-        cuts |= {"HELD": HELD, "BLOCK": BLOCK, "SHIFT": 0}
+        cuts, name = _cuts_of(chunks, torch.float32), f"{chunks}_chunks"
         draws = {"STATIC": True, "MANY": MANY, **cuts}
-        name = f"{chunks}_chunks"
         variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, (), **draws))
         variants.append(_variant(f"score_{name}", score_kernel, torch.float32, 8, (), **cuts))
     for rows in ((), ("rows_ptr",)):
@@ -352,18 +356,17 @@ def aot_variants() -> list[AotVariant]:
 def _variants_of(dtype: torch.dtype) -> list[AotVariant]:
     variants, tag = [], _TYPES[dtype][1:]
     of_chunk, grouped = {"CHUNK": CHUNK, "CHUNKS": 32}, {"CHUNK": CHUNK, "GROUP": GROUP}
-    many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK, **of_chunk, **grouped}
-    shift = {"SHIFT": SHIFTS[dtype]}
+    cuts = _cuts_of(32, dtype)
     variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, (), **grouped))
     for static in (False, True):
         name, absent = ("static", ()) if static else ("eager", _OF_ROWS)
         variants.append(
             _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, absent, STATIC=static, **of_chunk)
         )
-        draws = {"STATIC": static, "MANY": MANY, **many, **shift}
+        draws = {"STATIC": static, "MANY": MANY, **cuts}
         variants.append(_variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, **draws))
     for known in (("known_ptr",), ()):
         name = "fresh" if known else "known"
         variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))
-        variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **many, **shift))
+        variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **cuts))
     return variants

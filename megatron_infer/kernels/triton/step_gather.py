@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.step_gather import Gather, StepTables, StepTokens
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch, power_of_2
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher, cdiv, kernels_unavailable, power_of_2
 
 TOKENS = 16
 """Tokens of one program."""
@@ -60,6 +62,12 @@ def make(device: torch.device, dtype: torch.dtype) -> Gather:
     return gather
 
 
+@functools.cache
+def _kernel(rotary_dim: int) -> Launcher:
+    dims = power_of_2(rotary_dim) if rotary_dim else 0
+    return Launcher(_gather_kernel, ROTARY=rotary_dim, TOKENS=TOKENS, DIMS=dims, num_warps=4)
+
+
 def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
     """`kernels.step_gather.Gather`, equal to `torch_gather` bit for bit."""
     block_table, token_pool, block_size, cos_PR, sin_PR = tables
@@ -70,8 +78,7 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
     cos_TR = None if cos_PR is None else cos_PR.new_empty(num_tokens, rotary_dim)
     sin_TR = None if sin_PR is None else sin_PR.new_empty(num_tokens, rotary_dim)
     unused = token_pool
-    launch(
-        _gather_kernel,
+    _kernel(rotary_dim)(
         (cdiv(num_tokens, TOKENS),),
         position_T,
         row_T,
@@ -88,10 +95,6 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
         block_table.shape[1],
         token_pool.shape[1],
         block_size,
-        ROTARY=rotary_dim,
-        TOKENS=TOKENS,
-        DIMS=power_of_2(rotary_dim) if rotary_dim else 0,
-        num_warps=4,
     )
     return StepTokens(ids_T, positions_T, kv_pos_T, cos_TR, sin_TR)
 
@@ -106,12 +109,6 @@ def aot_variants() -> list[AotVariant]:
         (f"step_gather_{dtype}_r{dims}", dtype, dims) for dtype in ("bf16", "fp16", "fp32") for dims in (64, 128, 256)
     ]
     return [
-        AotVariant.of(
-            name,
-            _gather_kernel,
-            ints | dict.fromkeys(angles, f"*{dtype}"),
-            {"ROTARY": dims, "TOKENS": TOKENS, "DIMS": dims},
-            num_warps=4,
-        )
+        AotVariant.of_launcher(name, _kernel(dims), ints | dict.fromkeys(angles, f"*{dtype}"))
         for name, dtype, dims in cases
     ]
