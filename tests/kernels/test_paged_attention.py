@@ -216,7 +216,7 @@ def test_contiguous_and_transposed_inputs_are_both_taken(make_attention):
     torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_steps_match_reference(make_attention, data):
     draw = data.draw

@@ -143,7 +143,7 @@ def test_what_one_row_holds_does_not_reach_another(make_scan, spec):
             torch.testing.assert_close(after[slot], before[slot], rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_steps_match_reference(make_scan, data):
     draw = data.draw

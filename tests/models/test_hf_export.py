@@ -92,7 +92,7 @@ WRITTEN = (
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", WRITTEN)
 @pytest.mark.parametrize("through_checkpoint", [False, True])
 def test_a_directory_is_written_as_it_was_read(case, through_checkpoint, tmp_path):

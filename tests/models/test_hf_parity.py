@@ -71,6 +71,7 @@ def test_tensors_are_read_and_written_under_transformers_names(one):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.one_in(3)
 def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_plan(one):
     """Chunks and decodes in mixed steps; sizes of `megatron-infer plan`, which builds nothing, are the engine's."""
     adopted = adopt(one.model)
