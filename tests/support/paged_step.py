@@ -273,12 +273,13 @@ def full_logits(model, tokens: list[int]) -> Tensor:
 def worst_difference(model, adopted, *, forward=None) -> float:
     """Largest |paged - full| over all logits of SCHEDULE's steps; `forward(step)` replaces the runner's way through."""
     cache, tokens, worst = Cache(adopted), prompts(), 0.0
+    full = {sequence: full_logits(model, ids) for sequence, ids in tokens.items()}
     for plan in SCHEDULE:
         starts = {i: cache.lengths.get(i, 0) for i, _ in plan}
         step = cache.step([(i, tokens[i][starts[i] : starts[i] + n]) for i, n in plan])
         hidden = adopted.hidden(step) if forward is None else forward(step)
         logits = adopted.logits(hidden, step.ops)
-        expected = torch.cat([full_logits(model, tokens[i][: starts[i] + n])[starts[i] :] for i, n in plan])
+        expected = torch.cat([full[i][starts[i] : starts[i] + n] for i, n in plan])
         assert logits.shape == expected.shape
         assert torch.isfinite(logits).all()
         worst = max(worst, (logits - expected).abs().max().item())

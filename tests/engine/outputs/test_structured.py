@@ -78,7 +78,9 @@ def test_no_feature_changes_an_answer(name, alone):
     assert found is None or 20 < found.num_accepted < found.num_drafted
 
 
-@pytest.mark.parametrize("name", ["overlap", "ugly", "ugly with drafts"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("overlap", "ugly")), "ugly with drafts"]
+)
 def test_masks_made_next_to_the_steps_change_no_answer(name, alone, monkeypatch):
     made = []
     whole = Grammars._mask_behind

@@ -28,7 +28,7 @@ VOCAB = 128
 SIZES = {"max_sequence_length": 64, "max_requests": 6, "max_tokens": 48, "enable_chunked_prefill": True}
 MIXED: dict[str, Any] = {"use_cuda_graphs_for_non_decode_steps": True}
 GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24, **MIXED}
-AT_START: dict[str, Any] = {**GRAPHS, "cuda_graph_capture": "start"}
+AT_START: dict[str, Any] = {**GRAPHS, "cuda_graph_max_tokens": 12, "cuda_graph_capture": "start"}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_tokens": 16},
@@ -252,7 +252,7 @@ def test_an_abort_between_replays_leaves_the_others_their_answers(gpt):
 
 
 def test_a_capture_writes_to_padding_alone(model):
-    engine = make_engine(model, **GRAPHS)
+    engine = make_engine(model, **GRAPHS | {"cuda_graph_max_tokens": 12})
     for prompt, params in work(4):
         engine.add_request(prompt, params)
     for _ in range(3):
@@ -503,7 +503,7 @@ def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
     assert not pool_of(engine).counts.eager and pool_of(engine).counts.replays == engine.stats().counters["steps"]
 
 
-@pytest.mark.parametrize("feature", ["plain", "prefix", "overlap"])
+@pytest.mark.parametrize("feature", [pytest.param("plain", marks=pytest.mark.long), "prefix", "overlap"])
 def test_captured_steps_keep_what_an_mtp_layer_drafts_from(feature):
     """Prompts and every other request are in captured steps; the drafts behind them are as good as without graphs."""
     from drafters import MTP, knowing
