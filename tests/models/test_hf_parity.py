@@ -45,7 +45,14 @@ ONE_WAY = (
 """Loading multiplies factors into their weights."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+FIRST = {kind: case for case, (kind, _) in reversed(CASES.items())}
+"""The case of each family that is quick."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.long] * (case not in FIRST.values())) for case in CASES],
+)
 def one(request, tmp_path_factory):
     """A model of transformers, its directory's source, and the model that is built of it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -71,7 +78,6 @@ def test_tensors_are_read_and_written_under_transformers_names(one):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.one_in(3)
 def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_plan(one):
     """Chunks and decodes in mixed steps; sizes of `megatron-infer plan`, which builds nothing, are the engine's."""
     adopted = adopt(one.model)
