@@ -53,6 +53,8 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(
     for threads, beside in ((1, False), (2, True)):
         torch.set_num_threads(threads)
         for name, (slices, decode_from) in ways.items():
+            if beside and name == "recomputed in slices of 1":
+                continue  # many steps; "one token a slice" has them beside other rows
             again = Sequences(dtype, spec)
             got = compute(again, native_library, slices, decode_from=decode_from, beside=beside)
             differing = (got != want).any(1).nonzero().flatten().tolist()

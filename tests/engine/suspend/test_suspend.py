@@ -280,6 +280,7 @@ def test_paused_engine_suspends_and_resumes_to_paused(model):
     assert engine.state == "running"
 
 
+@pytest.mark.one_in(2)
 def test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed(kind):
     live = make_model(kind, vocab_size=VOCAB, seed=3).train()
     engine = make_engine(live, prefix="lru")
@@ -341,8 +342,12 @@ def addresses(store: CacheStore) -> list[int]:
     return [tensor.data_ptr() for tensor in (store.kv_cache, *states)]
 
 
-@each_memory
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "kind",
+    ["attention", "hybrid", *(pytest.param(k, marks=pytest.mark.long) for k in ("mamba", "latent"))],
+    indirect=True,
+)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_many_cycles_do_not_grow_the_process(model, mode):
     engine, sizes = make_engine(model, kv_cache_management_mode=mode), []
@@ -358,6 +363,7 @@ def test_many_cycles_do_not_grow_the_process(model, mode):
     assert drift < 4 << 20, f"{drift:,} bytes more after 120 cycles than after 50: {sizes[::20]}"
 
 
+@pytest.mark.one_in(2)
 def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     many = {"max_requests": 2000, "max_tokens": 2000} if kind == "mamba" else {}
     engine = make_engine(model, buffer_size_gb=0.25, prefix="lru", **many)
