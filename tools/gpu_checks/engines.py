@@ -9,27 +9,31 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import model_kinds
 import torch
-from model_kinds import LATENT, SPARSE
 
 from gpu_checks.context import Context
 from gpu_checks.registry import Unavailable
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid, tiny_mamba
+from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCABULARY = 128
 KINDS = ("attention", "windows", "experts", "hybrid", "mamba", "latent", "sparse", "delta")
 """GQA with RoPE; sliding windows; MoE; Mamba, attention, MLP and experts in one stack; Mamba alone; latent attention;
 the same to chosen keys; gated delta nets."""
-SETTINGS: dict[str, dict[str, Any]] = {
+OF_ATTENTION: dict[str, dict[str, Any]] = {
     "attention": {"kv_channels": 64},
     "windows": {"kv_channels": 64, "window_size": (24, 0)},
-    "latent": LATENT,
-    "sparse": SPARSE,
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 48,
+        "moe_router_load_balancing_type": "none",
+    },
 }
-"""Fields of the config of kinds that are built as `tiny_gpt`."""
+"""Fields of the config of kinds that are the tests' model of attention but for these."""
 CPU = torch.device("cpu")
 Work = list[tuple[list[int], SamplingParams]]
 
@@ -53,24 +57,12 @@ def make_model(kind: str, dtype: torch.dtype, device: torch.device, **sizes: Any
 
 
 def _drawn(kind: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "max_sequence_length": 512,
-        "init_method_std": 0.2,
-        "use_cpu_initialization": True,
-        "params_dtype": dtype,
-        **sizes,
-    }
+    settings = {"use_cpu_initialization": True, "params_dtype": dtype, **sizes}
     if kind == "hybrid":
-        return tiny_hybrid("M*-ME*M", position_embedding_type="rope", **settings)
-    if kind == "mamba":
-        return tiny_mamba(num_layers=3, **settings)
-    if kind == "experts":
-        experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
-        return tiny_gpt(moe_router_load_balancing_type="none", **experts, **settings)
-    if kind == "delta":
-        return tiny_delta(**settings)
-    return tiny_gpt(**SETTINGS[kind] | settings)
+        plain = {"vocab_size": VOCABULARY, "max_sequence_length": 512, "init_method_std": 0.2}
+        return tiny_hybrid(model_kinds.HYBRID_PATTERN, position_embedding_type="rope", **plain | settings)
+    base = "attention" if kind in OF_ATTENTION else kind
+    return model_kinds.make_model(base, **OF_ATTENTION.get(kind, {}) | settings)
 
 
 def make_engine(model: Any, device: torch.device, **options: Any) -> DynamicInferenceEngine:
