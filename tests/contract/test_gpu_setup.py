@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from load_file import load_file
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,12 +20,7 @@ V100 = "0, Tesla V100-SXM2-16GB, 580.95.05, 7.0, 16384, 0"
 
 @pytest.fixture(scope="module")
 def setup():
-    spec = importlib.util.spec_from_file_location("gpu_setup", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_setup"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gpu_setup"]
+    return load_file("tools/gpu_setup.py")
 
 
 @pytest.fixture
@@ -43,8 +38,8 @@ def programs(tmp_path):
     return make
 
 
-def looked(setup, programs, line: str, *, torch: str | None = None, tmp_path: Path, **variables: str):
-    programs("nvidia-smi", line)
+def looked(setup, programs, line: str, *, status: int = 0, torch: str | None = None, tmp_path: Path, **variables: str):
+    programs("nvidia-smi", line, status)
     programs("cc")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(setup, "read_torch", lambda environment: torch)
@@ -86,13 +81,8 @@ def test_without_a_driver_the_command_says_so_and_installs_nothing(tmp_path):
     ],
 )
 def test_what_is_wrong_with_the_driver_or_the_gpu_is_named(setup, programs, tmp_path, line, status, word):
-    programs("nvidia-smi", line, status)
-    programs("cc")
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(setup.Unfit) as raised:
-        patched.setattr(setup, "read_torch", lambda environment: None)
-        patched.setattr(setup, "NEEDED_BYTES", 1)
-        patched.setattr(setup.platform, "machine", lambda: "x86_64")
-        setup.look(programs.environment, tmp_path)
+    with pytest.raises(setup.Unfit) as raised:
+        looked(setup, programs, line, status=status, tmp_path=tmp_path)
     assert word in str(raised.value)
 
 
