@@ -183,7 +183,7 @@ def test_a_short_row_takes_smaller_splits(device, window):
 @pytest.mark.parametrize("short", [4, 16])
 def test_the_splits_of_many_rows_are_split_evenly_and_once(device, short):
     """More rows than are looked at together; splits of 16 keys, or of fewer up to 128 keys, at most 4 a row."""
-    from share_kernel import share_kernel
+    from probe_kernels import share_kernel
 
     def num_splits(length):
         chunks = math.ceil(length / (short if length <= 8 * 16 else 16))

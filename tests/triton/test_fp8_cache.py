@@ -37,7 +37,7 @@ def every_code() -> torch.Tensor:
 
 def test_every_number_gets_the_code_torch_gives_it(device):
     """All codes, all points half-way between two, what is next to these, and what is too large or too small."""
-    from e4m3_kernel import to_e4m3_kernel
+    from probe_kernels import to_e4m3_kernel
 
     codes = every_code().float()
     finite = codes[~codes.isnan()].unique()
@@ -52,7 +52,7 @@ def test_every_number_gets_the_code_torch_gives_it(device):
 
 
 def test_every_code_is_widened_to_its_number(device, dtype, reads_fp8):
-    from e4m3_kernel import widen_kernel
+    from probe_kernels import widen_kernel
 
     codes = every_code()
     finite = ~codes.float().isnan()  # the interpreter makes 480 of NaN's two codes

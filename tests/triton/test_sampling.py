@@ -122,7 +122,7 @@ def test_rows_that_cannot_be_drawn_from_say_so_and_greedy_ones_take_the_lowest_o
 
 
 def test_weights_and_uniforms_are_the_hosts(device):
-    from sampling_probe import probe_kernel
+    from probe_kernels import draw_kernel
 
     rng, count = np.random.default_rng(2), 4096
     x = torch.from_numpy(-rng.exponential(8.0, count)).float()
@@ -133,7 +133,7 @@ def test_weights_and_uniforms_are_the_hosts(device):
     weight, drawn = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.float64)
     tensors = [x, weight, torch.from_numpy(mix(seeds).view(np.int64)), torch.from_numpy(positions), drawn]
     tensors = [tensor.to(device) for tensor in tensors]
-    launch(probe_kernel, (1,), *tensors, N=count)
+    launch(draw_kernel, (1,), *tensors, N=count)
     wanted = (x.double() * 0.7).exp().mul(2.0**40).to(torch.int64)
     assert int((tensors[1].cpu() - wanted).abs().max()) <= 1 and tensors[1][:2].tolist() == [2**40, 0]
     assert np.array_equal(tensors[4].cpu().numpy(), uniform(seeds, positions))
