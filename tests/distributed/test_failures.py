@@ -51,12 +51,12 @@ dist.barrier()
 if rank == 1:
     signal.pause()
 thread = OrderedThread("waits for rank 1")
-thread.submit(lambda: dist.irecv(torch.empty(3), 1).wait(timedelta(seconds=2)))
+thread.submit(lambda: dist.irecv(torch.empty(3), 1).wait(timedelta(seconds=1)))
 never = thread.submit(lambda: print("ran after the end", flush=True))
 
 class Slow:
     def __del__(self):
-        time.sleep(4)
+        time.sleep(2)
 
 if sys.argv[3] == "dropped":
     del thread

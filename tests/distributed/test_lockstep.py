@@ -494,28 +494,43 @@ def test_what_a_rank_left_is_part_of_the_error_of_those_that_miss_it():
 
 
 def test_a_leader_that_left_a_block_by_an_error_is_not_waited_for_as_one_that_waits_for_others():
+    others = threading.Semaphore(0)
+
     def act(lockstep: Lockstep) -> float:
         started = time.monotonic()
         if lockstep.is_leader:
             lockstep.left("left generating() by KeyError: 'reward'")
-            time.sleep(4.0)
+            lives_until(others, count=5)
         else:
             with pytest.raises(RankFailure, match=r"rank 0 .* \(left generating\(\) by KeyError: 'reward'\), but"):
                 lockstep.meet("suspend()")
+            others.release()
         return time.monotonic() - started
 
     assert max(play(6, act, timeout_s=0.8)[1:]) < 3.0
 
 
+def lives_until(others: threading.Semaphore, *, count: int) -> None:
+    """Until so many other ranks have ended their wait for this one."""
+    deadline = time.monotonic() + 4.0
+    for _ in range(count):
+        others.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+
 def test_a_leader_that_left_a_block_by_an_error_and_waits_for_a_late_rank_is_not_named_for_that_rank():
+    others = threading.Semaphore(0)
+
     def act(lockstep: Lockstep) -> None:
         if lockstep.rank == 2:
-            time.sleep(4.0)
+            lives_until(others, count=2)
             return
         lockstep.left("left generating() by ValueError: the same on both ranks")
         if lockstep.is_leader:
             time.sleep(0.5)
-        lockstep.meet("suspend()")
+        try:
+            lockstep.meet("suspend()")
+        finally:
+            others.release()
 
     for error in play(3, act, timeout_s=0.8)[:2]:
         assert isinstance(error, RankFailure) and error.rank == 2, error
@@ -524,17 +539,21 @@ def test_a_leader_that_left_a_block_by_an_error_and_waits_for_a_late_rank_is_not
 def test_a_failure_that_some_ranks_find_is_named_where_all_ranks_meet():
     """Ranks 1 and 2 have a lockstep of their own too, as the ranks of one of several engines have."""
     _, gather = gathering(2)
+    others = threading.Semaphore(0)
 
     def act(lockstep: Lockstep) -> None:
         if lockstep.rank == 0:
-            lockstep.meet("score()")
+            try:
+                lockstep.meet("score()")
+            finally:
+                others.release()
         place = lockstep.rank - 1
         links = connect(place, 2, lambda text: gather(place, text), timeout_s=20.0)
         pair = Lockstep(links, timeout_s=0.8, members=[1, 2])
         pair.share_failures([pair, lockstep])
         if lockstep.rank == 1:
             pair.meet("suspend()")
-        time.sleep(3.0)
+        lives_until(others, count=1)
 
     outside, finder, _ = play(3, act, timeout_s=20.0)
     assert isinstance(outside, RankFailure) and outside.rank == 2 and "has not come to suspend()" in str(outside)

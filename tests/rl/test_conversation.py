@@ -229,7 +229,7 @@ def test_a_deadline_ends_an_answer_and_a_tool(roll, engine, monkeypatch):
     async def slow(conversation, turn):
         await asyncio.sleep(30)
 
-    limits = TurnLimits(seconds=2.5)
+    limits = TurnLimits(seconds=1.5)
     [group] = run_conversations(roll, [5, 6], drawing(max_tokens=2), slow, limits=limits)
     assert group.samples[0].info["ended"] == "deadline" and group.num_tokens == 2
     step = engine.step

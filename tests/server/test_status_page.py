@@ -88,7 +88,7 @@ def test_status_has_requests_and_blocks_of_each_replica():
 
         wait_for(lambda: sorted(sum(one["blocks"].values()) for one in status()["replicas"]) == [64, 128])
         assert status()["controls"] == [] and status()["model"] == "tiny"
-        body = {"prompt": [[1, 2], [3, 4]], "max_tokens": 200, "temperature": 0}
+        body = {"prompt": [[1, 2], [3, 4]], "max_tokens": 100, "temperature": 0}
         both = Background(case, "/v1/completions", body)
         wait_for(lambda: sum(one["running"] for one in status()["replicas"]) == 2)
         wait_for(lambda: sum(one["blocks"]["used"] for one in status()["replicas"]) > 0)
