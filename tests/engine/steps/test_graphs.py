@@ -438,7 +438,9 @@ def test_at_start_every_shape_is_captured_decode_first_and_none_beside_requests(
     assert pool.counts.captures == len(pool.index) and pool.counts.replays > 0
 
 
-@pytest.mark.parametrize("tags", [None, ["kv_cache"]], ids=["all", "the cache alone"])
+@pytest.mark.parametrize(
+    "tags", [None, pytest.param(["kv_cache"], marks=pytest.mark.long)], ids=["all", "the cache alone"]
+)
 def test_what_start_captured_is_captured_again_by_the_resume_and_not_beside_requests(gpt, tags):
     expected = answers(make_engine(gpt), work())
     engine = make_engine(gpt, **AT_START)
@@ -503,7 +505,9 @@ def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
     assert not pool_of(engine).counts.eager and pool_of(engine).counts.replays == engine.stats().counters["steps"]
 
 
-@pytest.mark.parametrize("feature", [pytest.param("plain", marks=pytest.mark.long), "prefix", "overlap"])
+@pytest.mark.parametrize(
+    "feature", ["prefix", *(pytest.param(n, marks=pytest.mark.long) for n in ("plain", "overlap"))]
+)
 def test_captured_steps_keep_what_an_mtp_layer_drafts_from(feature):
     """Prompts and every other request are in captured steps; the drafts behind them are as good as without graphs."""
     from drafters import MTP, knowing

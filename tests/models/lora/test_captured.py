@@ -39,7 +39,7 @@ def answers(engine, adapters):
     return [*got, tokens_of(engine, ("a", "b", "a", None))]
 
 
-@pytest.mark.parametrize(("name", "at_start"), [("gpt", False), ("hybrid", True)])
+@pytest.mark.parametrize(("name", "at_start"), [("gpt", False), pytest.param("hybrid", True, marks=pytest.mark.long)])
 def test_captured_steps_serve_adapters_that_are_loaded_later(name, at_start, monkeypatch):
     monkeypatch.setenv(BACKEND_VARIABLE, STATIC)
     model = MODELS[name]()
