@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engines import make_engine
 from launches import kernels_launched
 from model_kinds import LATENT, SOFTCAPPED, SPARSE
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
@@ -24,14 +24,7 @@ from megatron_infer.testing.tiny import tiny_delta, tiny_gpt, tiny_hybrid
 pytestmark = pytest.mark.triton
 
 VOCAB = 128
-SIZES: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": 16,
-    "max_sequence_length": 96,
-    "max_requests": 4,
-    "max_tokens": 96,
-    "check_invariants": True,
-}
+SIZES = {"buffer_size_gb": 0.02, "max_sequence_length": 96, "max_requests": 4, "max_tokens": 96}
 CHUNKS = {"enable_chunked_prefill": True, "max_tokens": 24}
 PREFIXES = {"enable_prefix_caching": True}
 NORMS = ("_norm", "_activate")
@@ -112,8 +105,7 @@ def generate(
 ) -> tuple[list[Any], DynamicInferenceEngine, set[str]]:
     """(tokens and routing of each request, the engine, names of the kernels that ran)."""
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
-    device = next(model.parameters()).device
-    engine = DynamicInferenceEngine(model, InferenceConfig(**SIZES | layers.always | settings), device=str(device))
+    engine = make_engine(model, **SIZES | layers.always | settings)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, return_routing=layers.has_routing)
     with kernels_launched() as ran:
         found = [output.outputs[0] for output in engine.generate(workload(), params)]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import make_engine
 from replay_recorder import REPLAY
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
@@ -77,9 +77,8 @@ def lived_through(engine: DynamicInferenceEngine) -> tuple[dict[str, list[list[i
 
 def engine_of(model, monkeypatch, backend: str, **settings: Any) -> DynamicInferenceEngine:
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
-    base = {"buffer_size_gb": 0.005, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 4}
-    base |= {"max_tokens": 48, "enable_chunked_prefill": True, "check_invariants": True} | PREFIXES
-    return DynamicInferenceEngine(model, InferenceConfig(**base, **settings))
+    sizes = {"buffer_size_gb": 0.005, "max_sequence_length": 64, "max_requests": 4, "max_tokens": 48}
+    return make_engine(model, enable_chunked_prefill=True, **sizes, **PREFIXES, **settings)
 
 
 def test_forks_prefixes_aborts_and_suspends_change_no_token(model, device, monkeypatch):

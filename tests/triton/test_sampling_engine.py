@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
+from engines import make_engine
 from replay_recorder import REPLAY
 
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.runner.cuda_graphs.graph_pool import GRAPHS_VARIABLE
@@ -31,9 +31,14 @@ WAYS = (
 STATIC = ("draw_kernel", "static")
 
 
+@pytest.fixture(scope="module")
+def model(device):
+    torch.manual_seed(1)
+    return tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+
+
 def tokens_of(model, ways=WAYS, **settings):
-    base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 8}
-    engine = DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
+    engine = make_engine(model, max_sequence_length=64, max_requests=8, **settings)
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **way) for i, way in enumerate(ways)]
     kernels = set()
 
@@ -49,9 +54,7 @@ def tokens_of(model, ways=WAYS, **settings):
     return [one.token_ids for one in answers], details, kernels
 
 
-def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
-    torch.manual_seed(1)
-    model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+def test_seeded_tokens_are_the_same_on_every_backend(model, device, monkeypatch):
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     got, _, kernels = tokens_of(model)
     assert {"draw_kernel", "best_kernel", "score_kernel"} <= kernels
@@ -61,9 +64,7 @@ def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
     assert len({tuple(tokens) for tokens in got}) > 1
 
 
-def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_details(device, monkeypatch):
-    torch.manual_seed(1)
-    model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_details(model, device, monkeypatch):
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     *plain, _ = tokens_of(model)
     if device.type == "cpu":
@@ -95,13 +96,11 @@ def numbers(details):
             yield one
 
 
-def test_log_probabilities_of_prompts_are_the_same_on_every_backend(device, monkeypatch):
-    torch.manual_seed(1)
-    model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+def test_log_probabilities_of_prompts_are_the_same_on_every_backend(model, device, monkeypatch):
     scores = []
     for name in ("triton", "torch"):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
-        engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64))
+        engine = make_engine(model, max_sequence_length=64)
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
         scores.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
     for ours, theirs in zip(*scores, strict=True):
