@@ -121,7 +121,7 @@ class CommandsInForce:
                 self.decided.add(one)
         if row.group is Group.WEIGHTS:
             self.weights.record(command, args, value, stamp)
-        if command == "settle_weights" and isinstance(value, dict):
+        if command == "settle_weights" and value is not None:
             self._record_received_adapter(value, stamp)
         version = args.get("version")
         if not isinstance(version, int):
@@ -187,6 +187,8 @@ class _Broadcast:
     waiting: dict[bytes, str]
     """Replicas that have not answered, by peer, with their names."""
     answers: dict[str, Answer]
+    carried_out: set[bytes] = field(default_factory=set)
+    """Replicas whose answers have a value."""
     joined: list[ReplicaState] = field(default_factory=list)
     """Replicas that have joined meanwhile; they get the command when it is in force."""
 
@@ -373,6 +375,8 @@ class Broadcasts:
         if broadcast is None or peer not in broadcast.waiting:
             return False  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
+        if answer.ok and answer.value is not None:
+            broadcast.carried_out.add(peer)
         self._finish_if_answered(number)
         return number not in self._running
 
@@ -435,7 +439,8 @@ class Broadcasts:
         there = [one for one in broadcast.answers.values() if one.kind != LOST or not row.ends_another]
         if there and not done:
             return
-        self.in_force.record(control.command, control.args, done[0] if done else None, stamp=broadcast.stamp)
+        value = _received_adapter(done) if control.command == "settle_weights" else next(iter(done), None)
+        self.in_force.record(control.command, control.args, value, stamp=broadcast.stamp)
         if control.command == "pause":
             self._clients["pause"] = broadcast.client
         for replica in broadcast.joined:
@@ -446,6 +451,11 @@ class Broadcasts:
         if control.command in ("settle_weights", "cancel_weights"):
             for replica in self._replicas():
                 self._bring_weights(replica, replica.now.weights)
+        if control.command == "settle_weights" and value is not None:
+            names = [str(value[key]) for key in ("name", "retires") if value[key] is not None]
+            for replica in self._replicas():
+                if replica.peer not in broadcast.carried_out:
+                    self._send_missed(replica, self._missed_adapters(replica, names))
 
     def _missed_change(self, control: Control) -> list[tuple[str, dict[str, Any]]]:
         """What a replica that joined meanwhile misses of a change of an adapter, under the name that undoes it."""
@@ -458,6 +468,14 @@ class Broadcasts:
         elif control.command == "undo_adapter":
             missed = [(control.command, control.args), *missed]
         return missed
+
+
+def _received_adapter(values: Iterable[Any]) -> dict[str, Any] | None:
+    """What replicas say of the adapter whose update has ended; None: it was of the model. A replica that joined within
+    the update says nothing, and one that was started again before it knows no adapter to retire."""
+    keys = {"name", "digest", "retires"}
+    given = [value for value in values if isinstance(value, dict) and keys <= value.keys()]
+    return max(given, key=lambda value: value["retires"] is not None, default=None)
 
 
 def _is_from_files(loaded: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:

@@ -217,7 +217,11 @@ class _Session:
             self._num_ids += 1
             number = self._num_ids
             self._answers[number] = future
-        self.connection.send(make(number))
+        try:
+            self.connection.send(make(number))
+        except protocol.BadMessage:
+            del self._answers[number]
+            raise
         return future
 
     def control(self, command: str, args: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:

@@ -84,7 +84,7 @@ class CoordinatorConnection:
         self._thread.start()
 
     def send(self, message: protocol.Message) -> None:
-        """Queue a message for the connection's thread. Raises MessageTooLarge."""
+        """Queue a message for the connection's thread. Raises BadMessage, MessageTooLarge."""
         self._outbox.append(protocol.encode(message, limit=self.max_message))
         if not self._is_holding:
             self.wake()

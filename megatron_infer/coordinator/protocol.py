@@ -492,10 +492,13 @@ def messages_of(frames: Sequence[bytes]) -> list[bytes]:
 
 
 def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
-    """Encode a message. Raises MessageTooLarge."""
-    frame = _encoder.encode(message)
+    """Encode a message. Raises BadMessage for numbers, texts and depths that no message can have, MessageTooLarge."""
+    kind = type(message).__name__
+    try:
+        frame = _encoder.encode(message)
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        raise BadMessage(f"a {kind} cannot be sent: {error}") from None
     if len(frame) > limit:
-        kind = type(message).__name__
         raise MessageTooLarge(f"a {kind} of {len(frame):,} bytes, the limit is {limit:,}; send less at once")
     return frame
 

@@ -17,7 +17,7 @@ import msgspec
 from torch import Tensor
 
 from megatron_infer.config.lora import ReceivedAdapter
-from megatron_infer.engine.adapters import AdapterReading, EngineAdapters
+from megatron_infer.engine.adapters import AdapterReading, EngineAdapters, check_running
 from megatron_infer.errors import ConfigError, WeightUpdateError, WrongState
 from megatron_infer.rl.update_report import UpdateReport
 
@@ -73,6 +73,7 @@ class AdapterUpdate:
         """
         if not self.is_open:
             raise WrongState("the update of the adapter has ended; begin another", state="")
+        check_running(running)
         name = self._given.name
         self._reading = self._adapters.read(name, self._tensors, config=self._given.config)
         self._digest = self._adapters.check(name, self._reading, replace=self._given.replace)
@@ -92,7 +93,8 @@ class AdapterUpdate:
         self._adapters.load(name, self._reading, replace=True, running=self._running)
         if number is not None:
             before, self._numbered[number] = self._numbered.get(number, name), name
-            if before != name and before in {one.name for one in self._adapters.loaded()}:
+            is_last = before in self._numbered.values()  # of this number, or of another one
+            if not is_last and before in {one.name for one in self._adapters.loaded()}:
                 self._adapters.unload(before, abort=True)
                 retired = before
         return {"name": name, "digest": self._digest, "retires": retired}

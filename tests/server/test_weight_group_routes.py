@@ -150,6 +150,36 @@ def test_adapter_that_fails_on_one_engine_is_on_none(case, failing):
     assert [engine.controls.weight_groups for engine in case.engines] == [groups] * 2
 
 
+def test_adapter_that_one_engine_cannot_load_in_the_end_is_no_success(case):
+    case.engines[1].controls.faults["settle_weights"] = 1
+    call(case, "/areal_init_weights_update_group", JOIN)
+    call(case, "/areal_pause_generation", {})
+    error = call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"), expected=400)["error"]
+    assert error["phase"] == "weight update (load)" and [one["name"] for one in error["replicas"]] == ["r1"]
+    assert call(case, "/areal_continue_generation", {})["state"] == "SERVING"
+    assert received(case) == [["a"], []]
+
+
+BEYOND = 10**30
+"""No message to the engines has such a number."""
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("phase", ["begin", "receive"])
+def test_number_that_no_message_has_ends_the_update_and_the_engines_serve(case, phase):
+    call(case, "/init_weights_update_group", JOIN)
+    about = {"config_dict": {"r": BEYOND}} if phase == "begin" else {"shapes": [[BEYOND], [3, 1]]}
+    body = {**MILES, **TENSORS, **about}
+    error = call(case, "/load_lora_adapter_from_distributed", body, expected=400)["error"]
+    assert "cannot be sent" in error["message"] and error["phase"] == f"weight update ({phase})"
+    assert state_of(case) == "SERVING" and received(case) == [[], []]
+    assert not any(engine.controls.weight_groups for engine in case.engines), "the trainer does not wait for them"
+    call(case, "/pause_generation", {})
+    call(case, "/init_weights_update_group", JOIN)
+    call(case, "/update_weights_from_distributed", {**TENSORS, "shapes": [[BEYOND], [3, 1]]}, expected=400)
+    assert call(case, "/continue_generation", {})["state"] == "SERVING" and digests(case) == {"made"}
+
+
 MILES = {"lora_name": "miles_lora", "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, "pinned": False}
 """What miles' engines send of each adapter."""
 

@@ -154,6 +154,7 @@ class EchoControls:
         return {"version": version, "num_tensors": 1, "bytes_copied": 1}
 
     def settle_weights(self) -> dict[str, Any] | None:
+        self._fault("settle_weights")
         self._before, adapter, self._adapter = None, self._adapter, None
         if adapter is None:
             return None

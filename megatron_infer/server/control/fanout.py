@@ -17,8 +17,11 @@ from megatron_infer.server.http_errors import RETRY_AFTER_S, ApiError
 
 log = logging.getLogger("megatron_infer.server")
 
-CLIENT_ERRORS = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError", "InvalidPrompt")
-"""Errors of replicas that the client's arguments caused."""
+CLIENT_ERRORS = (
+    *("ConfigError", "RequestError", "WeightUpdateError", "ModelError", "InvalidPrompt"),
+    *("BadMessage", "MessageTooLarge"),
+)
+"""Errors of replicas, or of the way to them, that the client's arguments caused."""
 REFUSALS = (*CLIENT_ERRORS, "WrongState", "AdapterInUse", "UnknownAdapter", "AccessRefused", "WeightsPathRefused")
 """Errors of replicas that have changed nothing."""
 

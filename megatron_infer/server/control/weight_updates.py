@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from megatron_infer.config.lora import ReceivedAdapter
@@ -213,7 +213,7 @@ class WeightUpdates:
         self._adapter = adapter
         self._came_by.clear()
         if adapter is not None:
-            args["adapter"] = asdict(adapter)
+            args["adapter"] = {one.name: getattr(adapter, one.name) for one in fields(adapter)}
         await self._step(command, phase, **args)
 
     async def _step(self, command: str, phase: str, **args: Any) -> dict[str, Any]:
@@ -233,15 +233,20 @@ class WeightUpdates:
         labels, of_adapter = self._machine.labels, self._adapter is not None
         chosen = self._version_before if of_adapter else labels.number_of(version, self._version_before, is_new=True)
         await self._step("finish_weights", "finish", version=chosen, running=running)
-        await self._fanout.end("settle_weights")
         before = self._before
         if before.state is ControlState.SPOILED:
             assert before.before is not None
             before = before.before
         if not of_adapter:
             labels.keep(version, chosen)
-        await self._return_to(before)
-        await self._machine.client.refresh()
+        try:
+            if of_adapter:  # it is loaded here
+                await self._fanout.run("settle_weights", "weight update (load)", before.name)
+            else:
+                await self._fanout.end("settle_weights")
+        finally:
+            await self._return_to(before)
+            await self._machine.client.refresh()
         return labels.shown(chosen)
 
     async def _cancel(self, phase: str, error: ApiError | None = None) -> None:
