@@ -488,35 +488,31 @@ def test_a_replica_that_comes_back_within_an_update_of_an_adapter_gives_it_up():
     assert [message.command for message in world.commands(b"back")] == ["cancel_weights"]
 
 
-def test_a_replica_that_joins_within_an_update_of_an_adapter_drops_the_content_of_before():
+@pytest.mark.parametrize("order", itertools.permutations((b"has", b"again", b"late")), ids=str)
+def test_a_replica_that_joins_within_an_update_of_an_adapter_drops_the_content_of_before(order):
     """It has nothing to settle, whoever answers first; one that was started again retires nothing."""
-    for order in itertools.permutations((b"has", b"again", b"late")):
-        world, own = World(policy="round_robin"), {}
-        client = world.client()
-        for peer in (b"has", b"again"):
-            change = loaded("a", "old") | loaded("before", "b")
-            own[peer] = world.replica(peer, adapters={"a": "old", "before": "b"}, adapter_changes=change)
-        number = itertools.count()
-
-        def command(name, **args):
-            world.core.receive(client, protocol.Control(next(number), name, args, 9.0))
-
-        for name, args in (("begin_weights", {"adapter": {"name": "a"}}), ("finish_weights", {"version": 0})):
-            command(name, **args)
-            for peer in own:
-                done(world, peer, own[peer], world.commands(peer)[-1])
-        own[b"late"] = world.replica(b"late", adapters={"a": "old", "before": "b"})
-        world.commands(b"late")
-        command("settle_weights")
-        values = {b"has": {"name": "a", "digest": "x", "retires": "before"}, b"late": None}
-        values[b"again"] = values[b"has"] | {"retires": None}
-        for peer in order:
-            (settle,) = world.commands(peer)
-            done(world, peer, own[peer], settle, protocol.Answer(ok=True, value=values[peer]))
-        in_force = world.core.broadcasts.in_force.adapters
-        assert in_force["a"][1] == {"name": "a", "digest": "x"} and in_force["before"][1] is None
-        assert told(world, b"has") == told(world, b"again") == []
-        assert told(world, b"late") == [("unload_adapter", "a"), ("unload_adapter", "before")]
+    world, own = World(policy="round_robin"), {}
+    client = world.client()
+    for peer in (b"has", b"again"):
+        change = loaded("a", "old") | loaded("before", "b")
+        own[peer] = world.replica(peer, adapters={"a": "old", "before": "b"}, adapter_changes=change)
+    commands = (("begin_weights", {"adapter": {"name": "a"}}), ("finish_weights", {"version": 0}))
+    for number, (name, args) in enumerate(commands):
+        world.core.receive(client, protocol.Control(number, name, args, 9.0))
+        for peer in own:
+            done(world, peer, own[peer], world.commands(peer)[-1])
+    own[b"late"] = world.replica(b"late", adapters={"a": "old", "before": "b"})
+    world.commands(b"late")
+    world.core.receive(client, protocol.Control(2, "settle_weights", {}, 9.0))
+    values = {b"has": {"name": "a", "digest": "x", "retires": "before"}, b"late": None}
+    values[b"again"] = values[b"has"] | {"retires": None}
+    for peer in order:
+        (settle,) = world.commands(peer)
+        done(world, peer, own[peer], settle, protocol.Answer(ok=True, value=values[peer]))
+    in_force = world.core.broadcasts.in_force.adapters
+    assert in_force["a"][1] == {"name": "a", "digest": "x"} and in_force["before"][1] is None
+    assert told(world, b"has") == told(world, b"again") == []
+    assert told(world, b"late") == [("unload_adapter", "a"), ("unload_adapter", "before")]
 
 
 @pytest.mark.security

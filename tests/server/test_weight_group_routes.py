@@ -99,6 +99,8 @@ def test_areals_adapter_is_there_when_every_stage_has_sent_its_tensors_and_retir
         name = f"default_lora-v{version}"
         body = areal_adapter(name, "stage 0")
         call(case, "/areal_update_weights_lora_xccl", body, expected=409)
+        left = [engine.controls.weight_groups for engine in case.engines]
+        assert left == [{"stage 1"}] * 2, "what the trainer broadcasts fails and does not wait"
         call(case, "/areal_init_weights_update_group", {**JOIN, "group_name": "stage 0"})
         call(case, "/areal_pause_generation", {})
         assert call(case, "/areal_set_update_weight_meta_lora", body)["success"]
@@ -197,6 +199,11 @@ def test_sglangs_adapters_come_in_a_group_in_one_call_in_any_state(case):
     assert error["param"] == "lora_name" and not any(engine.controls.weight_groups for engine in case.engines)
     error = call(case, "/load_lora_adapter_from_distributed", body, expected=400)["error"]
     assert "there is no group" in error["message"]
+    call(case, "/init_weights_update_group", JOIN)
+    call(case, "/begin_weight_update")
+    assert "UPDATING" in call(case, "/load_lora_adapter_from_distributed", body, expected=409)["error"]["message"]
+    assert not any(engine.controls.weight_groups for engine in case.engines)
+    call(case, "/cancel_weight_update")
     added = {**body, "added_tokens_config": {"x": 1}}
     assert "embeddings" in call(case, "/load_lora_adapter_from_distributed", added, expected=400)["error"]["message"]
 

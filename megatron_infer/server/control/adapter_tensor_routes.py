@@ -7,13 +7,15 @@ An adapter is updated as the model is: on all engines, or on none, which keep th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from megatron_infer.config.lora import ReceivedAdapter
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.adapter_routes import checked_name, loaded_adapters
 from megatron_infer.server.control.control_routes import ControlRoutes
+from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.weight_files import TensorEntry, entries_of_base64
 from megatron_infer.server.control.weight_group_routes import AnnouncingBody
@@ -87,40 +89,45 @@ class AdapterTensorRoutes:
 
     async def announce(self, call: Call) -> Reply:
         """Checked only: the second call says the same again."""
-        await self._of_areal(call.body)
+        async with self._leaving_if_refused(call.body.group_name):
+            self._of_areal(call.body)
         return Reply({"success": True, "message": "Success", "state": self._machine.status.name})
 
     async def receive_of_areal(self, call: Call) -> Reply:
         body: ArealAdapterBody = call.body
-        adapter = await self._of_areal(body)
-        self._machine.require("receive_weights")
-        await self._updates.receive(body.group_name, adapter=adapter, **body.tensors())
+        async with self._leaving_if_refused(body.group_name):
+            adapter = self._of_areal(body)
+            self._machine.require("receive_weights")
+            await self._updates.receive(body.group_name, adapter=adapter, **body.tensors())
         state = self._machine.status.name
         return Reply({"success": True, "message": "Success", "state": state, "num_tensors": len(body.names)})
 
-    async def _of_areal(self, body: ArealAdapterBody) -> ReceivedAdapter:
+    def _of_areal(self, body: ArealAdapterBody) -> ReceivedAdapter:
         config = {
             "r": body.lora_rank,
             "lora_alpha": body.lora_alpha,
             "target_modules": body.lora_target_modules,
             "bias": body.lora_bias,
         }
-        name = await self._name_of(body.lora_name, body.group_name)
+        name = checked_name(body.lora_name, self._machine)
         return ReceivedAdapter(name=name, config=config, replace=True, number=body.lora_int_id)
 
     async def receive(self, call: Call) -> Reply:
         body: BroadcastAdapterBody = call.body
-        name = await self._name_of(body.lora_name, body.group_name)
-        adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
-        await self._updates.receive_adapter(adapter, body.group_name, **body.tensors())
+        async with self._leaving_if_refused(body.group_name):
+            name = checked_name(body.lora_name, self._machine)
+            adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
+            await self._updates.receive_adapter(adapter, body.group_name, **body.tensors())
         return loaded_adapters(self._machine)
 
-    async def _name_of(self, name: str, group: str) -> str:
-        """Raises ApiError 400, after which the trainer's broadcasts fail and do not wait."""
+    @asynccontextmanager
+    async def _leaving_if_refused(self, group: str) -> AsyncIterator[None]:
+        """After an error before engines have received tensors, what the trainer broadcasts fails and does not wait."""
         try:
-            return checked_name(name, self._machine)
-        except ApiError:
-            await self._updates.leave(group)
+            yield
+        except ApiError as error:
+            if not isinstance(error, FanoutFailed):
+                await self._updates.leave(group)
             raise
 
     async def write(self, call: Call) -> Reply:
