@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -45,17 +46,15 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     has_key = settings.api_key is not None
     bodies = {key: routes.body_of(operation) for key, operation in routes.operations.items()}
     types = [body for body in bodies.values() if body is not None]
-    schemas, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
+    _, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
     for component in components.values():
         _put_limits(component, settings)
         _put_model_names(component, model_names)
-    for key, operation in routes.operations.items():
-        if bodies[key] is not None:
-            _put_fields(components, bodies[key].__name__, operation.fields)
-    body_schemas = iter(schemas)
+    tables: dict[str, list[FieldTable]] = {}
     paths: dict[str, Any] = {}
     for (path, method), operation in routes.operations.items():
-        schema = None if bodies[path, method] is None else next(body_schemas)
+        body = bodies[path, method]
+        schema = None if body is None else _reference(components, tables, body.__name__, operation.fields)
         shown = paths.setdefault(re.sub(r":\w+\}", "}", path), {})
         shown[method.lower()] = _operation(operation, schema, has_key)
     document: dict[str, Any] = {
@@ -67,6 +66,23 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     if has_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _reference(
+    components: dict[str, Any], tables: dict[str, list[FieldTable]], name: str, fields: FieldTable
+) -> dict[str, str]:
+    """The schema of a body. Operations that have one body and other fields without an action have components of their
+    own. tables: by the body's name, those that have a component."""
+    known = tables.setdefault(name, [])
+    is_new = fields not in known
+    if is_new:
+        known.append(fields)
+    number = known.index(fields)
+    own = name if number == 0 else f"{name}{number + 1}"
+    if is_new:
+        components[own] = copy.deepcopy(components[name])
+        _put_fields(components, own, fields)
+    return {"$ref": REFERENCE.format(name=own)}
 
 
 def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> None:

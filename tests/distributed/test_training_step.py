@@ -229,7 +229,7 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
             uneven = sequences_of([9, 4, 7])
             with cpu_shim(4), session.training():
                 report = session.score_and_backward(uneven, loss_over(uneven), micro_batch_tokens=10)
-                want = session.score(uneven)
+                want = session.score(uneven, micro_batch_tokens=10)
             assert [len(score) for score in report.scores] == [8, 3, 6]
             for got, score in zip(report.scores, want, strict=True):
                 assert torch.equal(got, score)

@@ -103,8 +103,12 @@ OF_A_TRAINER = (
     "/update_weights_from_distributed",
     "/update_weights_from_tensor",
     "/collective_rpc",
+    "/areal_set_update_weight_meta_lora",
+    "/load_lora_adapter_from_distributed",
+    "/load_lora_adapter_from_tensors",
 )
-"""Routes that answer 200 with a trainer's group or tensors alone: `test_weight_group_routes.py` holds their fields."""
+"""Routes that answer 200 with a trainer's group or tensors alone: `test_weight_group_routes.py` and
+`test_adapter_groups.py` hold their fields."""
 
 
 def send(case, route, body):
