@@ -7,7 +7,7 @@ import torch
 from engines import make_engine
 
 from megatron_infer.config.lora import LoRAConfig
-from megatron_infer.errors import AdapterInUse, ConfigError
+from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, WeightUpdateError, WrongState
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -67,3 +67,50 @@ def test_what_the_end_would_refuse_is_refused_by_the_finish_which_can_be_taken_b
     assert digests(receiver) == before and not receiver._engine.controls.adapters._readings
     bring(receiver, name, 2, replace=True)
     assert digests(receiver).keys() == {"old", name} and digests(receiver)[name] != before["old"]
+
+
+def test_files_of_the_model_do_not_enter_an_update_of_an_adapter(receiver):
+    begin(receiver, "a", 1)
+    with pytest.raises(WrongState, match="the update under way is of an adapter"):
+        receiver.load_weights("model.safetensors")
+    receiver.finish_weights(0)
+    assert receiver.settle_weights()["name"] == "a"
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("fields", [{"r": nested(900)}, {"loftq_config": nested(900)}, {"r": "2"}, {"r": 1 << 60}])
+def test_config_that_is_none_ends_its_update_alone(receiver, fields):
+    receiver.begin_weights({"name": "a", "config": CONFIG | fields})
+    with pytest.raises((ModelError, RecursionError)):
+        receiver.finish_weights(0)
+    receiver.cancel_weights()
+    assert not digests(receiver) and not receiver._engine.controls.adapters._readings
+    bring(receiver, "a", 1)
+    assert list(digests(receiver)) == ["a"]
+
+
+@pytest.mark.security
+def test_an_adapter_has_no_more_elements_than_twice_the_models_also_in_many_tensors(receiver):
+    most = 2 * sum(one.numel() for one in tiny_gpt().parameters())
+    receiver.begin_weights({"name": "a", "config": CONFIG})
+    for number in range(2):
+        receiver.write_weights(f"half {number}", "U8", [most // 2], 0, bytes(most // 2))
+    with pytest.raises(WeightUpdateError, match=f"one more: an adapter may have {most:,} elements"):
+        receiver.write_weights("one more", "U8", [1], 0, bytes(1))
+    assert len(receiver._update._tensors) == 2
+    receiver.cancel_weights()
+
+
+def test_an_engine_without_adapters_refuses_the_begin_and_takes_an_update_of_the_model():
+    receiver = WeightReceiver(make_engine(tiny_gpt()))
+    with pytest.raises(ConfigError, match="this engine has no adapters"):
+        receiver.begin_weights({"name": "a", "config": CONFIG})
+    receiver.begin_weights()
+    receiver.cancel_weights()

@@ -130,6 +130,9 @@ def test_tensors_of_the_model_do_not_enter_an_adapters_update_nor_an_adapters_th
     ):
         error = call(case, path, body, expected=409)["error"]["message"]
         assert "adapter 'a'" in error and "finish or cancel" in error
+    octets = {"Content-Type": "application/octet-stream"}
+    reply = case.http.post("/update_weights", content=safetensors(**WEIGHTS), headers=octets)
+    assert reply.status_code == 409 and "adapter 'a'" in reply.text
     call(case, "/cancel_weight_update")
     call(case, "/update_weights_from_distributed", TENSORS)
     error = call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"), expected=409)["error"]["message"]
@@ -137,6 +140,10 @@ def test_tensors_of_the_model_do_not_enter_an_adapters_update_nor_an_adapters_th
     call(case, "/cancel_weight_update")
     call(case, "/continue_generation", {})
     assert received(case) == [[], []] and digests(case) == {"made"}
+    call(case, "/weights_checker", {"action": "reset"})
+    assert state_of(case) == "SPOILED"
+    error = call(case, "/areal_update_weights_lora_xccl", areal_adapter("a"), expected=409)["error"]["message"]
+    assert "finish an update of the model first" in error and state_of(case) == "SPOILED"
 
 
 @pytest.mark.parametrize("failing", ["begin_weights", "receive_weights", "finish_weights"])
