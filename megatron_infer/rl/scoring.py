@@ -447,6 +447,8 @@ class VocabParallelLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # softmax would count as constant
+            raise ConfigError("create_graph=True: scores have no second derivative; take a backward pass without it")
         softmax_BSV, column_BS1, is_local_BS = ctx.saved_tensors
         grad_BS1 = grads[0].unsqueeze(-1) / ctx.temperature
         out_BSV = softmax_BSV if ctx.single_backward else softmax_BSV.clone()

@@ -195,6 +195,18 @@ def test_gradients_of_scores_with_a_backward_of_the_callers_own_are_the_same(nam
     assert_equal(gradients(model), gradients(twin), tolerance=1e-6)
 
 
+def test_scores_with_gradients_take_a_second_backward_and_no_second_derivative():
+    model = tiny_gpt(init_method_std=0.2).train()
+    session = make_session(model)
+    with session.training():
+        total = loss_over(SEQUENCES)(session.score(SEQUENCES, grad=True), list(range(len(SEQUENCES))))
+        weight = model.output_layer.weight
+        first, again = (torch.autograd.grad(total, weight, retain_graph=True)[0] for _ in range(2))
+        assert first.any() and torch.equal(first, again)
+        with pytest.raises(ConfigError, match="no second derivative"):
+            torch.autograd.grad(total, weight, create_graph=True)
+
+
 @pytest.mark.parametrize(("recompute", "times"), [({}, 1), (FULL, 2)], ids=["none", "full"])
 def test_activations_are_recomputed_as_configured(recompute, times):
     model = tiny_gpt(**recompute)
