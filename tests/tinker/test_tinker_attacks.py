@@ -10,6 +10,7 @@ import math
 import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -248,6 +249,72 @@ def test_a_large_batch_is_read_outside_of_the_event_loop(api, monkeypatch, loss)
     large = api.send_batch(id, 2, loss, tokens).json()
     assert [isinstance(api.result(sent), dict) for sent in (small, large)] == [loss == "no loss"] * 2
     assert [loop is None for loop in loops] == [False, True]
+
+
+def test_a_batch_of_a_client_that_is_gone_has_its_room_until_no_thread_reads_it(tmp_path, monkeypatch):
+    is_read, go_on, read = threading.Event(), threading.Event(), messages.read
+
+    def slow(*sent):
+        is_read.set()
+        assert go_on.wait(60)
+        return read(*sent)
+
+    with serving(tmp_path, max_body_bytes=200_000, max_bodies_bytes=300_000) as case:
+        api = Api(case.http)
+        id, tokens = api.train(), [[1, 2, 3]] * 1000
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "read", slow)
+            with pytest.raises(httpx.TimeoutException):
+                content, headers = message_of_batch(id, 1, "cross_entropy", tokens), {"content-type": PROTOBUF}
+                case.http.post("/api/v1/forward_backward", content=content, headers=headers, timeout=1)
+            assert is_read.wait(60) and len(content) > 100_000
+            padded = {"content": b" " * 190_000, "headers": {"content-type": "application/json"}}
+            for _ in range(10):  # the server learns of it meanwhile
+                assert "max_bodies_bytes" in why(case.http.post("/api/v1/create_session", **padded), 503)
+                time.sleep(0.1)
+            go_on.set()
+        end = time.monotonic() + 60
+        while (status := case.http.post("/api/v1/create_session", **padded).status_code) != 400:
+            assert status == 503 and time.monotonic() < end
+        api.batch(id, 1, "cross_entropy", tokens)
+
+
+def within(*keys, inner):
+    """A protobuf field in others, by their keys, the outermost first."""
+    for key in reversed(keys):
+        size, length = len(inner), b""
+        while size > 127:
+            size, length = size >> 7, length + bytes([size & 127 | 128])
+        inner = bytes([key]) + length + bytes([size]) + inner
+    return inner
+
+
+DATUM, CHUNK, TEXT, PAIR, TENSOR = 0x1A, 0x0A, 0x0A, 0x12, 0x12
+MANY = 1 << 20
+CROWDED = {
+    "sequences": within(DATUM, inner=b"") * MANY,
+    "chunks": within(DATUM, inner=within(CHUNK, inner=b"") * MANY),
+    "texts": within(DATUM, CHUNK, inner=within(TEXT, inner=b"") * MANY),
+    "pairs": within(DATUM, inner=within(PAIR, inner=b"") * MANY),
+    "settings": b"\x2a\x00" * MANY,
+    "sizes": within(DATUM, PAIR, TENSOR, inner=b"\x20\x01" * MANY),
+    "packed sizes": within(DATUM, PAIR, TENSOR, 0x22, inner=b"\x01" * 2 * MANY),
+    "unknown fields": b"\x78\x01" * MANY,
+    "groups": b"\x7b" * 2 * MANY,
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_a_batch_of_more_fields_than_others_can_wait_for_is_refused_before_it_is_parsed(api, name):
+    assert "more than 524,288 fields" in why(api.send(CROWDED[name]), 413)
+
+
+def test_what_is_large_by_its_bytes_is_parsed_and_a_number_without_end_is_no_batch(api):
+    content = within(DATUM, CHUNK, TEXT, CHUNK, inner=bytes(3 << 20))
+    (datum,) = messages.read("ForwardBackwardRequest", content).data
+    assert len(datum.model_input[0].encoded_text.tokens) == 3 << 20
+    for damaged_one in (b"\x1a" + b"\xff" * (3 << 20), content[:-1], content[: 2 << 20] + b"\xff"):
+        assert "no ForwardBackwardRequest" in why(api.send(damaged_one))
 
 
 def test_a_batch_that_was_refused_leaves_nothing_of_its_body(api):

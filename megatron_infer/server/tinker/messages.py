@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import RequestError
+from megatron_infer.server.http_errors import ApiError
 
 try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -84,6 +85,73 @@ def _file() -> Any:
     return file
 
 
+MAX_FIELDS = 1 << 19
+"""Most fields of a message and of those within it, with the numbers of lists of integers. protobuf parses more of them
+at once than other threads can wait for, into up to 36 times the bytes that they have."""
+
+_WITHIN: dict[str, dict[int, str]] = {}
+"""Of each message, and of the pairs of each map: the messages and lists of integers in it, by field number."""
+for _name, _fields in _MESSAGES.items():
+    _found = _WITHIN.setdefault(_name, {})
+    for _number, _given in _fields.values():
+        _kind = _given.rstrip("*{}")
+        if _given.endswith("{}"):
+            _WITHIN[f"{_kind}{{}}"] = {2: _kind} if _kind in _MESSAGES else {}
+            _found[_number] = f"{_kind}{{}}"
+        elif _kind in _MESSAGES or _given == "int64*":
+            _found[_number] = _kind
+
+
+def check_structure(name: str, content: bytes) -> None:
+    """Raises ApiError 413 for a message of more than MAX_FIELDS, which are counted without an object for each.
+
+    Of damaged content it counts what comes before the damage; `read` refuses that.
+    """
+    if len(content) <= 2 * MAX_FIELDS:  # a field has two bytes
+        return
+    count, place = 0, 0
+    around: list[tuple[int, dict[int, str]]] = [(len(content), _WITHIN[name])]
+    """The end of each message that `place` is in, and what may be within."""
+
+    def varint() -> int:
+        nonlocal place
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = content[place]
+            place += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise IndexError("longer than 64 bits")
+
+    try:
+        while around:
+            end, within = around[-1]
+            if place >= end:
+                around.pop()
+                continue
+            tag = varint()
+            count += 1
+            if tag & 7 == 0:
+                varint()
+            elif tag & 7 == 1:
+                place += 8
+            elif tag & 7 == 5:
+                place += 4
+            elif tag & 7 == 2:
+                size, kind = varint(), within.get(tag >> 3)
+                if kind in _WITHIN:
+                    around.append((min(place + size, end), _WITHIN[kind]))
+                else:
+                    count += size if kind else 0
+                    place += size
+            if count > MAX_FIELDS:
+                text = f"the body has more than {MAX_FIELDS:,} fields and integers; send fewer sequences at once"
+                raise ApiError(413, text, code="body_too_large")
+    except IndexError:
+        return
+
+
 _pool = descriptor_pool.DescriptorPool()
 _pool.Add(_file())
 
@@ -94,7 +162,8 @@ def message(name: str) -> Any:
 
 
 def read(name: str, content: bytes) -> Any:
-    """A message of the table. Raises RequestError."""
+    """A message of the table. Raises RequestError, and ApiError 413."""
+    check_structure(name, content)
     made = message(name)
     try:
         made.ParseFromString(content)

@@ -167,7 +167,7 @@ class TinkerRoutes:
         settings = settings_of(function, given)
         if not 0 < len(sent.data) <= MAX_DATA:
             raise RequestError(f"data: {len(sent.data)} sequences, there must be 1 to {MAX_DATA}")
-        data = await asyncio.to_thread(self._data_of, sent, function.inputs)
+        data = await _in_thread(self._data_of, sent, function.inputs)
         number, loss_fn, backward = sent.seq_id, sent.loss_fn, not sent.forward_only
         client, figures = model.client, model.figures
 
@@ -394,7 +394,7 @@ class TinkerRoutes:
         operation. A call that it refuses has its place among the client's operations too: later ones wait for it."""
 
         async def answer(call: Call) -> Any:
-            placed = await asyncio.to_thread(_placed, call) if len(call.body) > INLINE_BYTES else _placed(call)
+            placed = await _in_thread(_placed, call) if len(call.body) > INLINE_BYTES else _placed(call)
             try:
                 work = await prepare(self._service.model(placed.model_id), placed.body)
             except InferenceError as error:
@@ -448,6 +448,16 @@ def _placed(call: Call) -> Placed:
 def _digest(call: Call, body: bytes) -> bytes:
     """The same for a call that is sent again."""
     return hashlib.blake2b(call.route.encode() + body, digest_size=16).digest()
+
+
+async def _in_thread(work: Callable[..., _B], *args: Any) -> _B:
+    """work(*args) in a thread, to its end: the room of a body is given back once no thread reads the body."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
 
 
 async def _refuse(error: ApiError) -> Any:
