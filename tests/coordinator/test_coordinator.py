@@ -15,7 +15,7 @@ from echo import EchoEngine, echo_tokens
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator import access, protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
@@ -385,6 +385,16 @@ def test_right_key_connects_and_wrong_or_missing_ones_are_refused():
                 intruder.thread.join(60)
                 assert isinstance(intruder.failure, protocol.AccessRefused)
         assert [r["name"] for r in client.stats()["replicas"]] == ["r0"]
+
+
+@pytest.mark.security
+def test_who_knows_the_coordinators_public_key_alone_does_not_connect(monkeypatch):
+    pair_of, foreign = access._curve_pair, zmq.curve_keypair()
+    with cluster(1, key=KEY) as (one, _, client):
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+        monkeypatch.setattr(access, "_curve_pair", lambda key, side: foreign if side == b"peer" else pair_of(key, side))
+        with InferenceClient(one.address, key=KEY) as other, pytest.raises(protocol.AccessRefused):
+            other.generate([[1]], GREEDY)
 
 
 @pytest.mark.security
