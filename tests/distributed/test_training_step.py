@@ -87,7 +87,8 @@ def on_ranks(rank: int, size: int, folder: Path, names: list[str]) -> None:
             with cpu_shim(4), session.training():
                 report = session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=EVEN_LIMIT)
                 if name == "PP2":
-                    for got, score in zip(report.scores, session.score(sequences), strict=True):
+                    want_scores = session.score(sequences, micro_batch_tokens=EVEN_LIMIT)
+                    for got, score in zip(report.scores, want_scores, strict=True):
                         assert torch.equal(got, score)
                 if step == 0:  # before weights can differ by rounding
                     check_gradients(name, session, plain, ours)
@@ -159,7 +160,7 @@ def on_own_sequences(rank: int, size: int, folder: Path) -> None:
             want = session.score(both)[3 * rank : 3 * rank + 3]
             for limit in (12, 24, 100):
                 for got, score in zip(session.score(own, micro_batch_tokens=limit), want, strict=True):
-                    assert torch.equal(got, score)
+                    torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
             few = own[: 3 - 3 * rank]  # none on rank 1
             assert len(session.score(few, micro_batch_tokens=12)) == len(few)
             with pytest.raises(ConfigError if rank else OtherRankFailed, match="another expert-parallel rank has 3"):
@@ -172,7 +173,7 @@ def on_own_sequences(rank: int, size: int, folder: Path) -> None:
             )
             assert report.num_micro_batches == 3
             for got, score in zip(report.scores, want, strict=True):
-                assert torch.equal(got, score)
+                torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
             assert session.step(ours.optimizer).update_successful
         if dispatcher == "alltoall":  # Megatron's own step needs equal shapes to gather tokens
             plain.model.train()

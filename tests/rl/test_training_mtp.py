@@ -34,9 +34,8 @@ def test_scores_and_gradients_of_a_model_with_an_mtp_layer_are_those_of_the_mode
                 loss_over(SEQUENCES)(found[-1], list(range(len(SEQUENCES)))).backward()
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
-    assert_equal(
-        {name: grad for name, grad in gradients(model).items() if not name.startswith("mtp.")}, gradients(twin)
-    )
+    own = {name: grad for name, grad in gradients(model).items() if not name.startswith("mtp.")}
+    assert_equal(own, gradients(twin), tolerance=1e-6)
     assert all(weight.grad is None for weight in model.mtp.parameters())
     assert model.mtp_process and model.config is config and config.mtp_num_layers == 1
 
