@@ -166,7 +166,7 @@ def test_a_score_within_generating_sees_the_model_as_the_trainer_has_it(monkeypa
         config, layer = model.config, model.decoder.layers[0]
         seen.append((config.sequence_parallel, config.cuda_graph_impl, hasattr(layer, GRAPH_MANAGER)))
         assert not Flag.active and not any(module.training for module in model.modules())
-        return torch.zeros(*ids.shape, 128)
+        return torch.zeros(len(ids), ids.shape[1] - 1, 128)  # of the positions that are scored
 
     with session.generating():
         inside = state_of(model)
