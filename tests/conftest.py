@@ -99,7 +99,7 @@ def _thin(cases, turns):
 
 
 def _diagonal(cases):
-    """As many cases as the longest parameter has values, each value in some.
+    """The diagonal of the parameter grid, on which shorter parameters repeat: each value is in a case.
 
     None is long or slow already. Kinds that are thinned apart have a diagonal of their own.
     """

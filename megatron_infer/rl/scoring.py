@@ -32,7 +32,7 @@ from megatron_infer.models.trainer_step import DroppedTokens, cuda_error_explain
 STAND_IN = (0, 0)
 """The tokens that a rank computes in a micro-batch without sequences, for the other ranks."""
 ALL_LOGITS_FROM = 7 / 8
-"""Of a micro-batch's positions, the share that is scored from which the output layer computes all of them."""
+"""Share of a micro-batch's positions. Where at least so many are scored, the output layer computes all positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,13 @@ class MicroBatch:
     own: OwnPositions | None
     """None: this rank has all positions."""
 
+    @property
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """Of the tokens that this rank scores: the row, and where the position before the token is on this rank."""
+        if self.own is None:
+            return self.rows_P, self.targets_P - 1
+        return self.rows_P[self.own.scored_Q], self.own.places_Q
+
 
 class ScoringForward:
     """A model's forward in two parts, between which a pipeline stage may hand on: output, then scores."""
@@ -85,18 +92,19 @@ class ScoringForward:
         max_position: positions that the model has; padding may be longer. only_scored: no logits of other positions."""
         self._model, self._forwards, self._logprobs_of, self._logits_at = model, forwards, logprobs_of, logits_at
         self._dropped = dropped
-        self._cp, self._max_position, self._only_scored = cp, max_position, only_scored
+        self._cp = cp
+        self._max_position = max_position
+        self._only_scored = only_scored
 
     def __call__(self, batch: MicroBatch, chunk: int = 0) -> Tensor:
         """Logits [1, Q, V] of the positions before the targets, or of all (`_has_all_logits`); hidden states of a stage
         that is not the last."""
         ids_BS, padding_BS, own = batch.ids_BS, batch.padding_BS, batch.own
-        rows_Q, places_Q = batch.rows_P, batch.targets_P - 1
+        rows_Q, places_Q = batch.scored
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         if own is not None:
             ids_BS, positions_S = ids_BS[:, own.positions_S], own.positions_S
             padding_BS = None if padding_BS is None else padding_BS[:, own.positions_S]
-            rows_Q, places_Q = rows_Q[own.scored_Q], own.places_Q
         padding: dict[str, Tensor] = {}
         if self._model.training and padding_BS is not None and routes_around_padding(self._model.config):
             padding = {"padding_mask": padding_BS}
@@ -112,10 +120,9 @@ class ScoringForward:
     def scores(self, batch: MicroBatch, logits_1QV: Tensor) -> Tensor:
         """Log probabilities of the targets, fp32 [P]."""
         targets_P, own = batch.ids_BS[batch.rows_P, batch.targets_P], batch.own
-        rows_Q, places_Q, targets_Q = batch.rows_P, batch.targets_P - 1, targets_P
-        if own is not None:
-            rows_Q, places_Q, targets_Q = rows_Q[own.scored_Q], own.places_Q, targets_P[own.scored_Q]
+        targets_Q = targets_P if own is None else targets_P[own.scored_Q]
         if self._has_all_logits(batch):
+            rows_Q, places_Q = batch.scored
             chosen_Q = places_Q * len(batch.ids_BS) + rows_Q
             every_N = targets_P.new_zeros(logits_1QV.shape[1]).index_copy(0, chosen_Q, targets_Q)
             scores_Q = self._logprobs_of(logits_1QV, every_N.unsqueeze(0)).squeeze(0).index_select(0, chosen_Q)

@@ -177,7 +177,8 @@ class WeightReceiver:
             self._update = AdapterUpdate(
                 self._engine, adapter, numbered=self._numbered_adapters, most_elements=most_elements
             )
-        self._partial, self._adapter = None, adapter
+        self._partial = None
+        self._adapter = adapter
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
@@ -254,7 +255,10 @@ class WeightReceiver:
 
     def _ended(self) -> WeightUpdate | AdapterUpdate | None:
         """The update, which is not under way any more."""
-        update, self._update, self._partial, self._adapter = self._update, None, None, None
+        update = self._update
+        self._update = None
+        self._partial = None
+        self._adapter = None
         return update
 
     def _open_update(self, call: str) -> WeightUpdate | AdapterUpdate:

@@ -71,8 +71,10 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
 def _reference(
     components: dict[str, Any], tables: dict[str, list[FieldTable]], name: str, fields: FieldTable
 ) -> dict[str, str]:
-    """The schema of a body. Operations that have one body and other fields without an action have components of their
-    own. tables: by the body's name, those that have a component."""
+    """A reference to the component of a body: each table of fields without an action has its own component.
+
+    tables: name of the body -> its tables that have a component.
+    """
     known = tables.setdefault(name, [])
     is_new = fields not in known
     if is_new:
@@ -80,7 +82,8 @@ def _reference(
     number = known.index(fields)
     own = name if number == 0 else f"{name}{number + 1}"
     if is_new:
-        components[own] = copy.deepcopy(components[name])
+        if number:
+            components[own] = copy.deepcopy(components[name])
         _put_fields(components, own, fields)
     return {"$ref": REFERENCE.format(name=own)}
 

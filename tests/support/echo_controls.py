@@ -123,8 +123,10 @@ class EchoControls:
         self._fault("begin_weights")
         if self._before is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self.state)
-        self._before, self._hash = (self.digest, self.weight_version, self.torn), hashlib.sha256()
-        self._adapter, self.torn = adapter, self.torn or adapter is None
+        self._before = self.digest, self.weight_version, self.torn
+        self._hash = hashlib.sha256()
+        self._adapter = adapter
+        self.torn = self.torn or adapter is None
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
         self._require_update("write_weights")

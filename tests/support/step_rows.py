@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Row = tuple[int, int]
 """(q_len, kv_len)"""
 CPU = torch.device("cpu")
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def step_of(
@@ -89,9 +92,9 @@ def step_of(
 
 def moved(values: T, device: torch.device) -> T:
     """A dataclass with its tensors on `device`."""
-    given = {one.name: getattr(values, one.name) for one in fields(values)}  # type: ignore[arg-type]
+    given = {one.name: getattr(values, one.name) for one in fields(values)}
     tensors = {name: value.to(device) for name, value in given.items() if isinstance(value, Tensor)}
-    return replace(values, **tensors)  # type: ignore[type-var]
+    return replace(values, **tensors)
 
 
 def padded_step(

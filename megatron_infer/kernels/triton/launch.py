@@ -77,7 +77,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def kernels_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why kernels for numbers of this dtype cannot run on tensors of this device; None: they can."""
+    """Reason why kernels of this dtype are not supported on the device; None: they are."""
     if (reason := unavailable(device)) is not None:
         return reason
     if dtype not in DTYPES:

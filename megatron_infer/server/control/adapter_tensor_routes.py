@@ -37,7 +37,7 @@ BODY_FIELDS = FieldTable(_SGLANG | {"load_format": no_effect("the bytes say what
 class ArealAdapterBody(AnnouncingBody, kw_only=True):
     lora_name: str
     lora_int_id: int
-    """Of the adapters of one number the last one stays."""
+    """Loading an adapter unloads the one that was loaded last with the same id."""
     lora_target_modules: list[str] | str
     lora_rank: int
     lora_alpha: float
@@ -85,7 +85,8 @@ class AdapterTensorRoutes:
     """Handlers."""
 
     def __init__(self, machine: ControlMachine, updates: WeightUpdates) -> None:
-        self._machine, self._updates = machine, updates
+        self._machine = machine
+        self._updates = updates
 
     async def announce(self, call: Call) -> Reply:
         """Checked only: the second call says the same again."""

@@ -90,7 +90,7 @@ MAX_FIELDS = 1 << 19
 at once than other threads can wait for, into up to 36 times the bytes that they have."""
 
 _WITHIN: dict[str, dict[int, str]] = {}
-"""Of each message, and of the pairs of each map: the messages and lists of integers in it, by field number."""
+"""Message type, or entry type of a map -> field number -> type of the submessage or packed integers in that field."""
 for _name, _fields in _MESSAGES.items():
     _found = _WITHIN.setdefault(_name, {})
     for _number, _given in _fields.values():

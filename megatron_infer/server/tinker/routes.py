@@ -390,8 +390,10 @@ class TinkerRoutes:
         return {}
 
     def _ordered(self, prepare: Callable[[Model, Any], Awaitable[Work]]) -> Handler:
-        """Of a route whose body names a training client and the operation's number. prepare: checks the body -> the
-        operation. A call that it refuses has its place among the client's operations too: later ones wait for it."""
+        """Handler of a route whose body has a model_id and a seq_id. prepare: validates the body -> the operation.
+
+        A call that it refuses keeps its seq_id: later calls wait for it.
+        """
 
         async def answer(call: Call) -> Any:
             placed = await _in_thread(_placed, call) if len(call.body) > INLINE_BYTES else _placed(call)

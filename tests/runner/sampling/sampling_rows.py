@@ -34,7 +34,9 @@ class Rows:
     def __init__(
         self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None, device="cpu"
     ) -> None:
-        self.requests, self.vocab_size, self.device = requests, vocab_size, torch.device(device)
+        self.requests = requests
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
         longest = max(len(r.tokens) for r in requests)
         pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
         self.pool = pool.to(device)
