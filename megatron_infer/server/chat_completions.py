@@ -17,7 +17,7 @@ from megatron_infer.server.field_tables import ALLOWED_TOOLS, MESSAGE, SHARED, S
 from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request, of_validation
-from megatron_infer.server.inactive_fields import FieldTable, ignore, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, ignore, refused
 from megatron_infer.server.openai_logprobs import by_id, chat_content
 from megatron_infer.server.reply_format import Delta, OpenAIReply, sampled_logprobs, version_spans_of
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
@@ -25,18 +25,16 @@ from megatron_infer.server.server_config import ServerConfig
 
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "functions": refused("use tools", []),
-            "function_call": refused("use tool_choice", "none", "auto"),
-            "echo": refused("use continue_final_message, or join the texts", False),
-            "add_special_tokens": refused("the chat template writes the special tokens; see add_BOS", False),
-            "return_prompt_text": refused("use return_raw_text", False),
-            "separate_reasoning": refused("the server separates reasoning by --reasoning-parser", True),
-            "stream_reasoning": refused("thoughts are streamed as they come", True),
-            "skip_prompt_log_probs": refused("ask for prompt_logprobs", True),
-        }
-    ),
+    | {
+        "functions": refused("use tools", []),
+        "function_call": refused("use tool_choice", "none", "auto"),
+        "echo": refused("use continue_final_message, or join the texts", False),
+        "add_special_tokens": refused("the chat template writes the special tokens; see add_BOS", False),
+        "return_prompt_text": refused("use return_raw_text", False),
+        "separate_reasoning": refused("the server separates reasoning by --reasoning-parser", True),
+        "stream_reasoning": refused("thoughts are streamed as they come", True),
+        "skip_prompt_log_probs": refused("ask for prompt_logprobs", True),
+    },
     {
         "stream_options": STREAM_OPTIONS,
         "messages": MESSAGE,

@@ -15,7 +15,7 @@ from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, check_limit, sampling_of
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.openai_logprobs import Entry, by_id, completion_logprobs
 from megatron_infer.server.reply_format import Delta, OpenAIReply, sampled_logprobs, version_spans_of, whole_delta
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
@@ -27,15 +27,13 @@ DEFAULT_MAX_TOKENS = 16
 _CHAT_ONLY = "tool calls are served at /v1/chat/completions and /v1/responses only"
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "tools functions": refused(_CHAT_ONLY, []),
-            "tool_choice function_call": refused(_CHAT_ONLY, "none"),
-            "parallel_tool_calls": no_effect(_CHAT_ONLY),
-            "reasoning_effort": refused("a text has no chat template that could read it"),
-            "add_BOS": refused("texts begin with the tokenizer's special tokens; see add_special_tokens", False),
-        }
-    ),
+    | {
+        "tools functions": refused(_CHAT_ONLY, []),
+        "tool_choice function_call": refused(_CHAT_ONLY, "none"),
+        "parallel_tool_calls": no_effect(_CHAT_ONLY),
+        "reasoning_effort": refused("a text has no chat template that could read it"),
+        "add_BOS": refused("texts begin with the tokenizer's special tokens; see add_special_tokens", False),
+    },
     {"stream_options": STREAM_OPTIONS},
 )
 

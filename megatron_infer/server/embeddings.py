@@ -14,7 +14,7 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.reply_format import as_base64
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
@@ -22,14 +22,12 @@ from megatron_infer.server.server_config import ServerConfig
 
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "priority": no_effect("vectors take one forward each", 0),
-            "embed_dtype": refused("numbers are float32", "float32", "auto"),
-            "endianness": refused("base64 is little-endian", "little", "native"),
-            "messages": refused("send the rendered text as input"),
-        }
-    )
+    | {
+        "priority": no_effect("vectors take one forward each", 0),
+        "embed_dtype": refused("numbers are float32", "float32", "auto"),
+        "endianness": refused("base64 is little-endian", "little", "native"),
+        "messages": refused("send the rendered text as input"),
+    }
 )
 
 

@@ -122,52 +122,46 @@ SHARED = LABELS | rows(
 
 STREAM_OPTIONS = FieldTable({"include_obfuscation": no_effect("streams are not padded", False)})
 PART = FieldTable(
-    rows(
-        {
-            "cache_control prompt_cache_breakpoint": no_effect(_BY_TOKENS),
-            "annotations citations logprobs": no_effect(_NO_PLACES, []),
-            "caller": no_effect(_NO_PLACE),
-            "is_error": no_effect(_NO_PLACE, False),
-            "signature": no_effect("thoughts are not signed", ""),
-            "data": no_effect("redacted thoughts are not shown"),
-            "image_url image image_embeds input_audio audio_url audio video_url video file file_id file_data file_url "
-            "source": refused(NO_MEDIA),
-        }
-    )
+    {
+        "cache_control prompt_cache_breakpoint": no_effect(_BY_TOKENS),
+        "annotations citations logprobs": no_effect(_NO_PLACES, []),
+        "caller": no_effect(_NO_PLACE),
+        "is_error": no_effect(_NO_PLACE, False),
+        "signature": no_effect("thoughts are not signed", ""),
+        "data": no_effect("redacted thoughts are not shown"),
+        "image_url image image_embeds input_audio audio_url audio video_url video file file_id file_data file_url "
+        "source": refused(NO_MEDIA),
+    }
 )
 """Pieces of a message's content."""
 MESSAGE = FieldTable(
-    rows(
-        {
-            "id": no_effect("messages are known by their place"),
-            "status": no_effect("messages are taken as they are"),
-            "type": no_effect(_NO_PLACE, "message"),
-            "metadata": no_effect(_NO_PLACE, {}),
-            "refusal": no_effect(_NO_PLACE, ""),
-            "timestamp created_at model stop_reason stop_sequence stop_details usage": no_effect(_NO_PLACE),
-            "cache_control": no_effect(_BY_TOKENS),
-            "annotations": no_effect(_NO_PLACES, []),
-            "provider_specific_fields": no_effect("another server's fields", {}),
-            "thinking_blocks reasoning_details": no_effect("another server's form of reasoning_content", []),
-            "raw_text": no_effect("the prompt is made of content and generation_token_ids"),
-            "audio": refused(NO_MEDIA),
-            "images": refused(NO_MEDIA, []),
-            "function_call": refused("use tool_calls"),
-        }
-    ),
+    {
+        "id": no_effect("messages are known by their place"),
+        "status": no_effect("messages are taken as they are"),
+        "type": no_effect(_NO_PLACE, "message"),
+        "metadata": no_effect(_NO_PLACE, {}),
+        "refusal": no_effect(_NO_PLACE, ""),
+        "timestamp created_at model stop_reason stop_sequence stop_details usage": no_effect(_NO_PLACE),
+        "cache_control": no_effect(_BY_TOKENS),
+        "annotations": no_effect(_NO_PLACES, []),
+        "provider_specific_fields": no_effect("another server's fields", {}),
+        "thinking_blocks reasoning_details": no_effect("another server's form of reasoning_content", []),
+        "raw_text": no_effect("the prompt is made of content and generation_token_ids"),
+        "audio": refused(NO_MEDIA),
+        "images": refused(NO_MEDIA, []),
+        "function_call": refused("use tool_calls"),
+    },
     {"content": PART},
 )
 TOOL = FieldTable(
-    rows(
-        {
-            "cache_control": no_effect(_BY_TOKENS),
-            "defer_loading": no_effect("all tools are shown to the model", False),
-            "eager_input_streaming": no_effect("arguments are streamed as they come"),
-            "output_schema": no_effect("results are not checked"),
-            "allowed_callers": refused(_NO_CALLS, ["direct"]),
-            "input_examples": refused("put them into the description", []),
-        }
-    ),
+    {
+        "cache_control": no_effect(_BY_TOKENS),
+        "defer_loading": no_effect("all tools are shown to the model", False),
+        "eager_input_streaming": no_effect("arguments are streamed as they come"),
+        "output_schema": no_effect("results are not checked"),
+        "allowed_callers": refused(_NO_CALLS, ["direct"]),
+        "input_examples": refused("put them into the description", []),
+    },
     kinds=("function",),
 )
 ALLOWED_TOOLS = FieldTable(nested={"tools": FieldTable(kinds=("function",))})

@@ -64,10 +64,14 @@ class FieldTable:
     """The rules of one body, and of objects within it."""
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    """By field; given as `rows` takes them."""
     nested: Mapping[str, FieldTable] = field(default_factory=dict)
     """Tables of fields that hold an object or a list of objects."""
     kinds: tuple[str, ...] = ()
     """For objects in a list: the values of `type` that act; (): all. Objects of other types are left out and listed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", rows(self.rules))
 
     def settle(self, data: bytes, acting: Iterable[str], *, strict: bool) -> tuple[bytes, list[str]]:
         """A body without the fields that ask for nothing -> (the rest, names of the fields without effect).

@@ -16,22 +16,20 @@ from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.reply_format import ReplyFormat, sampled_logprobs
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "add_BOS": refused("texts begin with the tokenizer's special tokens", False),
-            "top_p_decay top_p_bound": refused("top_p is the same for all tokens", 0.0),
-            "stop_on_eol stop_on_double_eol": refused("give stop at /v1/completions", False),
-            "prevent_newline_after_colon": refused("give bad_token_ids at /v1/completions", False),
-            "stop_token": refused("give stop_token_ids at /v1/completions"),
-        }
-    )
+    | {
+        "add_BOS": refused("texts begin with the tokenizer's special tokens", False),
+        "top_p_decay top_p_bound": refused("top_p is the same for all tokens", 0.0),
+        "stop_on_eol stop_on_double_eol": refused("give stop at /v1/completions", False),
+        "prevent_newline_after_colon": refused("give bad_token_ids at /v1/completions", False),
+        "stop_token": refused("give stop_token_ids at /v1/completions"),
+    }
 )
 
 

@@ -19,7 +19,7 @@ from megatron_infer.server.field_tables import ALLOWED_TOOLS, PART, SHARED, TOOL
 from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, ignore, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, ignore, no_effect, refused
 from megatron_infer.server.openai_logprobs import chat_content
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReply, Change
 from megatron_infer.server.reply_format import Delta, usage_of
@@ -42,25 +42,21 @@ _SHOWN_CONTENT = "a template is shown the reasoning's content"
 _WHOLE = "reasoning is shown as a whole"
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "store": refused(f"{_STORES_NOTHING}; give false", False),
-            "previous_response_id conversation": refused(f"{_STORES_NOTHING}; send the conversation as input"),
-            "prompt": refused("this server stores no prompts; send the text"),
-            "stream_options": no_effect("events are not padded", {}),
-        }
-    ),
+    | {
+        "store": refused(f"{_STORES_NOTHING}; give false", False),
+        "previous_response_id conversation": refused(f"{_STORES_NOTHING}; send the conversation as input"),
+        "prompt": refused("this server stores no prompts; send the text"),
+        "stream_options": no_effect("events are not padded", {}),
+    },
     {
         "input": FieldTable(
-            rows(
-                {
-                    "id": no_effect("items are known by their place"),
-                    "status": no_effect("items are taken as they are"),
-                    "summary": no_effect(_SHOWN_CONTENT, []),
-                    "encrypted_content": no_effect(_SHOWN_CONTENT),
-                    "phase caller namespace agent created_by": no_effect(_NO_PLACE),
-                }
-            ),
+            {
+                "id": no_effect("items are known by their place"),
+                "status": no_effect("items are taken as they are"),
+                "summary": no_effect(_SHOWN_CONTENT, []),
+                "encrypted_content": no_effect(_SHOWN_CONTENT),
+                "phase caller namespace agent created_by": no_effect(_NO_PLACE),
+            },
             {"content": PART, "output": PART},
         ),
         "tools": TOOL,

@@ -17,24 +17,22 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs, scoring_params
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "temperature": refused("probabilities are those of the model", 1.0),
-            "max_tokens_per_query max_tokens_per_doc": refused("a text is not cut here; send what is to be read", 0),
-            "instruction": refused("put it into the texts"),
-            "priority": no_effect("scores take one forward each", 0),
-            "return_token_logprobs": refused("scores are probabilities; take their logarithm", False),
-            "return_pooled_hidden_states": refused("use /v1/embeddings", False),
-            "score_extraction_token": refused("labels are scored behind the last token"),
-        }
-    )
+    | {
+        "temperature": refused("probabilities are those of the model", 1.0),
+        "max_tokens_per_query max_tokens_per_doc": refused("a text is not cut here; send what is to be read", 0),
+        "instruction": refused("put it into the texts"),
+        "priority": no_effect("scores take one forward each", 0),
+        "return_token_logprobs": refused("scores are probabilities; take their logarithm", False),
+        "return_pooled_hidden_states": refused("use /v1/embeddings", False),
+        "score_extraction_token": refused("labels are scored behind the last token"),
+    }
 )
 
 

@@ -32,7 +32,7 @@ from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import Dialect, Generator, PreparedCall
 from megatron_infer.server.generation_request import GenerationRequest, sampling_of
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inactive_fields import FieldTable, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, refused
 from megatron_infer.server.reply_format import ReplyFormat, as_base64, version_spans_of
 from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
@@ -40,18 +40,16 @@ from megatron_infer.server.structured_outputs import StructuredOutputFields
 DEFAULT_MAX_NEW_TOKENS = 128
 FIELDS = FieldTable(
     SHARED
-    | rows(
-        {
-            "modalities": SHARED["video_config"],
-            "input_embeds positional_embed_overrides": refused("send text or input_ids"),
-            "token_ids_logprob": refused("give top_logprobs_num, which has the likeliest tokens", []),
-            "return_entropy": refused("give top_logprobs_num", False),
-            "return_sampling_mask": refused("use custom_params.return_top_p_token_ids", False),
-            "require_reasoning": refused("use /v1/chat/completions", False),
-            "max_thinking_tokens": refused("thoughts are bounded by max_new_tokens only"),
-            "priority": refused("give it to /v1/completions or /inference/v1/generate", 0),
-        }
-    ),
+    | {
+        "modalities": SHARED["video_config"],
+        "input_embeds positional_embed_overrides": refused("send text or input_ids"),
+        "token_ids_logprob": refused("give top_logprobs_num, which has the likeliest tokens", []),
+        "return_entropy": refused("give top_logprobs_num", False),
+        "return_sampling_mask": refused("use custom_params.return_top_p_token_ids", False),
+        "require_reasoning": refused("use /v1/chat/completions", False),
+        "max_thinking_tokens": refused("thoughts are bounded by max_new_tokens only"),
+        "priority": refused("give it to /v1/completions or /inference/v1/generate", 0),
+    },
     {"sampling_params": FieldTable(SHARED | {"structural_tag": refused("give json_schema, regex or ebnf", "")})},
 )
 StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]

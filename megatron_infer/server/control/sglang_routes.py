@@ -18,7 +18,7 @@ from megatron_infer.server.control.weight_files import checked_path
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused, rows
+from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.utils.json_file import read_json
 
@@ -43,12 +43,10 @@ DISK_FIELDS = FieldTable(
 )
 CONTINUE_FIELDS = FieldTable({"torch_empty_cache": no_effect(_NO_CACHE, True, False)})
 ABORT_FIELDS = FieldTable(
-    rows(
-        {
-            "abort_message finished_reason": no_effect("replies name the finish reason"),
-            "weight_versions": no_effect("replies have version_spans"),
-        }
-    )
+    {
+        "abort_message finished_reason": no_effect("replies name the finish reason"),
+        "weight_versions": no_effect("replies have version_spans"),
+    }
 )
 CHECKER_FIELDS = FieldTable(
     {
