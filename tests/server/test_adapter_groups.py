@@ -11,7 +11,7 @@ from broadcasting_trainer import Trainer, described
 from control_case import Background, call, get, state_of, wait_for
 from safetensors.torch import save
 from test_real_clients import trained
-from test_weight_groups import PROMPT, join, served
+from test_weight_groups import PROMPT, assert_policy, drawn, join, served
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.server.control import weight_updates
@@ -62,25 +62,6 @@ def trainer(case):
     one.end()
 
 
-def drawn(case, name):
-    """Greedy tokens of an adapter, and their log probabilities."""
-    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-    choice = call(case, "/v1/completions", {**body, "logprobs": 0, "ignore_eos": True})["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-
-def assert_policy(case, name, model):
-    """Tokens and log probabilities of an adapter are those of transformers' forward."""
-    tokens, logprobs = drawn(case, name)
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].double()
-    assert logits.argmax(-1).tolist() == tokens
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    ratio = (torch.tensor(logprobs, dtype=torch.float64) - expected).exp()
-    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=2e-4, rtol=0)
-    return tokens
-
-
 def served_adapters(case):
     return sorted(one["id"] for one in get(case, "/v1/models")["data"] if one.get("parent"))
 
@@ -105,15 +86,15 @@ def sync(case, trainer, tensors, name, *, expected=200, **said):
 
 
 def test_areals_adapter_is_the_trainers_after_each_update_and_the_base_stays(case, trainer):
-    base, version = assert_policy(case, "tiny", BASE), get(case, "/get_weight_version")
+    base, version = assert_policy(case, BASE), get(case, "/get_weight_version")
     first, second = adapter_of(BASE, 1), adapter_of(BASE, 2)
     sync(case, trainer, first, "lora-v1")
-    tokens = assert_policy(case, "lora-v1", merged(BASE, first))
+    tokens = assert_policy(case, merged(BASE, first), "lora-v1")
     sync(case, trainer, first, "lora-v2")  # a step at learning rate 0
-    assert assert_policy(case, "lora-v2", merged(BASE, first)) == tokens != base
+    assert assert_policy(case, merged(BASE, first), "lora-v2") == tokens != base
     sync(case, trainer, second, "lora-v3", lora_target_modules="all-linear")
-    assert assert_policy(case, "lora-v3", merged(BASE, second)) != tokens
-    assert served_adapters(case) == ["lora-v3"] and assert_policy(case, "tiny", BASE) == base
+    assert assert_policy(case, merged(BASE, second), "lora-v3") != tokens
+    assert served_adapters(case) == ["lora-v3"] and assert_policy(case, BASE) == base
     old = {"model": "lora-v2", "prompt": PROMPT, "max_tokens": 1}
     assert call(case, "/v1/completions", old, expected=404)["error"]["code"] == "model_not_found"
     assert get(case, "/get_weight_version") == version and state_of(case) == "SERVING"
@@ -129,7 +110,7 @@ def test_stages_of_a_trainer_bring_their_parts_in_groups_of_their_own(case, trai
         call(case, "/areal_update_weights_lora_xccl", areal_body(stage, part, "staged"))
         assert stage.sent()
     call(case, "/areal_continue_generation", {})
-    assert_policy(case, "staged", merged(BASE, tensors))
+    assert_policy(case, merged(BASE, tensors), "staged")
     call(case, "/destroy_weights_update_group", {"group_name": other.name})
     other.end()
 
@@ -160,7 +141,7 @@ MISTAKES = {
 def loaded(case, trainer):
     tensors = adapter_of(BASE, 4)
     sync(case, trainer, tensors, "kept", lora_int_id=2)
-    return assert_policy(case, "kept", merged(BASE, tensors))
+    return assert_policy(case, merged(BASE, tensors), "kept")
 
 
 @pytest.mark.security
@@ -259,7 +240,7 @@ def test_two_engines_take_miles_adapters_together_and_replace_them_only_when_ask
 
         assert load(first)["loaded_adapters"] == {"miles": "miles"}
         for _ in range(4):  # on both engines
-            assert_policy(case, "miles", merged(BASE, first))
+            assert_policy(case, merged(BASE, first), "miles")
         body = {"model": "miles", "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         rollout = Background(case, "/v1/completions", {**body, "return_token_ids": True})
         call(case, "/pause_generation", {"mode": "in_place"})
@@ -267,13 +248,13 @@ def test_two_engines_take_miles_adapters_together_and_replace_them_only_when_ask
         load(second, upsert=True)
         call(case, "/continue_generation", {})
         for _ in range(4):
-            assert_policy(case, "miles", merged(BASE, second))
+            assert_policy(case, merged(BASE, second), "miles")
         choice = rollout.result().json()["choices"][0]
         assert len(choice["token_ids"]) == 200 and choice["version_spans"][-1]["adapter_version"] == 2
         text = base64.b64encode(save({name: value.contiguous() for name, value in first.items()})).decode()
         named = {"lora_name": "named", "config_dict": config, "serialized_named_tensors": [text]}
         call(case, "/load_lora_adapter_from_tensors", named)
-        assert_policy(case, "named", merged(BASE, first))
+        assert_policy(case, merged(BASE, first), "named")
         assert call(case, "/unload_lora_adapter", {"lora_name": "miles"})["loaded_adapters"] == {"named": "named"}
         error = call(case, "/load_lora_adapter", {"lora_name": "file", "lora_path": "/tmp"}, expected=403)["error"]
         assert error["code"] == "no_lora_root"

@@ -303,7 +303,7 @@ def test_areals_distributed_update_of_an_adapter_updates_the_adapter():
         for version, tensors in enumerate((first, first, second)):
             send(version, tensors)
             policy = adapter_groups.merged(adapter_groups.BASE, tensors)
-            tokens = adapter_groups.assert_policy(case, f"policy-v{version}", policy)
+            tokens = assert_policy(case, policy, f"policy-v{version}")
             rollouts.append(rollout(version))
             assert rollouts[-1] == tokens[: len(rollouts[-1])]
         assert rollouts[0] == rollouts[1] != rollouts[2]

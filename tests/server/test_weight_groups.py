@@ -73,16 +73,16 @@ def step(model, rate):
             parameter -= rate * grad
 
 
-def drawn(case):
-    """The greedy tokens and their log probabilities."""
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+def drawn(case, name="tiny"):
+    """The greedy tokens of the model or an adapter, and their log probabilities."""
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     choice = call(case, "/v1/completions", {**body, "logprobs": 0, "ignore_eos": True})["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-def assert_policy(case, model):
+def assert_policy(case, model, name="tiny"):
     """Tokens and log probabilities are those of transformers' forward."""
-    tokens, logprobs = drawn(case)
+    tokens, logprobs = drawn(case, name)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].double()
     assert logits.argmax(-1).tolist() == tokens

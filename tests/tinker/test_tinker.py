@@ -86,6 +86,20 @@ def message_of_batch(model_id, seq_id, loss, tokens=TOKENS, *, given=None, forwa
     return sent.SerializeToString()
 
 
+class Held:
+    """A function of `owner` whose calls wait until `go_on` is set. begun: one is there."""
+
+    def __init__(self, patch, owner, name):
+        self.begun, self.go_on, whole = threading.Event(), threading.Event(), getattr(owner, name)
+
+        def waiting(*args, **options):
+            self.begun.set()
+            assert self.go_on.wait(60)
+            return whole(*args, **options)
+
+        patch.setattr(owner, name, waiting)
+
+
 class Api:
     """The calls of a client, as the SDK sends them."""
 
@@ -553,21 +567,14 @@ def test_what_is_refused_or_given_up_keeps_its_place_and_holds_nobody(api):
 
 
 def test_a_client_that_is_given_up_while_it_is_made_leaves_nothing(api, case, monkeypatch):
-    started, go_on, create = threading.Event(), threading.Event(), LiveTrainer.create
-
-    def slow(*args, **options):
-        started.set()
-        assert go_on.wait(60)
-        return create(*args, **options)
-
     known = set(case.trainer.local.clients)
     with monkeypatch.context() as patch:
-        patch.setattr(LiveTrainer, "create", slow)
+        held = Held(patch, LiveTrainer, "create")
         body = {"base_model": "tiny", "lora_config": {"rank": 4}}
         sent = api.call("create_model", session_id=api.session, model_seq_id=0, **body)
-        assert started.wait(60)
+        assert held.begun.wait(60)
         api.call("cancel_future", request_id=sent["request_id"])
-        go_on.set()
+        held.go_on.set()
     given_up = case.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
     assert given_up.status_code == 410
     id = api.train(number=1)
@@ -649,26 +656,19 @@ def test_the_api_asks_for_the_servers_key(tmp_path):
 
 
 def test_a_training_client_whose_creation_was_given_up_is_made_when_the_call_is_sent_again(tmp_path, monkeypatch):
-    begun, go_on, create = threading.Event(), threading.Event(), LiveModel.create
-
-    def slow(*args, **options):
-        begun.set()
-        assert go_on.wait(60)
-        return create(*args, **options)
-
-    monkeypatch.setattr(LiveModel, "create", slow)
+    held = Held(monkeypatch, LiveModel, "create")
     with serving(tmp_path) as case:
         api = Api(case.http)
         body = {"session_id": api.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
         sent = api.call("create_model", **body)
-        assert begun.wait(60)
+        assert held.begun.wait(60)
         api.call("cancel_future", request_id=sent["request_id"])
         again = api.call("create_model", **body)
         monkeypatch.setattr(service, "FUTURE_S", 0.0)  # the next call drops the result that was given up
         api.call("create_model", **body | {"model_seq_id": 1})
         monkeypatch.setattr(service, "FUTURE_S", 600.0)
         assert api.call("create_model", **body) == again
-        go_on.set()
+        held.go_on.set()
         assert again != sent
         id = api.result(again)["model_id"]
         api.batch(id, 1, "cross_entropy")

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import json
 import math
-import threading
 import time
 
 import httpx
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mutations import altered, damaged, no_errors_logged, rounds, shown
-from test_tinker import ADAM, TOKENS, Api, message_of_batch, serving
+from test_tinker import ADAM, TOKENS, Api, Held, message_of_batch, serving
 
 from megatron_infer.coordinator.protocol import Overloaded
 from megatron_infer.server.endpoint import Call
@@ -217,13 +216,7 @@ def test_results_that_nobody_fetches_are_dropped_and_no_call_is_computed_twice(a
 
 
 def test_batches_that_wait_take_room_of_bodies(tmp_path, monkeypatch):
-    go_on, forward_backward = threading.Event(), TrainingClient.forward_backward
-
-    def slow(*args, **options):
-        assert go_on.wait(60)
-        return forward_backward(*args, **options)
-
-    monkeypatch.setattr(TrainingClient, "forward_backward", slow)
+    held = Held(monkeypatch, TrainingClient, "forward_backward")
     with serving(tmp_path, max_body_bytes=20_000, max_bodies_bytes=40_000) as case:
         api = Api(case.http)
         id, tokens = api.train(), [[1, 2, 3]] * 100
@@ -234,7 +227,7 @@ def test_batches_that_wait_take_room_of_bodies(tmp_path, monkeypatch):
             assert len(replies) * size < 40_000
         assert reply.status_code == 503 and reply.headers["retry-after"] and replies
         assert "max_bodies_bytes" in reply.json()["error"]["message"]
-        go_on.set()
+        held.go_on.set()
         for one in replies:
             api.result(one.json())
         api.batch(id, len(replies) + 1, "cross_entropy", tokens)
@@ -252,27 +245,20 @@ def test_a_large_batch_is_read_outside_of_the_event_loop(api, monkeypatch, loss)
 
 
 def test_a_batch_of_a_client_that_is_gone_has_its_room_until_no_thread_reads_it(tmp_path, monkeypatch):
-    is_read, go_on, read = threading.Event(), threading.Event(), messages.read
-
-    def slow(*sent):
-        is_read.set()
-        assert go_on.wait(60)
-        return read(*sent)
-
     with serving(tmp_path, max_body_bytes=200_000, max_bodies_bytes=300_000) as case:
         api = Api(case.http)
         id, tokens = api.train(), [[1, 2, 3]] * 1000
         with monkeypatch.context() as patch:
-            patch.setattr(messages, "read", slow)
+            held = Held(patch, messages, "read")
             with pytest.raises(httpx.TimeoutException):
                 content, headers = message_of_batch(id, 1, "cross_entropy", tokens), {"content-type": PROTOBUF}
                 case.http.post("/api/v1/forward_backward", content=content, headers=headers, timeout=1)
-            assert is_read.wait(60) and len(content) > 100_000
+            assert held.begun.wait(60) and len(content) > 100_000
             padded = {"content": b" " * 190_000, "headers": {"content-type": "application/json"}}
             for _ in range(10):  # the server learns of it meanwhile
                 assert "max_bodies_bytes" in why(case.http.post("/api/v1/create_session", **padded), 503)
                 time.sleep(0.1)
-            go_on.set()
+            held.go_on.set()
         end = time.monotonic() + 60
         while (status := case.http.post("/api/v1/create_session", **padded).status_code) != 400:
             assert status == 503 and time.monotonic() < end

@@ -6,7 +6,7 @@ import contextlib
 import threading
 
 import pytest
-from test_tinker import TOKENS, Api, check_parameters, live_session, plain_loop, serving
+from test_tinker import TOKENS, Api, Held, check_parameters, live_session, plain_loop, serving
 
 from megatron_infer.engine.durable import file_format
 from megatron_infer.errors import ConfigError
@@ -89,20 +89,13 @@ def test_a_step_that_cannot_be_written_is_not_made_and_a_session_that_ends_leave
         api.result(api.step(id, 5))
         is_after_one_step(case.service.model(id).client)
         api.batch(id, 6, "cross_entropy")
-        started, go_on, save = threading.Event(), threading.Event(), TrainingClient.save
-
-        def slow(*args, **about):
-            started.set()
-            assert go_on.wait(60)
-            return save(*args, **about)
-
-        monkeypatch.setattr(TrainingClient, "save", slow)
+        held = Held(monkeypatch, TrainingClient, "save")
         sent = api.step(id, 7)
-        assert started.wait(60)
+        assert held.begun.wait(60)
         api.send_batch(id, 8, "cross_entropy")
         waiting = api.step(id, 9)
         api.call(f"sessions/{api.session}/finish")
-        go_on.set()
+        held.go_on.set()
         assert [api.result(one)["metrics"]["version"] for one in (sent, waiting)] == [2, 3]
         case.trainer.submit(lambda: None).result(60)
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -188,31 +181,23 @@ def test_a_call_ends_when_its_number_is_on_the_disk_and_others_are_answered_mean
         assert isinstance(api.result(sent), bytes)
 
 
+def give_up(api, id, number, monkeypatch):
+    """Send a batch, and give it up while it runs."""
+    with monkeypatch.context() as patch:
+        held = Held(patch, TrainingClient, "forward_backward")
+        sent = api.send_batch(id, number, "cross_entropy").json()
+        assert held.begun.wait(60)
+        api.call("cancel_future", request_id=sent["request_id"])
+        held.go_on.set()
+
+
 def test_a_batch_that_is_given_up_while_it_runs_leaves_no_gradients_and_earlier_ones_stay(tmp_path, monkeypatch):
-    started, go_on, compute = threading.Event(), threading.Event(), TrainingClient.forward_backward
-
-    def slow(*args, **options):
-        started.set()
-        assert go_on.wait(60)
-        return compute(*args, **options)
-
     with serving(tmp_path) as case:
         api = Api(case.http)
         id = api.train()
         api.batch(id, 1, "cross_entropy", TOKENS)
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingClient, "forward_backward", slow)
-            sent = api.send_batch(id, 2, "cross_entropy").json()
-            assert started.wait(60)
-            api.call("cancel_future", request_id=sent["request_id"])
-            go_on.set()
-            assert api.result(api.step(id, 3))["metrics"]["version"] == 1
+        give_up(api, id, 2, monkeypatch)
+        assert api.result(api.step(id, 3))["metrics"]["version"] == 1
         is_after_one_step(case.service.model(id).client)
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingClient, "forward_backward", slow)
-            started.clear(), go_on.clear()
-            sent = api.send_batch(id, 4, "cross_entropy").json()
-            assert started.wait(60)
-            api.call("cancel_future", request_id=sent["request_id"])
-            go_on.set()
-            assert "no gradients" in api.result(api.step(id, 5))["error"]
+        give_up(api, id, 4, monkeypatch)
+        assert "no gradients" in api.result(api.step(id, 5))["error"]

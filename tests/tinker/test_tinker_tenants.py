@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from test_tinker import Api, message_of_batch, output_of, serving
+from test_tinker import Api, Held, message_of_batch, output_of, serving
 
 from megatron_infer.cli.main import main
 from megatron_infer.errors import ConfigError
@@ -156,25 +156,18 @@ def test_tenants_take_turns_to_train(tmp_path, monkeypatch):
 
 
 def test_a_batch_that_was_given_up_drops_no_later_one_whatever_another_tenant_gives_up(tmp_path, monkeypatch):
-    begun, go_on, step = threading.Event(), threading.Event(), TrainingClient.optim_step
-
-    def slow(client, **how):
-        begun.set()
-        assert go_on.wait(60)
-        return step(client, **how)
-
-    monkeypatch.setattr(TrainingClient, "optim_step", slow)
+    held = Held(monkeypatch, TrainingClient, "optim_step")
     with serving_tenants(tmp_path) as case:
         api, other = (Api(http_of(case, key)) for key in KEYS.values())
         ids = [api.train(number) for number in range(4)]
         id = other.train()
         first = api.step(ids[0], 1)
-        assert begun.wait(60)
+        assert held.begun.wait(60)
         for one, given_up in [(api, name) for name in ids[1:]] + [(other, id)]:
             sent = one.send_batch(given_up, 1, "cross_entropy").json()
             one.call("cancel_future", request_id=sent["request_id"])
         batch, after = other.send_batch(id, 2, "cross_entropy").json(), other.step(id, 3)
-        go_on.set()
+        held.go_on.set()
         api.result(first)
         assert output_of(other.result(batch))[1]
         assert other.result(after)["metrics"]["version"] == 1
