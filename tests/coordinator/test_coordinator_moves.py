@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import zmq
 from coordinator_case import cluster, coordinator, replica, wait_for
 from durable_case import PROMPT, make_engine, make_model, pool_of
 from echo import EchoEngine
@@ -359,22 +360,43 @@ def test_engines_that_move_no_memory_move_tokens():
         one.core.check()
 
 
-@pytest.mark.security
-def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
-    """Without the key nothing is answered; with it, an unknown id and messages of any form."""
-    import zmq
+@contextlib.contextmanager
+def transfers(*coordinators, key=None):
+    """A ParcelTransfer next to each coordinator."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(contextlib.closing(ParcelTransfer(one, key))) for one in coordinators]
+        for one in made:
+            one.start()
+        yield made
 
-    key = secrets.token_bytes(32)
-    one, other = ParcelTransfer("tcp://127.0.0.1:1", key), ParcelTransfer("tcp://127.0.0.1:1", key)
+
+@contextlib.contextmanager
+def sockets():
+    context = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(0)
+
+
+def offered(model, one, **about):
+    """(the place of the parcel of a request that has begun, the parcel)."""
     engine = make_engine(model)
     engine.add_request(PROMPT, PARAMS[0], request_id="a")
     engine.step()
     parcel = engine.hand_out("a")
-    one.start()
-    other.start()
-    place = ParcelPlace(one.address, one.offer(parcel))
-    context = zmq.Context()
-    try:
+    return ParcelPlace(one.address, one.offer(parcel, **about)), parcel
+
+
+ANYWHERE = "tcp://127.0.0.1:1"
+
+
+@pytest.mark.security
+def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
+    """Without the key nothing is answered; with it, an unknown id and messages of any form."""
+    key = secrets.token_bytes(32)
+    with transfers(ANYWHERE, ANYWHERE, key=key) as (one, other), sockets() as context:
+        place, parcel = offered(model, one)
         with contextlib.closing(context.socket(zmq.DEALER)) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(one.address)
@@ -393,44 +415,26 @@ def test_a_stranger_gets_no_parcel_and_nonsense_is_ignored(model):
         fetched = other.fetch(place, num_published=0, max_bytes=1 << 30).result(10)
         assert fetched.manifest == parcel.manifest
         wait_for(lambda: not one.num_waiting)
-    finally:
-        context.destroy(0)
-        one.close()
-        other.close()
 
 
 def test_one_slow_parcel_does_not_end_moves(model, monkeypatch):
     """Without roles only moves measure what a move takes."""
     monkeypatch.setattr(parcel_transfer, "PART_BYTES", 1024)
-    one, other = ParcelTransfer("tcp://127.0.0.1:1", None), ParcelTransfer("tcp://127.0.0.1:1", None)
-    engine = make_engine(model)
-    engine.add_request(PROMPT, PARAMS[0], request_id="a")
-    engine.step()
-    one.start()
-    other.start()
-    try:
-        before, place = one.s_per_byte, ParcelPlace(one.address, one.offer(engine.hand_out("a"), copy_s=60.0))
+    with transfers(ANYWHERE, ANYWHERE) as (one, other):
+        before, (place, _) = one.s_per_byte, offered(model, one, copy_s=60.0)
         assert other.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None
         wait_for(lambda: one.s_per_byte != before)
         assert before < one.s_per_byte < 2 * before
-    finally:
-        one.close()
-        other.close()
 
 
 @pytest.mark.security
 def test_what_a_sender_makes_up_is_a_lost_parcel(model):
     """Sizes, bytes and addresses of any kind: the fetch has no parcel, and others are fetched after it."""
-    import zmq
-
     key = secrets.token_bytes(32)
     null = b'{"__metadata__":null}'
     contents = [b"no parcel", (len(null)).to_bytes(8, "little") + null]
     replies = [[b"size", b"9" * 5000], [b"size", b"0"], [b"size", b"\xb2"], [b""], [b"gone", b""]]
-    one = ParcelTransfer("tcp://127.0.0.1:1", key)
-    one.start()
-    context = zmq.Context()
-    try:
+    with transfers(ANYWHERE, key=key) as (one,), sockets() as context:
         sender = context.socket(zmq.ROUTER)
         access.protect_listener(sender, key)
         check = access.PeerCheck(context, key)
@@ -455,14 +459,8 @@ def test_what_a_sender_makes_up_is_a_lost_parcel(model):
         began = time.monotonic()
         assert one.fetch(ParcelPlace(address, "x"), num_published=0, max_bytes=1 << 20).result(10) is None
         assert time.monotonic() - began < 10, "the sender is gone, and is not waited for as one that may answer"
-        engine = make_engine(model)
-        engine.add_request(PROMPT, PARAMS[0], request_id="a")
-        engine.step()
-        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+        place, _ = offered(model, one)
         assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10).num_bytes
-    finally:
-        context.destroy(0)
-        one.close()
 
 
 @pytest.mark.security
@@ -470,10 +468,8 @@ def test_an_address_that_is_a_strangers_learns_neither_key_nor_request(monkeypat
     """It gets a greeting and a key pair of this connection; what proves the key is sent to who has proved it."""
     monkeypatch.setattr(parcel_transfer, "TRANSFER_TIMEOUT_S", 8.0)
     key, heard = secrets.token_bytes(32), bytearray()
-    one = ParcelTransfer("tcp://127.0.0.1:1", key)
-    one.start()
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
-    try:
+    with transfers(ANYWHERE, key=key) as (one,):
         with socket.create_server(("127.0.0.1", free_port())) as listening:
             address = "tcp://{}:{}".format(*listening.getsockname())
             fetching = one.fetch(ParcelPlace(address, "the id"), num_published=0, max_bytes=1 << 20)
@@ -489,23 +485,13 @@ def test_an_address_that_is_a_strangers_learns_neither_key_nor_request(monkeypat
         assert fetching.result(60) is None
         proof = z85.decode(access._curve_pair(key, b"peer")[0])
         assert b"the id" not in heard and proof not in heard and len(heard) == 64 + 202
-    finally:
-        one.close()
 
 
 @pytest.mark.security
 def test_a_parcel_has_one_copy_however_often_it_is_asked_for(model):
     """The last to ask has it; the one before is told at once."""
-    one, others = ParcelTransfer("tcp://127.0.0.1:1", None), []
-    one.start()
-    import zmq
-
-    context = zmq.Context()
-    try:
-        engine = make_engine(model)
-        engine.add_request(PROMPT, PARAMS[0], request_id="a")
-        engine.step()
-        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+    with transfers(ANYWHERE) as (one,), sockets() as context:
+        (place, _), others = offered(model, one), []
         for _ in range(8):
             others.append(context.socket(zmq.DEALER))
             others[-1].connect(one.address)
@@ -516,36 +502,23 @@ def test_a_parcel_has_one_copy_however_often_it_is_asked_for(model):
             assert other.poll(60_000) and other.recv_multipart() == [b"gone", b""]
         others[-1].send(b"done")
         wait_for(lambda: not one.num_waiting)
-    finally:
-        context.destroy(0)
-        one.close()
 
 
 def test_a_receiver_that_cannot_be_sent_to_costs_others_nothing(model, monkeypatch):
     monkeypatch.setattr(parcel_transfer, "TRANSFER_TIMEOUT_S", 5.0)
-    one = ParcelTransfer("tcp://127.0.0.1:1", None)
-    one.start()
-    try:
-        engine = make_engine(model)
-        engine.add_request(PROMPT, PARAMS[0], request_id="a")
-        engine.step()
-        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
+    with transfers(ANYWHERE) as (one,):
+        place, _ = offered(model, one)
         with monkeypatch.context() as patch:
             tried = []
             patch.setattr(one, "_send", lambda peer, *message: tried.append(one._sending.pop(peer, None)))
             one.fetch(place, num_published=0, max_bytes=1 << 30)
             wait_for(lambda: tried)
         assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None
-    finally:
-        one.close()
 
 
 @pytest.mark.security
 def test_a_check_of_keys_survives_a_peer_within_the_process_that_speaks_otherwise():
-    import zmq
-
-    context = zmq.Context()
-    try:
+    with sockets() as context:
         check = access.PeerCheck(context, secrets.token_bytes(32))
         with contextlib.closing(context.socket(zmq.DEALER)) as peer:
             peer.connect("inproc://zeromq.zap.01")
@@ -556,37 +529,22 @@ def test_a_check_of_keys_survives_a_peer_within_the_process_that_speaks_otherwis
             check.answer()
             assert peer.recv_multipart()[:4] == [b"", b"1.0", b"7", b"400"]
         check.socket.close(0)
-    finally:
-        context.destroy(0)
 
 
 def test_parcels_are_next_to_any_kind_of_coordinator_and_leave_nothing(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = secrets.token_hex(4)
     for coordinator_address in ("ipc://sock", f"ipc://{tmp_path}/sock", f"ipc://@{name}"):
-        one, other = (ParcelTransfer(coordinator_address, None) for _ in range(2))
-        one.start()
-        other.start()
-        engine = make_engine(model)
-        engine.add_request(PROMPT, PARAMS[0], request_id="a")
-        engine.step()
-        place = ParcelPlace(one.address, one.offer(engine.hand_out("a")))
-        monkeypatch.chdir("/")
-        assert other.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None, coordinator_address
-        monkeypatch.chdir(tmp_path)
-        one.close()
-        other.close()
+        with transfers(coordinator_address, coordinator_address) as (one, other):
+            place, _ = offered(model, one)
+            monkeypatch.chdir("/")
+            assert other.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is not None, coordinator_address
+            monkeypatch.chdir(tmp_path)
         assert not list(tmp_path.iterdir()), "the socket's file is left"
-    engine.add_request(PROMPT, PARAMS[0], request_id="b")
-    engine.step()
-    one, stranger = (ParcelTransfer(f"ipc://@{kind}{name}", None) for kind in ("", "other"))
-    one.start()
-    stranger.start()
-    place = ParcelPlace(stranger.address, stranger.offer(engine.hand_out("b")))
-    assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is None, "not of this coordinator"
-    assert stranger.num_waiting == 1
-    one.close()
-    stranger.close()
+    with transfers(f"ipc://@{name}", f"ipc://@other{name}") as (one, stranger):
+        place, _ = offered(model, stranger)
+        assert one.fetch(place, num_published=0, max_bytes=1 << 30).result(10) is None, "not of this coordinator"
+        assert stranger.num_waiting == 1
     assert not access.is_private(f"ipc://@{name}"), "whoever is on the machine reaches it"
     threads = threading.active_count()
     for wrong in ({"coordinator": "tcp://no.such.host.invalid:5757"}, {"role": "nope"}):
