@@ -127,6 +127,7 @@ GPU_ARGS ?=
 gpu:
 	$(PYTHON) tools/gpu_setup.py $(GPU_ARGS)
 
+# With PYTEST_ARGS=--share=I/N, of the cases that this leaves out (test-all) and of the kernels' a part.
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(PYTEST) --durations=10 $(PYTEST_ARGS)
 

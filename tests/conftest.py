@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -51,6 +52,23 @@ HEAVY = (
 """Files that take long in one go: one that starts last would keep a worker alone."""
 PARALLEL = {"parallel", "parallel bf16"}
 """Kinds of models that repeat what others hold."""
+MOST_CASES = 2
+"""Cases of one test over VARIANTS that `make test` runs."""
+VARIANTS = {
+    *"case dtype kind linear make make_scan name schedule seed settings shape spec target way weight_dtype".split()
+}
+"""Parameters whose values repeat a promise for another model, dtype or seed."""
+INPUTS = {"message", "reason", "value", "values"}
+"""Parameters of tables of inputs, which are cheap and run whole."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        default="0/1",
+        metavar="I/N",
+        help="of the cases that `make test` leaves out, and of the kernels', run part I of N",
+    )
 
 
 def pytest_configure(config):
@@ -65,7 +83,7 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     thinned = defaultdict(list)
     for item in items:
         if item.get_closest_marker("one_in"):
@@ -77,8 +95,46 @@ def pytest_collection_modifyitems(items):
     for number, item in enumerate(parallel):
         if number % 8:
             item.add_marker(pytest.mark.long if number % 8 == 4 else pytest.mark.slow)
+    _keep_few(items)
+    _keep_share(config, items)
     place = {f"tests/{name}.py": number for number, name in enumerate(HEAVY)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def _keep_few(items):
+    """Leave MOST_CASES of each test over VARIANTS to `make test`: other values in other tests."""
+    every = defaultdict(list)
+    for item in items:
+        parameters = item.callspec.params.keys() if hasattr(item, "callspec") else set()
+        if parameters & VARIANTS and not parameters & INPUTS and not _is_left_out(item):
+            every[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in every.items():
+        first = zlib.crc32(name.encode()) % len(cases)
+        kept = {(first + turn * len(cases) // MOST_CASES) % len(cases) for turn in range(MOST_CASES)}
+        for number, item in enumerate(cases):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
+
+
+def _keep_share(config, items):
+    """Leave out what `--share` does."""
+    part, num_parts = map(int, config.getoption("share").split("/"))
+    if not 0 <= part < num_parts:
+        raise pytest.UsageError(f"--share={part}/{num_parts}: the part is 0 to {num_parts - 1}")
+    skipped = [
+        item
+        for item in items
+        if (_is_left_out(item) or item.get_closest_marker("triton"))
+        and zlib.crc32(item.nodeid.encode()) % num_parts != part
+    ]
+    if skipped:
+        config.hook.pytest_deselected(items=skipped)
+        gone = {*skipped}
+        items[:] = [item for item in items if item not in gone]
+
+
+def _is_left_out(item):
+    return bool(item.get_closest_marker("long") or item.get_closest_marker("slow"))
 
 
 def _thin(cases, turns):
@@ -105,7 +161,7 @@ def _diagonal(cases):
     """
     groups = defaultdict(list)
     for item in cases:
-        if not item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+        if not _is_left_out(item):
             groups[bool(PARALLEL & {*_values(item)})].append(item)
     diagonal = set()
     for group in groups.values():

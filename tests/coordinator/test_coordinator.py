@@ -302,6 +302,7 @@ def test_engine_stuck_in_a_step_is_dead_though_its_heartbeat_goes_on():
         assert tokens_of(client.generate([[2]], GREEDY)[0]) == echo_tokens([2], 8)
 
 
+@pytest.mark.long
 def test_replica_whose_engine_is_busy_for_long_is_accepted_again():
     """A replica declared dead during a step sends hello at once; its engine is informed after the step."""
     stuck = StuckEngine()

@@ -175,6 +175,7 @@ def test_streams_of_a_client_that_is_stopped_go_on_when_it_returns():
         assert len(first.split()) < 200 and [int(token) for token in last.split()] == echo_tokens([1, 2, 3], 300)
 
 
+@pytest.mark.long
 def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_are_dropped():
     with coordinator(policy="round_robin", timeout_s=0.6) as one, InferenceClient(one.address) as client:
         child = Child(one.address, "echo", "victim", step_s=0.01)

@@ -640,6 +640,7 @@ def test_a_replica_that_moves_all_it_has_and_is_the_only_one_keeps_its_requests(
     world.core.check()
 
 
+@pytest.mark.long
 @pytest.mark.security
 def test_a_day_of_replicas_that_come_and_go_leaves_nothing(monkeypatch, caplog):
     """Each under a name that nobody uses again: with requests and prefixes, drained, and mostly killed."""

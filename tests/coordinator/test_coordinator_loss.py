@@ -64,6 +64,7 @@ def seeds_of(coordinator):
     return [request.seed for request in client.requests.values()]
 
 
+@pytest.mark.long
 def test_requests_of_every_kind_go_on_behind_their_tokens_when_the_coordinator_is_restarted():
     with case(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as (restarted, client):
         unseeded = client.stream([5, 5], SamplingParams(max_tokens=200))

@@ -162,6 +162,7 @@ def test_memory_waits_for_a_row_and_is_not_computed_again(model):
         is_empty(one, engines.values())
 
 
+@pytest.mark.long
 def test_memory_that_waits_begins_when_the_last_request_ends(model):
     """No message comes after that: the one that waits is the last one."""
     both = [dataclasses.replace(PARAMS[0], n=3, temperature=1.0, seed=4), PARAMS[0]]
@@ -172,6 +173,7 @@ def test_memory_that_waits_begins_when_the_last_request_ends(model):
         assert computed(engines["d"]) == 0
 
 
+@pytest.mark.long
 def test_memory_that_takes_all_rows_is_not_overtaken_by_later_requests(model):
     """Short ones keep the rows busy from before until after it."""
     params = dataclasses.replace(PARAMS[0], max_tokens=20, n=6, temperature=1.0, seed=4)
@@ -200,6 +202,7 @@ def test_memory_that_takes_all_rows_is_not_overtaken_by_later_requests(model):
         is_empty(one, engines.values())
 
 
+@pytest.mark.long
 def test_memory_that_waits_for_rows_is_bounded(model, monkeypatch):
     monkeypatch.setattr("megatron_infer.coordinator.replica.MAX_WAITING_BYTES", 1000)
     params = [dataclasses.replace(PARAMS[0], max_tokens=40)] * 6
@@ -210,6 +213,7 @@ def test_memory_that_waits_for_rows_is_bounded(model, monkeypatch):
         is_empty(one, engines.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill_only", "decode_only"])
 def test_where_one_role_is_missing_the_other_does_both(model, expected, role):
     with of_roles(model, only=role) as (one, engines, client):
@@ -275,6 +279,7 @@ def test_either_side_may_be_lost_at_any_time(model, expected, lost):
 RANKS = {"take_in": RankFailure(1, "step 3", "it ended"), "hand_out": OtherRankFailed("rank 1: no memory", ranks=[1])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", RANKS)
 def test_a_move_that_fails_on_a_rank_costs_no_request(model, expected, call):
     """A rank that has died ends its engine, whose requests go elsewhere; one that could not write its part does not."""
@@ -290,6 +295,7 @@ def test_a_move_that_fails_on_a_rank_costs_no_request(model, expected, call):
         is_empty(one, engines.values())
 
 
+@pytest.mark.long
 def test_an_engine_over_its_capacity_hands_requests_to_an_empty_one_before_it_evicts_them(model):
     """Alone it evicts, and computes tokens again."""
     small = {"prefix": "lru", "max_requests": 8, "buffer_size_gb": pool_of(model, 40)}
@@ -555,6 +561,7 @@ def test_parcels_are_next_to_any_kind_of_coordinator_and_leave_nothing(model, tm
     del never_run
 
 
+@pytest.mark.long
 def test_a_request_that_comes_with_its_memory_waits_for_its_grammar_too(model, expected):
     with of_roles(model, p="prefill_only", d="decode_only") as (_, engines, client):
         preparing, taken = [], []

@@ -39,7 +39,8 @@ def serve(rank, size, folder, timeout_s, idle_s):
     serve_ranks(rank, engine, folder, talk, count=1, control=True)
 
 
-@pytest.mark.parametrize(("timeout_s", "idle_s"), [(60.0, 0.5), pytest.param(5.0, 7.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("timeout_s", "idle_s"), [(60.0, 0.5), (5.0, 7.0)])
 def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_path, timeout_s, idle_s):
     engine = make_engine(whole_model("attention"))
     expected = [engine.generate([prompt], [params])[0] for prompt, params in work()]

@@ -189,6 +189,7 @@ def on_modes(rank: int, size: int, folder: Path) -> None:
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_twins_exact_mode_and_replayed_experts_hold_over_context_parallel_ranks(tmp_path: Path) -> None:
     run_on_ranks(on_modes, 2, tmp_path)

@@ -200,12 +200,14 @@ def check_live(model: torch.nn.Module, want: list[list[int]], *, is_last: bool) 
 QUICK = ["chunked, prefix, overlap", "swaps"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [QUICK, pytest.param(["plain"], marks=pytest.mark.long)], ids=["quick", "plain"])
+@pytest.mark.parametrize("names", [QUICK, ["plain"]], ids=["quick", "plain"])
 def test_two_stages_keep_all_drafts_of_a_model_like_theirs(folder, names):
     ranks.run_on_ranks(on_stages, 2, folder, names)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_stages_with_saved_requests_failed_steps_and_a_live_model(folder):
     ranks.run_on_ranks(on_stages_beside, 2, folder)

@@ -65,7 +65,8 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("owner", ["kept", pytest.param("dropped", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("owner", ["kept", "dropped"])
 def test_a_process_ends_cleanly_while_a_thread_waits_for_a_rank_that_is_silent(tmp_path: Path, owner: str):
     command = [sys.executable, "-W", "ignore", "-c", _ENDS_MEANWHILE]
     silent = subprocess.Popen([*command, "1", str(tmp_path / "store"), owner])

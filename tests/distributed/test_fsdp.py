@@ -605,14 +605,14 @@ def test_replicas_of_tensor_parallel_ranks_in_fsdp2(tmp_path: Path) -> None:
     run_on_ranks(on_two_dimensions, 4, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "name", ["layers and root", *(pytest.param(one, marks=pytest.mark.long) for one in ("experts", "context"))]
-)
+@pytest.mark.parametrize("name", ["layers and root", "experts", "context"])
 def test_gradients_of_unequal_micro_batches_are_a_twins(tmp_path: Path, name: str) -> None:
     run_on_ranks(on_steps, 2, tmp_path, name)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_what_fsdp2_cannot_do_is_refused_and_a_failed_gather_loses_nothing(tmp_path: Path) -> None:
     run_on_ranks(on_edges, 2, tmp_path)

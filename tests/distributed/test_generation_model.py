@@ -287,10 +287,11 @@ def check_refusals(model: Any) -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"tp": 2}, {}), pytest.param({}, {"tp": 2}, marks=pytest.mark.long)],
+    [({"tp": 2}, {}), ({}, {"tp": 2})],
     ids=["by whole models", "by tensor-parallel ranks"],
 )
 def test_a_trainer_that_generates_in_another_layout_trains_like_a_twin(

@@ -393,6 +393,7 @@ def own_draws(rank: int, size: int, folder: Path) -> None:
     assert rank == 0 or found[0] == found[1]
 
 
+@pytest.mark.long
 def test_draws_do_not_depend_on_other_ranks(tmp_path: Path) -> None:
     run_on_ranks(own_draws, 2, tmp_path)
 

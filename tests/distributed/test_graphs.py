@@ -203,6 +203,7 @@ def test_ranks_with_requests_of_their_own_replay_steps_together(tmp_path):
     ranks.run_on_ranks(on_own_requests, 2, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_cache_that_comes_back_elsewhere_on_one_rank_is_captured_again_on_all(tmp_path):
     with pytest.MonkeyPatch.context() as patch:

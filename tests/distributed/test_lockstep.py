@@ -225,6 +225,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_after_the_deadline():
     assert play(2, act, timeout_s=1.0) == [1, True]
 
 
+@pytest.mark.long
 def test_whoever_follows_waits_as_long_as_the_leader_lives():
     def act(lockstep: Lockstep) -> str:
         if lockstep.is_leader:

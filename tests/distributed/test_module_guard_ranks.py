@@ -29,6 +29,7 @@ def run_changes(rank: int, size: int, folder: Path, time: str, names: list[str])
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("part", range(2))

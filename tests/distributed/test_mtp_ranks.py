@@ -52,7 +52,8 @@ def on_rank(rank: int, size: int, folder: Path, first: str) -> None:
         drafting(part, speculative=MTP | {"verification": "residual"}, collective_timeout_s=60)
 
 
-@pytest.mark.parametrize("first", [QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in SETTINGS)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [QUICK, *SETTINGS])
 def test_two_ranks_draft_what_one_process_does(tmp_path, first):
     """And save what they loaded."""
     want = {}

@@ -36,7 +36,8 @@ def on_rank(rank: int, size: int, folder: Path, first: int) -> None:
             engine.rank_group.lockstep.close()
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 1])
 def test_two_ranks_give_what_one_process_gives(tmp_path, first):
     try:
         native_build.load()

@@ -111,6 +111,7 @@ def serve(rank, size, folder):
         raise failures[0]
 
 
+@pytest.mark.long
 def test_two_ranks_take_weights_out_of_files_and_in_pieces_and_give_them_back(tmp_path):
     model = whole_model("attention")
     engine = make_engine(model)

@@ -150,6 +150,7 @@ def test_a_stage_of_one_session_counts_its_errors_apart_from_those_of_other_layo
             assert list(threads.map(raises, (0, 1), (0, 0), (1, 1))) == [True, True], "one goes on, the other waits"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_training_that_needs_cuda_names_the_remedy_on_a_cpu(tmp_path: Path) -> None:
     run_on_ranks(on_cpus, 2, tmp_path)

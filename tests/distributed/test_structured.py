@@ -80,6 +80,7 @@ def test_two_ranks_draw_what_one_process_does_with_drafts_and_without(tmp_path):
     ranks.run_on_ranks(on_rank, 2, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [1, 4, 9])
 def test_a_request_that_moves_goes_on_within_its_language(cut):
     """`cut` steps on one engine, then the rest on another, which knows its tokens alone."""

@@ -86,6 +86,7 @@ def _sums(rank: int, size: int, folder: Path) -> None:
     assert connected is None and "cpu" in reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3])
 def test_all_ranks_sum_through_it_or_none_does(tmp_path, size):
     run_on_ranks(_sums, size, tmp_path)

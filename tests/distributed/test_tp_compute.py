@@ -128,6 +128,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path):
     run_on_ranks(on_two_ranks, 2, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_four_ranks_share_two_kv_heads(tmp_path):
     expected_of(FOUR_RANKS, tmp_path)

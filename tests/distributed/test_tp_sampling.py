@@ -219,7 +219,8 @@ def native_or_none():
         return None
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
 def test_shards_draw_what_one_process_draws(tmp_path, size):
     native_or_none()  # built once, not by every rank
     run_on_ranks(on_rank, size, tmp_path)

@@ -290,6 +290,7 @@ def only_one_sees(rank: int) -> None:
     session.engine.rank_group.lockstep.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_an_error_on_one_rank_is_one_on_all_and_plain_models_are_stepped_as_wrapped_ones(tmp_path: Path) -> None:
     run_on_ranks(on_faults, 2, tmp_path)

@@ -283,6 +283,7 @@ def raising(*_: Any, **__: Any) -> None:
     raise KeyError("broken")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_what_else_a_session_over_virtual_stages_does_and_refuses(tmp_path: Path) -> None:
     run_on_ranks(on_other_calls, 2, tmp_path)

@@ -133,10 +133,14 @@ def in_order_of_servers(pages: Iterable[str]) -> list[str]:
     return sorted(pages, key=lambda page: (servers(page)[:1], len(servers(page))))
 
 
+FIRST = {"README.md", "docs/rl.md"}
+"""Pages that `make test` runs."""
 READ = in_order_of_servers(page for page in PAGES if any(block.language != "text" for block in blocks_of(page)))
 
 
-@pytest.mark.parametrize("page", READ)
+@pytest.mark.parametrize(
+    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.long) for page in READ]
+)
 def test_page_runs_as_printed(page, reader):
     read(page, reader, Level.QUICK)
 

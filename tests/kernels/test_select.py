@@ -111,6 +111,7 @@ def test_concurrent_builds_compile_once(native_library, fresh_build, monkeypatch
     assert {path.suffix for path in paths[0].parent.iterdir()} == {".so", ".lock"}
 
 
+@pytest.mark.long
 def test_changed_source_is_another_library(native_library, fresh_build, monkeypatch):
     first = native_build.build()
     (fresh_build / "sources" / native_build.HEADERS[0]).write_text("// another\n")

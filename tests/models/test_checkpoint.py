@@ -269,6 +269,7 @@ def test_checkpoint_keys_are_those_of_megatron_core(tmp_path):
     assert parts <= keys
 
 
+@pytest.mark.long
 def test_checkpoint_saved_asynchronously_is_loaded_once_it_is_whole(tmp_path):
     from megatron.core import dist_checkpointing
 

@@ -55,6 +55,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     run_on_two_ranks(models, "qwen3", tmp_path)
 
 
+@pytest.mark.long
 def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
     cases = ["mamba2_biases", "nemotron_h", "bamba_biases", "granite_factors_tied"]
     run_on_two_ranks({case: random_model(case) for case in cases}, "mamba2_biases", tmp_path)

@@ -78,6 +78,7 @@ def test_ratio_is_exactly_one_in_exact_mode(kind):
     assert worst == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_ratio_is_exactly_one_in_exact_mode_with_drafts(kind):
     drafts = {"adaptive": False}
@@ -87,6 +88,7 @@ def test_ratio_is_exactly_one_in_exact_mode_with_drafts(kind):
     assert worst == 0.0
 
 
+@pytest.mark.long
 def test_ratio_is_exactly_one_in_exact_mode_with_an_mtp_layer():
     """The trainer's forward runs the layer only where there are labels, and scores are of the model alone."""
     model = tiny_gpt(init_method_std=0.2, mtp_num_layers=1).train()

@@ -100,6 +100,7 @@ def test_areals_adapter_is_the_trainers_after_each_update_and_the_base_stays(cas
     assert get(case, "/get_weight_version") == version and state_of(case) == "SERVING"
 
 
+@pytest.mark.long
 def test_stages_of_a_trainer_bring_their_parts_in_groups_of_their_own(case, trainer):
     other, tensors = Trainer(), adapter_of(BASE, 3)
     join(case, other)
@@ -220,6 +221,7 @@ def test_engine_without_adapters_says_so_and_the_trainers_broadcast_ends():
         assert "this engine has no adapters" in error["message"] and state_of(case).startswith("PAUSED")
 
 
+@pytest.mark.long
 def test_two_engines_take_miles_adapters_together_and_replace_them_only_when_asked():
     first, second = adapter_of(BASE, 8, infix=""), adapter_of(BASE, 9, infix="")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "lora_dropout": 0.0}

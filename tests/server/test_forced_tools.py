@@ -111,6 +111,7 @@ def test_of_a_forced_call_that_is_cut_nothing_is_content(engine):
         assert content is None and json.loads(call["function"]["arguments"]) and reason == "tool_calls"
 
 
+@pytest.mark.long
 def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
     monkeypatch.setitem(tool_call_formats.FORMATS, "special_mark", SPECIAL)
     with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
@@ -309,6 +310,7 @@ ANSWER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 def test_tools_next_to_a_form_give_a_call_or_the_form_by_the_models_choice(engine, name):

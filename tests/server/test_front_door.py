@@ -417,6 +417,7 @@ def test_host_is_checked_by_address_on_every_route(case, host, is_served):
             assert reply.json()["error"]["code"] == "host_not_allowed" and "--allowed-host" in reply.text
 
 
+@pytest.mark.long
 def test_allowed_hosts_are_options_and_a_key_takes_the_place_of_names():
     with serving(allowed_host=("Infer.example", "b.example")) as case:
         for host, status in (("infer.example:80", 200), ("B.example", 200), ("evil.example", 403)):

@@ -58,6 +58,7 @@ def both(client, **asked):
     return whole, events
 
 
+@pytest.mark.long
 def test_text_comes_whole_and_in_events(client, engine):
     engine.set_script("Hello there.", 3)
     whole, events = both(client, input="Hi", instructions="Be brief.")

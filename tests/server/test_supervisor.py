@@ -63,6 +63,7 @@ def test_dead_process_is_restarted_and_serves(tmp_path):
     assert gone(process.pid) and process.exit_code == 0
 
 
+@pytest.mark.long
 def test_error_while_a_process_is_watched_is_that_processs_and_the_others_go_on(tmp_path, monkeypatch):
     whole, child, refused = Process.check, supervisor_module.ChildProcess, []
 
@@ -208,6 +209,7 @@ def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, l
     frontend.close()
 
 
+@pytest.mark.long
 def test_coordinator_of_several_machines_comes_back_at_the_port_that_its_peers_know(monkeypatch):
     from megatron_infer.server import torchrun
 

@@ -162,6 +162,7 @@ def test_vllms_four_phases_take_tensors_alone_and_packed(case, buffer_bytes):
     one.end()
 
 
+@pytest.mark.long
 def test_requests_under_way_go_on_with_the_new_weights(case, trainer):
     model = trained(5)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}

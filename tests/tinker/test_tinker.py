@@ -442,6 +442,7 @@ def test_what_was_saved_outlives_the_server(tmp_path):
         np.testing.assert_allclose(again[0][0][1], drawn[0][0][1], atol=1e-6)
 
 
+@pytest.mark.long
 def test_clients_of_a_durable_server_go_on_with_the_next_one(tmp_path):
     _, found, parameters = plain_loop("cross_entropy")
     with serving(tmp_path, durable=True) as case:

@@ -87,6 +87,7 @@ def test_a_state_of_all_weights_outlives_the_server(tmp_path):
         assert "another rank" in refused["error"]
 
 
+@pytest.mark.long
 def test_all_weights_of_a_durable_server_go_on_with_the_next_one(tmp_path):
     with serving(tmp_path, full=True, durable=True) as case:
         api = Api(case.http)

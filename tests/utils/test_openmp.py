@@ -49,6 +49,7 @@ print(time.process_time() - time.thread_time() - begun, *found)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or not 2 <= len(os.sched_getaffinity(0)) <= 8,
     reason="2 threads on 2 to 8 cores of Linux",

@@ -188,6 +188,7 @@ def test_rejection_among_the_lowest_tokens_draws_what_is_allowed(model, allowed)
         assert set(output.outputs[0].token_ids) <= {*range(9), *allowed}
 
 
+@pytest.mark.long
 def test_drafts_follow_what_is_drawn_to_other_tokens(model):
     engine = drafting(model)
     for low in (0, VOCAB // 2):

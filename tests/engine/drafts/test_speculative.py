@@ -119,6 +119,7 @@ def test_answers_are_those_of_one_token_a_step(model, plain, way):
     assert engine.num_steps < plain.num_steps
 
 
+@pytest.mark.long
 def test_stops_end_within_a_run(model, plain):
     whole = ask(plain, WAYS["greedy, logprobs"])
     text, tokens = whole[0].outputs[0].text, whole[0].outputs[0].token_ids

@@ -72,6 +72,7 @@ def test_the_file_says_what_it_is(source, tmp_path):
     assert os.listdir(tmp_path) == ["requests"]
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_noticed(model, tmp_path):
     source, path = make_engine(model), tmp_path / "requests"
     source.add_request(PROMPT[:3], SamplingParams(max_tokens=4, logprobs=0))

@@ -199,7 +199,8 @@ def test_states_of_another_model_are_not_gone_on_from(kind, model, uninterrupted
         make_engine(make_model(kind, vocab_size=160)).load_requests(path)
 
 
-@pytest.mark.parametrize("every", [89, pytest.param(29, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("every", [89, 29])
 def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path, every):
     path = tmp_path / "requests"
     engine = make_engine(model)

@@ -203,6 +203,7 @@ SEAMS = (
 )
 
 
+@pytest.mark.long
 def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeypatch):
     """Ctrl-C before and after whatever a step does on the device, one on the heels of another now and then."""
     rng, gpu = random.Random(3), LateGpu(monkeypatch)
@@ -268,6 +269,7 @@ def test_an_interrupt_of_the_wait_behind_an_interrupt_leaves_the_engine_whole(mo
     assert answers(engine) == expected["attention"] and waits
 
 
+@pytest.mark.long
 def test_a_wait_for_the_device_ends_when_another_rank_is_gone_and_costs_no_token(models, expected, monkeypatch):
     gpu, looks = LateGpu(monkeypatch, keeps_up=0.02), [0]
     engine = make_engine(models["attention"], **GRAPHS)
@@ -294,7 +296,8 @@ def test_a_wait_for_the_device_ends_when_another_rank_is_gone_and_costs_no_token
             read.wait()
 
 
-@pytest.mark.parametrize("ordered", [True, pytest.param(False, marks=pytest.mark.long)], ids=["", "not ordered"])
+@pytest.mark.long
+@pytest.mark.parametrize("ordered", [True, False], ids=["", "not ordered"])
 def test_a_warm_up_that_raises_is_over_before_the_step_it_was_for(ordered, models, expected, monkeypatch):
     """Its calls are enqueued beside the step's: late, they would find the step's rows in the mirror."""
     gpu, run, calls = LateGpu(monkeypatch, keeps_up=0.03), StaticScan.run, [0]

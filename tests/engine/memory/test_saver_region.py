@@ -143,6 +143,7 @@ del region, module, sys.modules["torch_memory_saver"]
 """
 
 
+@pytest.mark.long
 def test_the_saver_outlives_the_interpreter():
     """Where it is collected the package ends the process with an error."""
     command = [sys.executable, "-c", ENDS.format(folder=str(Path(__file__).parent))]

@@ -81,8 +81,9 @@ def test_memory_is_back_before_release_returns(static, held):
     assert (store.kv_cache[:, :, :20] == 2.0).all()
 
 
+@pytest.mark.long
 @LINUX
-@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("static", [False, True])
 def test_cycles_do_not_grow_memory(static):
     store = make_store(256, static=static, head_dim=128, slots=64)  # 24 KiB a block
 

@@ -78,9 +78,8 @@ def test_no_feature_changes_an_answer(name, alone):
     assert found is None or 20 < found.num_accepted < found.num_drafted
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("overlap", "ugly")), "ugly with drafts"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["overlap", "ugly", "ugly with drafts"])
 def test_masks_made_next_to_the_steps_change_no_answer(name, alone, monkeypatch):
     made = []
     whole = Grammars._mask_behind
@@ -151,6 +150,7 @@ def test_requests_of_a_slow_grammar_share_no_lock_from_their_first_mask_on(monke
     assert len(compiled) == 4
 
 
+@pytest.mark.long
 @pytest.mark.security
 def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypatch):
     """Both requests have one ambiguous grammar: to compute a mask takes far longer than to consume a token."""

@@ -286,6 +286,7 @@ def test_an_engine_that_is_lost_while_it_reads_does_not_keep_an_adapter_from_the
     unload(case, "left")
 
 
+@pytest.mark.long
 def test_requests_of_an_engine_that_is_lost_go_on_with_their_adapter_elsewhere(case, root):
     """The engine that joins gets the adapters from the coordinator; it is lost in the middle of its requests."""
     from coordinator_case import replica

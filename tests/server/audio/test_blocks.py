@@ -46,6 +46,7 @@ def run(blocks: SpeechBlocks, answer: list[int], pieces: list[int]) -> list[Wind
     return windows
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(schedules(), tokens, tokens, tokens, st.lists(st.integers(1, 7), max_size=8))
 def test_each_token_is_heard_once_with_the_context_that_was_asked_for(schedule, answer, prompt, carried, pieces):
