@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import zmq
 from child_paths import python_path
 from echo import EchoEngine
 
@@ -124,6 +125,23 @@ def wait_for(condition, timeout_s=60.0):
         time.sleep(0.01)
 
 
+class RawPeer:
+    """A connection to a coordinator, whose `socket` sends whatever it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.socket.close()
+        self.context.term()
+
+
 class Child:
     """A replica in a separate process."""
 
@@ -136,6 +154,12 @@ class Child:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
     def end(self) -> str:
         """Kill it -> what it wrote to stderr."""

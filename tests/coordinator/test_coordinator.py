@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 import zmq
-from coordinator_case import cluster, coordinator, replica, wait_for
+from coordinator_case import RawPeer, cluster, coordinator, replica, wait_for
 from echo import EchoEngine, echo_tokens
 
 from megatron_infer.cli.main import main
@@ -431,15 +431,7 @@ def test_address_in_use_is_a_config_error():
         Coordinator(one.address, CoordinatorOptions(key=KEY))
 
 
-class RawPeer:
-    """Sends and receives raw bytes."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-
+class AskingPeer(RawPeer):
     def ask(self, *messages: bytes) -> protocol.Message:
         self.socket.send_multipart(protocol.frames_of(messages))
         return self.receive()
@@ -447,13 +439,6 @@ class RawPeer:
     def receive(self) -> protocol.Message:
         assert self.socket.poll(3000), "no answer"
         return protocol.decode(protocol.messages_of(self.socket.recv_multipart())[0])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.socket.close()
-        self.context.term()
 
 
 def encoded(*items) -> bytes:
@@ -464,7 +449,7 @@ HELLO = encoded("hello", protocol.SCHEMA, "client", "raw", b"n")
 
 
 def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_shape():
-    with coordinator() as one, RawPeer(one.address) as peer:
+    with coordinator() as one, AskingPeer(one.address) as peer:
         # clients of schema 5 send speculate=True with each request: an engine without drafts would refuse them all
         others = (protocol.SCHEMA + 1, "client", "x", b"n"), (99, {"new": True}), (5, "client", "x", b"n")
         for hello in (encoded("hello", *other) for other in others):
@@ -492,7 +477,7 @@ def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_sha
     ],
 )
 def test_malformed_messages_are_refused_and_other_clients_are_served(frame, code, message):
-    with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
+    with cluster(1, max_message=1 << 16) as (one, _, client), AskingPeer(one.address) as peer:
         assert isinstance(peer.ask(HELLO), protocol.Welcome)
         answer = peer.ask(frame)
         if code == "output":
@@ -506,7 +491,7 @@ def test_malformed_messages_are_refused_and_other_clients_are_served(frame, code
 
 @pytest.mark.security
 def test_frame_beyond_the_limit_ends_its_connection_alone():
-    with cluster(1) as (one, _, client), RawPeer(one.address) as peer:
+    with cluster(1) as (one, _, client), AskingPeer(one.address) as peer:
         assert isinstance(peer.ask(HELLO), protocol.Welcome)
         peer.socket.send(bytes(2 * protocol.MAX_FRAME))  # libzmq itself closes the connection
         assert not peer.socket.poll(300)
@@ -533,7 +518,7 @@ def test_unknown_connection_must_send_hello_and_random_bytes_never_end_the_coord
     import random
 
     rng = random.Random(0)
-    with cluster(1) as (one, _, client), RawPeer(one.address) as peer:
+    with cluster(1) as (one, _, client), AskingPeer(one.address) as peer:
         assert peer.ask(encoded("ping")).code == "hello"
         peer.ask(HELLO)
         for _ in range(300):

@@ -118,28 +118,28 @@ def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_an
 
 def moved_midway(kind: int, timeout_s: float) -> float:
     """A stream whose replica gets the signal halfway -> seconds without a token; the tokens are checked."""
-    with coordinator(policy="round_robin", timeout_s=timeout_s) as one, InferenceClient(one.address) as client:
-        child = Child(one.address, "echo", "victim", step_s=0.01)
-        try:
-            wait_for(lambda: client.stats()["replicas"])
-            gap, last, sent = 0.0, None, False
-            expected = echo_tokens([1, 2, 3], 200)
-            with replica(one.address, EchoEngine(step_s=0.01), name="heir"):
-                wait_for(lambda: len(client.stats()["replicas"]) == 2)
-                for output in client.stream([1, 2, 3], SamplingParams(max_tokens=200, temperature=0.0)):
-                    tokens, now = output.outputs[0].token_ids, time.monotonic()
-                    assert tokens == expected[: len(tokens)]
-                    gap = max(gap, now - last) if last is not None else gap
-                    last = now
-                    if len(tokens) >= 20 and not sent:
-                        child.signal(kind)  # the first replica gets the first request
-                        last, sent = time.monotonic(), True
-                assert tokens == expected and sent
-                stats = client.stats()
-            assert (stats["resent"], stats["replicas_lost"]) == (1, 1)
-            return gap
-        finally:
-            child.end()
+    with (
+        coordinator(policy="round_robin", timeout_s=timeout_s) as one,
+        InferenceClient(one.address) as client,
+        Child(one.address, "echo", "victim", step_s=0.01) as child,
+    ):
+        wait_for(lambda: client.stats()["replicas"])
+        gap, last, sent = 0.0, None, False
+        expected = echo_tokens([1, 2, 3], 200)
+        with replica(one.address, EchoEngine(step_s=0.01), name="heir"):
+            wait_for(lambda: len(client.stats()["replicas"]) == 2)
+            for output in client.stream([1, 2, 3], SamplingParams(max_tokens=200, temperature=0.0)):
+                tokens, now = output.outputs[0].token_ids, time.monotonic()
+                assert tokens == expected[: len(tokens)]
+                gap = max(gap, now - last) if last is not None else gap
+                last = now
+                if len(tokens) >= 20 and not sent:
+                    child.signal(kind)  # the first replica gets the first request
+                    last, sent = time.monotonic(), True
+            assert tokens == expected and sent
+            stats = client.stats()
+        assert (stats["resent"], stats["replicas_lost"]) == (1, 1)
+        return gap
 
 
 @pytest.mark.long
@@ -177,24 +177,24 @@ def test_streams_of_a_client_that_is_stopped_go_on_when_it_returns():
 
 @pytest.mark.long
 def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_are_dropped():
-    with coordinator(policy="round_robin", timeout_s=0.6) as one, InferenceClient(one.address) as client:
-        child = Child(one.address, "echo", "victim", step_s=0.01)
-        try:
-            wait_for(lambda: client.stats()["replicas"])
-            incarnation = client.stats()["replicas"][0]["incarnation"]
-            future = client.submit([1, 2], SamplingParams(max_tokens=100, temperature=0.0))
-            time.sleep(0.3)
-            child.signal(signal.SIGSTOP)
-            wait_for(lambda: not client.stats()["replicas"])
-            assert client.stats()["waiting"] == 1 and not future.done()
-            child.signal(signal.SIGCONT)
-            assert future.result(60).outputs[0].token_ids == echo_tokens([1, 2], 100)
-            stats = client.stats()
-            assert stats["replicas"][0]["incarnation"] > incarnation
-            assert stats["fenced"] >= 1 and stats["finished"] == 1
-            assert "Traceback" not in child.end()
-        finally:
-            child.end()
+    with (
+        coordinator(policy="round_robin", timeout_s=0.6) as one,
+        InferenceClient(one.address) as client,
+        Child(one.address, "echo", "victim", step_s=0.01) as child,
+    ):
+        wait_for(lambda: client.stats()["replicas"])
+        incarnation = client.stats()["replicas"][0]["incarnation"]
+        future = client.submit([1, 2], SamplingParams(max_tokens=100, temperature=0.0))
+        time.sleep(0.3)
+        child.signal(signal.SIGSTOP)
+        wait_for(lambda: not client.stats()["replicas"])
+        assert client.stats()["waiting"] == 1 and not future.done()
+        child.signal(signal.SIGCONT)
+        assert future.result(60).outputs[0].token_ids == echo_tokens([1, 2], 100)
+        stats = client.stats()
+        assert stats["replicas"][0]["incarnation"] > incarnation
+        assert stats["fenced"] >= 1 and stats["finished"] == 1
+        assert "Traceback" not in child.end()
 
 
 def test_work_continues_while_most_replicas_are_lost_at_once():

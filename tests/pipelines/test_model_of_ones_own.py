@@ -12,6 +12,7 @@ import torch
 from pipeline_case import CLOSE, drawn, free_pages
 from safetensors.torch import save_file
 from server_case import END, post, serving, tokenizer
+from test_interfaces import TableModel
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ from megatron_infer.outputs.request_output import GenerationError
 from megatron_infer.pipelines import PipelineConfig
 from megatron_infer.pipelines.foreign_runner import foreign_engine, load_model, read_description, read_weights
 from megatron_infer.pipelines.inference_session import InferenceSession
-from megatron_infer.pipelines.interfaces import ModelOutputs, PipelineModel, ReturnLogits, get_paged_manager
+from megatron_infer.pipelines.interfaces import ModelOutputs, ReturnLogits, get_paged_manager
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.pipelines.text_generation import TextGenerationRequest, TextTokenizer
 
@@ -219,8 +220,8 @@ def test_what_it_lacks_is_refused_by_name(pipeline, folder):
     ):
         with pytest.raises(RequestError, match=message):
             pipeline.engine.add_request([5], params)
-    with pytest.raises(NotImplementedError, match="Cacheless keeps no keys and values"):
-        bare = Cacheless(None, None, None, "float32", [torch.device("cpu")], None, None)
+    with pytest.raises(NotImplementedError, match="TableModel keeps no keys and values"):
+        bare = TableModel(None, None, None, "float32", [torch.device("cpu")], None, None)
         foreign_engine(bare, InferenceConfig())
     assert get_paged_manager(bare) is None
     with pytest.raises(ConfigError, match="quantization_encoding is not set"):
@@ -237,14 +238,6 @@ def test_what_it_lacks_is_refused_by_name(pipeline, folder):
 def configure_and_load(folder, **settings):
     config = configure(folder, **settings)
     return load_model(config, config.resolved.architecture.pipeline_model, config.resolved.engine, None, {}, None)
-
-
-class Cacheless(PipelineModel):
-    calculate_max_seq_len = classmethod(lambda cls, config, description: 64)
-
-    def prepare_initial_token_inputs(self, context_batch, kv_cache_inputs=None, return_n_logits=1): ...
-    def prepare_next_token_inputs(self, next_tokens, prev_model_inputs): ...
-    def execute(self, model_inputs): ...
 
 
 def test_what_it_says_of_memory_is_of_its_own_parameters(folder, pipeline):
@@ -265,7 +258,7 @@ def test_what_it_says_of_memory_is_of_its_own_parameters(folder, pipeline):
     assert sizes[0] // 2 == sizes[1] and 0 <= sizes[0] - cache.nbytes < page, (
         "the buffer, of which whole pages are used"
     )
-    assert Cacheless.infer_optimal_batch_size(config, 10**12, *given, torch.float32) == 1
+    assert TableModel.infer_optimal_batch_size(config, 10**12, *given, torch.float32) == 1
 
 
 def test_weights_go_through_the_adapter_of_their_format(folder, tmp_path):

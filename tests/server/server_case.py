@@ -248,12 +248,19 @@ def coordinator_at(folder):
 
 
 @contextlib.contextmanager
-def supervised_coordinator(folder, **changes):
-    one = supervisor.Supervisor([dataclasses.replace(coordinator_at(folder), is_worker=True, **changes)])
+def supervised(*specs, number=signal.SIGTERM):
+    """A supervisor and its processes, which `number` ends."""
+    one = supervisor.Supervisor(specs)
     one.start()
     try:
-        process = one.processes[0]
+        yield one
+    finally:
+        one.stop(number=number, timeout_s=5)
+
+
+@contextlib.contextmanager
+def supervised_coordinator(folder, **changes):
+    with supervised(dataclasses.replace(coordinator_at(folder), is_worker=True, **changes)) as one:
+        (process,) = one.processes
         wait_for(lambda: process.ready)
         yield process
-    finally:
-        one.stop(number=signal.SIGTERM, timeout_s=5)

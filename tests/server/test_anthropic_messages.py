@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripted import ScriptedEngine
 from server_case import post, serving, tokenizer
 from test_responses import TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from coordinator_case import replica, wait_for
 from echo import EchoEngine, echo_tokens
-from server_case import Streams, coordinator_at, post, serving, stream, supervised_coordinator
+from server_case import Streams, coordinator_at, post, serving, stream, supervised, supervised_coordinator
 from test_command import Command, processes
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -51,9 +51,7 @@ def test_process_that_hangs_is_killed_and_started_again_and_what_waits_for_it_go
 @pytest.mark.long
 def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LOADING_FACTOR", 1)
-    one = supervisor.Supervisor([dataclasses.replace(coordinator_at(tmp_path), hang_timeout_s=3.0)])
-    one.start()
-    try:
+    with supervised(dataclasses.replace(coordinator_at(tmp_path), hang_timeout_s=3.0)) as one:
         process = one.processes[0]
         process.signal(signal.SIGSTOP)
         assert process.ready is None
@@ -61,8 +59,6 @@ def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkey
         assert process.last_exit == "signal 9 (it hung)"
         monkeypatch.undo()  # it has its time to load again
         wait_for(lambda: process.ready)
-    finally:
-        one.stop(number=signal.SIGTERM, timeout_s=5)
 
 
 @pytest.mark.long

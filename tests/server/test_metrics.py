@@ -99,27 +99,21 @@ def test_refused_and_failed_requests_have_different_outcomes():
 
 def test_counts_never_decrease_when_a_replica_is_killed_and_restarted():
     with serving() as case:
-        first = Child(case.coordinator.address, "echo", "worker", step_s=0.001)
-        try:
+        with Child(case.coordinator.address, "echo", "worker", step_s=0.001):
             wait_for(lambda: scrape(case).get("replica_up/worker") == scrape(case).get("replica_up/r0") == 1, 30)
             case.replicas[0].drain()  # every request goes to the separate process
             wait_for(lambda: scrape(case)["replica_up/r0"] == 0)
             for _ in range(4):
                 assert post(case, COMPLETIONS, model="tiny", prompt=[1] * 30, max_tokens=5).status_code == 200
             before = settled(case, "engine_output_tokens_total/worker", 20)
-        finally:
-            first.end()
         wait_for(lambda: scrape(case)["replica_up/worker"] == 0)
         gone = scrape(case)
         assert "engine_blocks/used/worker" not in gone, "gauges of who is gone are not shown"
-        second = Child(case.coordinator.address, "echo", "worker", step_s=0.001)
-        try:
+        with Child(case.coordinator.address, "echo", "worker", step_s=0.001):
             wait_for(lambda: scrape(case)["replica_up/worker"] == 1, 30)
             again = scrape(case)
             assert post(case, COMPLETIONS, model="tiny", prompt=[1] * 30, max_tokens=5).status_code == 200
             after = settled(case, "engine_output_tokens_total/worker", 25)
-        finally:
-            second.end()
         for earlier, later in ((before, gone), (gone, again), (again, after)):
             for name, value in earlier.items():
                 if name.partition("/")[0].endswith(("_total", "_count", "_sum", "_bucket")):

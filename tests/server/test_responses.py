@@ -31,11 +31,6 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
 def case(engine):
     with serving(engine, encoder=tokenizer(TEMPLATE), reasoning_parser="qwen3") as one:
         yield one

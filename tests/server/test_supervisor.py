@@ -17,7 +17,7 @@ import httpx
 import pytest
 from coordinator_case import coordinator, replica
 from echo import EchoEngine
-from server_case import running, wait_for
+from server_case import running, supervised, wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import launch, subprocess_main
@@ -43,9 +43,7 @@ def gone(pid):
 
 
 def test_dead_process_is_restarted_and_serves(tmp_path):
-    supervisor = Supervisor([coordinator_process(tmp_path)])
-    supervisor.start()
-    try:
+    with supervised(coordinator_process(tmp_path)) as supervisor:
         process = supervisor.processes[0]
         wait_for(lambda: process.ready)
         with InferenceClient(process.ready["address"]) as client:
@@ -58,8 +56,6 @@ def test_dead_process_is_restarted_and_serves(tmp_path):
                 {"name": "coordinator", "state": "running", "restarts": 1, "last_exit": "signal 9"}
             ]
             assert supervisor.failure() is None
-    finally:
-        supervisor.stop(number=signal.SIGTERM, timeout_s=5)
     assert gone(process.pid) and process.exit_code == 0
 
 
@@ -82,9 +78,7 @@ def test_error_while_a_process_is_watched_is_that_processs_and_the_others_go_on(
     monkeypatch.setattr(supervisor_module, "FIRST_WAIT_S", 0.01)
     (tmp_path / "two").mkdir()
     specs = [coordinator_process(tmp_path), dataclasses.replace(coordinator_process(tmp_path / "two"), name="second")]
-    supervisor = Supervisor(specs)
-    supervisor.start()
-    try:
+    with supervised(*specs, number=signal.SIGKILL) as supervisor:
         first, second = supervisor.processes
         wait_for(lambda: first.ready and second.ready)
         second.signal(signal.SIGKILL)
@@ -94,8 +88,6 @@ def test_error_while_a_process_is_watched_is_that_processs_and_the_others_go_on(
         first.signal(signal.SIGKILL)
         wait_for(lambda: first.restarts == 2 and first.ready)
         assert supervisor.failure() is None
-    finally:
-        supervisor.stop(number=signal.SIGKILL, timeout_s=5)
 
 
 def test_process_that_cannot_be_started_is_tried_after_growing_waits_and_then_given_up(tmp_path, monkeypatch):
@@ -120,13 +112,9 @@ def test_process_that_cannot_be_started_is_tried_after_growing_waits_and_then_gi
 
 
 def test_wrong_option_is_reported_and_not_retried(tmp_path):
-    supervisor = Supervisor([coordinator_process(tmp_path, max_queue=0)])
-    supervisor.start()
-    try:
+    with supervised(coordinator_process(tmp_path, max_queue=0)) as supervisor:
         wait_for(supervisor.failure)
         assert "max_queue is 0" in supervisor.failure() and supervisor.processes[0].restarts == 0
-    finally:
-        supervisor.stop(number=signal.SIGTERM, timeout_s=5)
 
 
 @pytest.mark.parametrize(("window_s", "serves_s", "is_given_up"), [(0.2, 0.3, False), (60.0, 0.0, True)])
@@ -135,9 +123,7 @@ def test_process_is_given_up_after_failures_within_the_window_and_never_by_those
 ):
     for name, value in {"WINDOW_S": window_s, "MAX_FAILURES": 3, "FIRST_WAIT_S": 0.01}.items():
         monkeypatch.setattr(supervisor_module, name, value)
-    supervisor = Supervisor([coordinator_process(tmp_path)])
-    supervisor.start()
-    try:
+    with supervised(coordinator_process(tmp_path), number=signal.SIGKILL) as supervisor:
         process = supervisor.processes[0]
         for count in range(1, 5):
             wait_for(lambda: process.ready or process.is_given_up)
@@ -147,8 +133,6 @@ def test_process_is_given_up_after_failures_within_the_window_and_never_by_those
             process.signal(signal.SIGKILL)
             wait_for(lambda count=count: process.restarts == count or process.is_given_up)
         assert process.is_given_up is is_given_up and (supervisor.failure() is not None) is is_given_up
-    finally:
-        supervisor.stop(number=signal.SIGKILL, timeout_s=5)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

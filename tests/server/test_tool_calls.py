@@ -6,7 +6,6 @@ import json
 
 import openai
 import pytest
-from scripted import ScriptedEngine
 from server_case import client_of, post, serving, tokenizer
 
 from megatron_infer.text import tool_call_formats, tool_prompt
@@ -40,11 +39,6 @@ CALLS = (
 )
 WANTED = [("get_weather", '{"city": "Bonn </tool_call>"}'), ("add", '{"a": 1, "b": [2]}')]
 ASK = {"model": "tiny", "messages": [USER], "max_tokens": 500, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")

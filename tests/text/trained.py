@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from vocabularies import byte_fallback
 
 from megatron_infer.text.tokenizer_classes import QWEN2_WORDS
 
@@ -43,7 +44,6 @@ def _byte_level(pattern: str | None) -> tokenizers.Tokenizer:
 
 
 def _byte_fallback() -> tokenizers.Tokenizer:
-    """As Llama 2's tokenizer.json has it: a normalizer that puts ▁ before every text."""
     learned = tokenizers.Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=160, show_progress=False))
@@ -54,14 +54,7 @@ def _byte_fallback() -> tokenizers.Tokenizer:
     vocab = {piece: id for id, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(merge) for merge in model["merges"]]
     merges = [merge for merge in merges if {*merge, "".join(merge)} <= set(vocab)]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend = byte_fallback(vocab, merges)
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )

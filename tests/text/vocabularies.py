@@ -28,6 +28,19 @@ def byte_level() -> Tokenizer:
     return Tokenizer(backend, special_tokens={"eos_token": "<|end|>"}, name="byte level")
 
 
+def byte_fallback(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """As Llama 2's tokenizer.json has it: a normalizer that puts ▁ before every text."""
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
 def sentencepiece() -> Tokenizer:
     """SentencePiece-style: ▁ for spaces, byte fall-back, the leading space stripped."""
     pieces = [
@@ -46,13 +59,6 @@ def sentencepiece() -> Tokenizer:
     ]
     merges = [("▁", "h"), ("▁h", "e"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o")]
     vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend = byte_fallback(vocab, merges)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     return Tokenizer(backend, special_tokens=special, name="sentencepiece")
