@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
-from megatron_infer.coordinator.profiles import profile
 from megatron_infer.coordinator.served_engine import ServedEngine, meet_ranks
 from megatron_infer.engine.lifecycle_commands import COMMANDS, Group, names_of
-from megatron_infer.errors import RequestError, TransitionTimeout
+from megatron_infer.errors import ConfigError, RequestError, TransitionTimeout
 
 ADAPTER_COMMANDS = names_of(Group.ADAPTERS)
+PROFILE_VARIABLE = "MEGATRON_INFER_PROFILE_DIR"
+"""Folder of the traces of `profile`. A path is never taken from a client, which could write anywhere with it."""
 MAX_READINGS = 8
 """Adapters that are being read or wait to be loaded at once; further loads wait for one of these."""
 
@@ -144,7 +147,7 @@ def _execute(
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
         if command.command == "profile":
-            return protocol.Answer(ok=True, value=profile(engine, **command.args))
+            return protocol.Answer(ok=True, value=_profile(engine, **command.args))
         method = commands.get(command.command) or getattr(engine, command.command, None)
         if method is None:
             raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")
@@ -161,3 +164,16 @@ def _failed(error: Exception) -> protocol.Answer:
     # An error may quote a file whose names are no UTF-8, which a message to the coordinator cannot hold.
     text = str(error).encode("utf-8", "backslashreplace").decode()
     return protocol.Answer(ok=False, kind=type(error).__name__, message=text)
+
+
+def _profile(engine: Any, *, steps: int) -> dict[str, Any]:
+    """Trace the engine's next `steps` steps into a new file of the folder -> its path; 0: end the trace now."""
+    folder = os.environ.get(PROFILE_VARIABLE)
+    if not folder:
+        raise ConfigError(f"profiles need a folder: start the server with {PROFILE_VARIABLE}=FOLDER in its environment")
+    if not steps:
+        engine.profile(None)
+        return {}
+    path = Path(folder) / f"profile-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09d}.json"
+    engine.profile(path, steps=steps)
+    return {"path": str(path)}

@@ -101,7 +101,7 @@ class EngineCommands(ABC, Generic[Done, Report, Count]):
 
 
 class ProfileCommand(Protocol):
-    """Replicas write the trace below a folder that their own environment names (`coordinator.profiles`)."""
+    """Replicas write the trace below a folder that their own environment names (`coordinator.commands`)."""
 
     def profile(self, *, steps: int) -> Any:
         """Trace the engine's next `steps` steps into a new file -> its path; 0: end the trace now."""

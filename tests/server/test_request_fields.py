@@ -10,7 +10,7 @@ from control_case import put_weights, serving_with_control
 from echo import EchoEngine, echo_tokens
 from server_case import post, serving, stream, tokenizer
 
-from megatron_infer.coordinator.profiles import FOLDER_VARIABLE
+from megatron_infer.coordinator.commands import PROFILE_VARIABLE
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def every_rule():
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_every_field_of_the_tables_is_taken_listed_or_refused_as_they_say(case, monkeypatch, tmp_path, every):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(PROFILE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(EchoEngine, "profile", lambda self, path, steps: None, raising=False)
     wrong, rules = [], list(every_rule())
     for route, where, name, rule, put_field in rules[::every]:

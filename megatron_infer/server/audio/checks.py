@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import warnings
+
+import numpy as np
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
-from megatron_infer.server.audio.decoder import OpenedDecoder
-from megatron_infer.server.audio.measure import block_snr_db
-from megatron_infer.server.audio.speech_model import SpeechModel, difference
+from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks
+from megatron_infer.server.audio.decoder import OpenedDecoder, Sound, decode_windows
+from megatron_infer.server.audio.speech_model import SpeechModel
+
+MEASURED_BLOCKS = 3
+"""Blocks whose sound is compared with that of all tokens at once."""
 
 
 def check_decoder_of(model: SpeechModel, opened: OpenedDecoder, name: str) -> None:
     """Raises ConfigError for a decoder that reads other tokens than the model draws."""
-    found = difference(model.format, opened.format)
+    names = ("vocab_size", "codebooks", "frame_rate")
+    pairs = [(one, getattr(model.format, one), getattr(opened.format, one)) for one in names]
+    found = [f"{one} is {own} in the model and {other} in the decoder" for one, own, other in pairs if own != other]
     if found:
-        raise ConfigError(f"audio_decoder {name} is not that of this model: {found}")
+        raise ConfigError(f"audio_decoder {name} is not that of this model: {'; '.join(found)}")
 
 
 def check_chunks(chunks: tuple[int, ...] | None, opened: OpenedDecoder) -> None:
@@ -48,7 +56,7 @@ def check_schedule(schedule: BlockSchedule, opened: OpenedDecoder, name: str) ->
     needed = decoder.left_context
     if schedule.chunk_size is None or (needed is not None and schedule.buffer >= needed):
         return
-    snr = block_snr_db(opened, schedule)
+    snr = _block_snr_db(opened, schedule)
     if snr == float("inf"):
         return
     reach = "all tokens before it" if needed is None else f"{needed} tokens before it"
@@ -57,4 +65,36 @@ def check_schedule(schedule: BlockSchedule, opened: OpenedDecoder, name: str) ->
         f"whole with a signal-to-noise ratio of {snr:.1f} dB (measured with random tokens); raise buffer",
         ConfigWarning,
         stacklevel=3,
+    )
+
+
+def _in_blocks(opened: OpenedDecoder, tokens: list[int], schedule: BlockSchedule) -> Sound:
+    """The sound of an answer, block after block."""
+    blocks = SpeechBlocks(schedule)
+    sounds: list[Sound] = [np.zeros(0, dtype=np.float32)]
+    blocks.add(tokens)
+    blocks.end()
+    while (window := blocks.next_window()) is not None:
+        sounds += decode_windows(opened.decoder, [window])
+        blocks.advance(window)
+    whole: Sound = np.concatenate(sounds)
+    return whole
+
+
+def snr_db(wanted: Sound, found: Sound) -> float:
+    """Energy of the sound over that of the difference; inf where there is none."""
+    noise = float(np.square(wanted.astype(np.float64) - found).sum())
+    return float("inf") if noise == 0.0 else float(10 * np.log10(np.square(wanted.astype(np.float64)).sum() / noise))
+
+
+def _block_snr_db(opened: OpenedDecoder, schedule: BlockSchedule) -> float:
+    """The ratio for random tokens in a few blocks of the schedule's last size; inf where they are exact."""
+    assert schedule.chunk_size is not None
+    count = MEASURED_BLOCKS * schedule.chunk_size[-1] + schedule.buffer
+    count += -count % opened.format.codebooks
+    rng = random.Random(0)
+    tokens = [rng.randrange(opened.format.vocab_size) for _ in range(count)]
+    plain = dataclasses.replace(schedule, chunk_size=schedule.chunk_size[-1:])
+    return snr_db(
+        _in_blocks(opened, tokens, dataclasses.replace(plain, chunk_size=None)), _in_blocks(opened, tokens, plain)
     )

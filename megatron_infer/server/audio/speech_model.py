@@ -190,17 +190,6 @@ def check_vocabulary(model: str, vocab_size: int) -> None:
         SpeechModel.read(folder).check_vocabulary(vocab_size)
 
 
-def difference(model: SpeechFormat, decoder: SpeechFormat) -> str:
-    """In what two formats differ, for an error; "" where they agree."""
-    names = ("vocab_size", "codebooks", "frame_rate")
-    parts = [
-        f"{name} is {getattr(model, name)} in the model and {getattr(decoder, name)} in the decoder"
-        for name in names
-        if getattr(model, name) != getattr(decoder, name)
-    ]
-    return "; ".join(parts)
-
-
 def voice_files(entries: Iterable[str]) -> dict[str, str]:
     """NAME=FILE entries -> file by name. Raises ConfigError."""
     files: dict[str, str] = {}

@@ -60,10 +60,10 @@ class FanoutFailed(ApiError):
 
 
 class Fanout:
-    """Sends commands to all replicas through the coordinator, each with a deadline."""
+    """Sends commands to all replicas through the coordinator, each with its usual deadline."""
 
-    def __init__(self, client: EngineClient, *, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     async def run(
         self, command: str, phase: str, state: str, *, lost_counts: bool = True, **args: Any
@@ -99,9 +99,7 @@ class Fanout:
         deadline, is_again = time.monotonic() + RECONNECT_S, False
         while True:
             try:
-                answers = await self._client.coordinator.control(
-                    command, timeout_s=self._timeout_s, check=False, **args
-                )
+                answers = await self._client.coordinator.control(command, check=False, **args)
                 if is_again and command == "unpause":  # an engine that runs has done so for the coordinator before
                     return {name: one for name, one in answers.items() if one.kind != "WrongState"}
                 return answers

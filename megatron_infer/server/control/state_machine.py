@@ -43,10 +43,9 @@ def as_change(command: str) -> Callable[[F], F]:
 class ControlMachine:
     """The control status of all engines, and the changes that pause them, release memory or reset the prefix cache."""
 
-    def __init__(self, client: EngineClient, *, max_waiting: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """max_waiting: most calls that wait while the state changes. timeout_s: of every command, and of the requests
-        that a pause waits for."""
-        self.client, self.fanout = client, Fanout(client, timeout_s=timeout_s)
+    def __init__(self, client: EngineClient, *, max_waiting: int) -> None:
+        """max_waiting: most calls that wait while the state changes."""
+        self.client, self.fanout = client, Fanout(client)
         self.status = SERVING
         self.labels = VersionLabels()
         client.version_name = self.shown_version
@@ -55,7 +54,6 @@ class ControlMachine:
         self._admits = asyncio.Event()
         self._admits.set()
         self._num_waiting, self._max_waiting = 0, max_waiting
-        self._timeout_s = timeout_s
 
     # ------------------------------------------------------------------ requests
 
@@ -162,10 +160,10 @@ class ControlMachine:
                 text = f"{self.client.num_calls} requests cannot end while the engines are {self.status.name}"
                 raise wrong_state(f"{text}; resume first, or take mode abort")
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(DEFAULT_TIMEOUT_S):
                     await self.client.wait_idle()
             except TimeoutError:
-                text = f"{self.client.num_calls} requests have not ended within {self._timeout_s:g} s"
+                text = f"{self.client.num_calls} requests have not ended within {DEFAULT_TIMEOUT_S:g} s"
                 raise ApiError(504, f"{text}; the engines are {self.status.name}", code="timeout") from None
         return 0
 

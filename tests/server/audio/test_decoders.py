@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.native import native_build
 from megatron_infer.server.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks, Window
+from megatron_infer.server.audio.checks import snr_db
 from megatron_infer.server.audio.codec import Codec, CodecConfig
 from megatron_infer.server.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.server.audio.layout import SpeechFormat
-from megatron_infer.server.audio.measure import snr_db
 from megatron_infer.server.audio.registry import open_decoder
 
 NEVER, ONCE, ROLLING = PrependPromptSpeechTokens
