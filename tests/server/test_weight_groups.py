@@ -254,6 +254,23 @@ def test_trainer_that_ends_leaves_the_old_weights_and_a_new_one_is_taken(case, p
     other.end()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_broadcast_of_a_call_that_the_engines_refuse_ends_at_once(case, kind):
+    """The engines serve: no update has begun."""
+    one, tensors = Trainer(kind), weights_of(trained(9))
+    join(case, one)
+    before = drawn(case)
+    one.send(tensors.values())
+    if kind == "torch":
+        body = {**described(tensors), "group_name": one.name}
+        error = call(case, "/update_weights_from_distributed", body, expected=409)["error"]
+    else:
+        error = call(case, "/update_weights", {"update_info": described(tensors, "dtype_names")}, expected=409)["error"]
+    one.sent()  # it has not waited for the engines
+    assert "SERVING" in error["message"] and state_of(case) == "SERVING" and drawn(case) == before
+    one.end()
+
+
 @pytest.mark.long
 def test_two_engines_take_places_in_one_group_and_are_updated_together():
     model = trained(8)

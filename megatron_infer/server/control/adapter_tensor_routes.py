@@ -7,21 +7,19 @@ An adapter is updated as the model is: on all engines, or on none, which keep th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_infer.config.lora import ReceivedAdapter
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.adapter_routes import checked_name, loaded_adapters
 from megatron_infer.server.control.control_routes import ControlRoutes
-from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.weight_files import TensorEntry, entries_of_base64
 from megatron_infer.server.control.weight_group_routes import AnnouncingBody
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.http_errors import ApiError, bad_request
+from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inactive_fields import FieldTable, no_effect, refused
 
 AREAL_FIELDS = FieldTable({"base_model_name": no_effect("adapters are of the model that is served")})
@@ -90,13 +88,13 @@ class AdapterTensorRoutes:
 
     async def announce(self, call: Call) -> Reply:
         """Checked only: the second call says the same again."""
-        async with self._leaving_if_refused(call.body.group_name):
+        async with self._updates.leaving_if_refused(call.body.group_name):
             self._of_areal(call.body)
         return Reply({"success": True, "message": "Success", "state": self._machine.status.name})
 
     async def receive_of_areal(self, call: Call) -> Reply:
         body: ArealAdapterBody = call.body
-        async with self._leaving_if_refused(body.group_name):
+        async with self._updates.leaving_if_refused(body.group_name):
             adapter = self._of_areal(body)
             self._machine.require("receive_weights")
             await self._updates.receive(body.group_name, adapter=adapter, **body.tensors())
@@ -115,21 +113,11 @@ class AdapterTensorRoutes:
 
     async def receive(self, call: Call) -> Reply:
         body: BroadcastAdapterBody = call.body
-        async with self._leaving_if_refused(body.group_name):
+        async with self._updates.leaving_if_refused(body.group_name):
             name = checked_name(body.lora_name, self._machine)
             adapter = ReceivedAdapter(name=name, config=body.config_dict, replace=bool(body.upsert))
             await self._updates.receive_adapter(adapter, body.group_name, **body.tensors())
         return loaded_adapters(self._machine)
-
-    @asynccontextmanager
-    async def _leaving_if_refused(self, group: str) -> AsyncIterator[None]:
-        """After an error before engines have received tensors, what the trainer broadcasts fails and does not wait."""
-        try:
-            yield
-        except ApiError as error:
-            if not isinstance(error, FanoutFailed):
-                await self._updates.leave(group)
-            raise
 
     async def write(self, call: Call) -> Reply:
         body: SerializedAdapterBody = call.body

@@ -269,13 +269,9 @@ class VllmRoutes:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise of_validation(error, UpdateBody) from None
         info = dict(body.update_info or {})
-        self._machine.require("write_weights")
         if "names" in info:
-            given = _converted(info, TensorsInfo)
-            size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
-            types, shapes = given.dtype_names, given.shapes
-            await self._updates.receive(GROUP, names=given.names, dtypes=types, shapes=shapes, buffer_bytes=size)
-            return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
+            return await self._receive(info)
+        self._machine.require("write_weights")
         path = info.pop("path", None)
         if not isinstance(path, str) or info:
             text = "update_info has a path, or the names, dtype_names and shapes of tensors that the trainer broadcasts"
@@ -283,6 +279,16 @@ class VllmRoutes:
         root = self._settings.weights_root
         await self._updates.read(await self._machine.client.run_in_thread(checked_path, path, root))
         return self.reply("ok", message="Weights updated")
+
+    async def _receive(self, info: dict[str, Any]) -> Reply:
+        """Tensors that the trainer broadcasts."""
+        async with self._updates.leaving_if_refused(GROUP):
+            self._machine.require("write_weights")
+            given = _converted(info, TensorsInfo)
+            size = self._buffer_bytes if given.packed is None else _buffer_bytes(given)
+            types, shapes = given.dtype_names, given.shapes
+            await self._updates.receive(GROUP, names=given.names, dtypes=types, shapes=shapes, buffer_bytes=size)
+        return self.reply("ok", message="Weights updated", num_tensors=len(given.names))
 
     async def finish_update(self, call: Call) -> Reply:
         running = checked_mode(call.body.running or "keep", RUNNING_CHOICES)

@@ -130,11 +130,12 @@ class WeightGroupRoutes:
 
     async def _receive(self, body: TensorsBody) -> Reply:
         known = ", ".join(name for name in LOAD_FORMATS if name)
-        if body.load_format not in LOAD_FORMATS:
-            raise bad_request(f"load_format is {str(body.load_format)[:40]!r}; one of {known}", "load_format")
-        self._begins_with_tensors(abort=bool(body.abort_all_requests))
-        size, version = LOAD_FORMATS[body.load_format], checked_version(body.weight_version)
-        await self._updates.receive(body.group_name, version=version, **body.tensors(), buffer_bytes=size)
+        async with self._updates.leaving_if_refused(body.group_name):
+            if body.load_format not in LOAD_FORMATS:
+                raise bad_request(f"load_format is {str(body.load_format)[:40]!r}; one of {known}", "load_format")
+            self._begins_with_tensors(abort=bool(body.abort_all_requests))
+            size, version = LOAD_FORMATS[body.load_format], checked_version(body.weight_version)
+            await self._updates.receive(body.group_name, version=version, **body.tensors(), buffer_bytes=size)
         return self.reply("Succeeded to update parameter online.", num_tensors=len(body.names))
 
     def _begins_with_tensors(self, *, abort: bool = False) -> None:

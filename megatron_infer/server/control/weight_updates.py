@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_infer.config.lora import ReceivedAdapter
 from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus
+from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine, as_change, wrong_state
 from megatron_infer.server.control.version_labels import Version
 from megatron_infer.server.control.weight_files import TensorEntry
@@ -126,6 +127,16 @@ class WeightUpdates:
             await self._begin("begin_weights", "begin", adapter=adapter)
             await self._step("receive_weights", "receive", group=group, **tensors)
         await self._finish(None, "keep")
+
+    @contextlib.asynccontextmanager
+    async def leaving_if_refused(self, group: str) -> AsyncIterator[None]:
+        """After an error before engines have received tensors, what the trainer broadcasts fails and does not wait."""
+        try:
+            yield
+        except ApiError as error:
+            if not isinstance(error, FanoutFailed):
+                await self.leave(group)
+            raise
 
     @contextlib.asynccontextmanager
     async def _leaving(self, group: str) -> AsyncIterator[None]:
