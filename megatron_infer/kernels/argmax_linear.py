@@ -12,6 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from megatron_infer.kernels.native.native_call import bind, bind_threaded
 from megatron_infer.kernels.packing import PackedLinears
 
 LEAST_BYTES = 4 << 20
@@ -28,11 +29,9 @@ class ArgmaxLinear:
 
     def __init__(self, library: ctypes.CDLL, suffix: str, packed: PackedLinears) -> None:
         self._packed = packed
-        self._num_bytes, self._pack = library.mi_bounds_bytes, getattr(library, f"mi_bounds_pack_{suffix}")
-        self._num_bytes.argtypes, self._num_bytes.restype = [_I, _I], _I
-        self._pack.argtypes, self._pack.restype = [_P, _P, _I, _I, ctypes.c_int], None
-        self._run = getattr(library, f"mi_argmax_linear_{suffix}")
-        self._run.argtypes, self._run.restype = [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, ctypes.c_int], ctypes.c_int
+        self._num_bytes = bind(library, "mi_bounds_bytes", [_I, _I], _I)
+        self._pack = bind_threaded(library, f"mi_bounds_pack_{suffix}", [_P, _P, _I, _I])
+        self._run = bind_threaded(library, f"mi_argmax_linear_{suffix}", [_P, _I, *[_P] * 4, *[_I] * 5], ctypes.c_int)
         self._panel_rows = int(library.mi_panel_rows())
         self._pause = 0
 
@@ -48,21 +47,7 @@ class ArgmaxLinear:
         tokens, inner = x_TX.shape
         most = int((1 - LEAST_SAVED) * -(-rows // self._panel_rows))
         token, bad = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
-        done = self._run(
-            x_TX.data_ptr(),
-            inner,
-            panels.data_ptr(),
-            bounds.data_ptr(),
-            token.data_ptr(),
-            bad.data_ptr(),
-            tokens,
-            inner,
-            len(weight),
-            rows,
-            most,
-            torch.get_num_threads(),
-        )
-        if not done:
+        if not self._run(x_TX, inner, panels, bounds, token, bad, tokens, inner, len(weight), rows, most):
             self._pause = PAUSE
             return None
         return token, bad
@@ -72,5 +57,5 @@ class ArgmaxLinear:
         size = self._num_bytes(inner, rows)
         if memory is None or len(memory) != size:
             memory = torch.empty(size, dtype=torch.uint8)
-        self._pack(panels.data_ptr(), memory.data_ptr(), inner, rows, torch.get_num_threads())
+        self._pack(panels, memory, inner, rows)
         return memory

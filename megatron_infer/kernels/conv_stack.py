@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.native.cpu_native import bind
+from megatron_infer.kernels.native.native_call import bind, bind_threaded
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -61,7 +61,7 @@ class ConvStack:
         self, library: ctypes.CDLL, layers: Sequence[ConvSpec], *, step: float, limit: float, slope: float
     ) -> None:
         """Activations are multiples of `step`, a power of two, within +-`limit`. slope: of the leaky ReLU."""
-        self._call = bind(library, "mi_conv_stack", [_P, _P, _P, _I, _I, _I, ctypes.c_int])
+        self._call = bind_threaded(library, "mi_conv_stack", [_P, _P, _P, _I, _I, _I])
         lanes = int(bind(library, "mi_conv_stack_lanes", [], ctypes.c_int)())
         self._tensors: list[Tensor] = []  # kept: the structs hold addresses
         self._layers = (_Layer * len(layers))(*(self._layer(one, lanes) for one in layers))
@@ -90,6 +90,5 @@ class ConvStack:
         rows, steps, inner = x_BTC.shape
         assert inner == self._inner, f"rows of {inner} values, the first layer takes {self._inner}"
         out_BS = torch.empty(rows, steps * self._per_step, dtype=torch.float32)
-        stack = ctypes.addressof(self._stack)
-        self._call(stack, x_BTC.data_ptr(), out_BS.data_ptr(), rows, steps, out_BS.shape[1], torch.get_num_threads())
+        self._call(ctypes.addressof(self._stack), x_BTC, out_BS, rows, steps, out_BS.shape[1])
         return out_BS

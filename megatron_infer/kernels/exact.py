@@ -23,9 +23,9 @@ from megatron_infer.kernels.native.cpu_native import (
     LinearKernels,
     NativeOps,
     NativePagedAttention,
-    bind,
     panel_layout,
 )
+from megatron_infer.kernels.native.native_call import bind_threaded
 from megatron_infer.kernels.packing import PackedLinears
 
 TORCH_ROWS = 64
@@ -48,7 +48,7 @@ class ExactOps(NativeOps):
         self._layout = panel_layout(library, dtype, may_compact=False)  # packed for one call
         super().__init__(library, dtype, packed or PackedLinears(layout=self._layout))
         self._library = library
-        self._linear_f64 = bind(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I, ctypes.c_int])
+        self._linear_f64 = bind_threaded(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I])
         self._others: dict[torch.dtype, ExactOps] = {}
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,11 +130,7 @@ class ExactOps(NativeOps):
         x, w = x_TX.contiguous(), _same(weight, torch.float64)
         b = None if bias is None else _same(bias, torch.float64)
         out = torch.empty(*x.shape[:-1], len(w), dtype=torch.float64)
-        where = None if b is None else b.data_ptr()
-        tokens = x.numel() // x.shape[-1]
-        self._linear_f64(
-            x.data_ptr(), w.data_ptr(), where, out.data_ptr(), tokens, x.shape[-1], len(w), torch.get_num_threads()
-        )
+        self._linear_f64(x, w, b, out, x.numel() // x.shape[-1], x.shape[-1], len(w))
         return out
 
     def _of(self, dtype: torch.dtype) -> ExactOps:

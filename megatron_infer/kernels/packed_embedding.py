@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels.native.native_call import bind_threaded
 from megatron_infer.kernels.packing import PackedLinears
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
@@ -18,8 +19,7 @@ class PackedEmbedding:
 
     def __init__(self, library: ctypes.CDLL, suffix: str, packed: PackedLinears) -> None:
         self._packed_of = packed.get
-        self._select = getattr(library, f"mi_select_rows_{suffix}")
-        self._select.argtypes, self._select.restype = [_P, _P, _P, _I, _I, _I, ctypes.c_int], ctypes.c_int
+        self._select = bind_threaded(library, f"mi_select_rows_{suffix}", [_P, _P, _P, _I, _I, _I], ctypes.c_int)
 
     def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
         """From the packed copy where the weight is freed. Raises IndexError for ids beyond its rows."""
@@ -29,7 +29,6 @@ class PackedEmbedding:
             return F.embedding(ids, data)
         which, (rows, width) = ids.to(torch.int64).contiguous(), weight.shape
         out = torch.empty(*ids.shape, width, dtype=weight.dtype)
-        threads = torch.get_num_threads()
-        if not self._select(packed.data_ptr(), which.data_ptr(), out.data_ptr(), which.numel(), width, rows, threads):
+        if not self._select(packed, which, out, which.numel(), width, rows):
             raise IndexError(f"token ids of {int(which.min())} to {int(which.max())}, the embedding has {rows:,} rows")
         return out

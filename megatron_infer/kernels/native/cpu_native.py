@@ -18,6 +18,7 @@ from megatron_infer.kernels.argmax_linear import ArgmaxLinear
 from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import only_own_dtype
+from megatron_infer.kernels.native.native_call import bind, bind_threaded
 from megatron_infer.kernels.native.native_experts import NativeRouter
 from megatron_infer.kernels.packed_embedding import PackedEmbedding
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears
@@ -40,12 +41,6 @@ KERNELS = {PANELS: "mi_panel_linear"} | {layout: f"mi_{name}_linear" for name, l
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
-def bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., Any]:
-    function = getattr(library, name)
-    function.argtypes, function.restype = argtypes, restype
-    return function
-
-
 def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None:
     """Set fields of a C struct to the addresses of `owner`'s int32 arrays; the caller keeps the arrays alive."""
     for name in names:
@@ -60,19 +55,18 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
     may_compact: weights of bfloat16 take 12 bits a value where that is possible (native/packed_weight.h).
     """
     suffix = SUFFIXES[dtype]
-    function = bind(library, f"mi_pack_{suffix}", [_P, _P, _I, _I, ctypes.c_int, ctypes.c_int], ctypes.c_uint64)
+    function = bind_threaded(library, f"mi_pack_{suffix}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
     num_bytes = bind(library, f"mi_packed_bytes_{suffix}", [_I, _I, ctypes.c_int], _I)
-    fits_compact = bind(library, f"mi_fits_compact_{suffix}", [_P, _I, _I, ctypes.c_int], ctypes.c_int)
-    unpacks = bind(library, f"mi_unpack_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
+    fits_compact = bind_threaded(library, f"mi_fits_compact_{suffix}", [_P, _I, _I], ctypes.c_int)
+    unpacks = bind_threaded(library, f"mi_unpack_{suffix}", [_P, _P, _I, _I])
 
     def size_of(weight: Tensor, is_compact: bool) -> int:
         rows, inner = weight.shape
         return int(num_bytes(inner, rows, is_compact)) // dtype.itemsize
 
     def num_elements(weight: Tensor) -> int:
-        data, (rows, inner) = weight.contiguous(), weight.shape
-        fits = may_compact and fits_compact(data.data_ptr(), inner, rows, torch.get_num_threads())
-        return size_of(weight, bool(fits))
+        rows, inner = weight.shape
+        return size_of(weight, may_compact and bool(fits_compact(weight.contiguous(), inner, rows)))
 
     def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()
@@ -80,14 +74,14 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
         if panels is None or panels.numel() not in (size_of(weight, False), size_of(weight, True)):
             panels = torch.empty(num_elements(weight), dtype=dtype)
         is_compact = panels.numel() == size_of(weight, True) != size_of(weight, False)
-        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, is_compact, torch.get_num_threads())
+        checksum = function(weight, panels, inner, rows, is_compact)
         if ctypes.c_uint64.from_address(panels.data_ptr() + 8).value:  # it changed since its size was asked for
             return pack(weight, torch.empty(size_of(weight, False), dtype=dtype))
         return panels, int(checksum)
 
     def unpack(panels: Tensor, weight: Tensor) -> None:
         rows, inner = weight.shape
-        unpacks(panels.data_ptr(), weight.data_ptr(), inner, rows, torch.get_num_threads())
+        unpacks(panels, weight, inner, rows)
 
     # bf16 is multiplied in pairs along the inner dimension.
     return PackedLayout(
@@ -101,8 +95,8 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
 
 def quantised_layout(library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: str) -> PackedLayout:
     """Weights of `dtype` in the codes of `weight_dtype` (native/int8.cpp, int4.cpp), on any CPU."""
-    arguments = [_P, _P, _I, _I, ctypes.c_int]
-    function = bind(library, f"mi_{weight_dtype}_pack_{SUFFIXES[dtype]}", arguments, ctypes.c_uint64)
+    name = f"mi_{weight_dtype}_pack_{SUFFIXES[dtype]}"
+    function = bind_threaded(library, name, [_P, _P, _I, _I], ctypes.c_uint64)
     num_bytes = bind(library, f"mi_{weight_dtype}_bytes", [_I, _I], _I)
 
     def num_elements(weight: Tensor) -> int:
@@ -115,8 +109,7 @@ def quantised_layout(library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: str
         size = num_elements(weight)
         if panels is None or panels.numel() != size:
             panels = torch.empty(size, dtype=torch.uint8)
-        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
-        return panels, int(checksum)
+        return panels, int(function(weight, panels, inner, rows))
 
     return PackedLayout(
         name=QUANTISED_PANELS[weight_dtype],
@@ -394,9 +387,8 @@ def native_checksums(library: ctypes.CDLL, tensors: Sequence[Tensor]) -> list[in
 
 def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
     """64-bit order-sensitive checksum of a CPU tensor's bytes, at memory speed."""
-    function = bind(library, "mi_checksum", [_P, _I, ctypes.c_int], ctypes.c_uint64)
-    data = tensor.detach().contiguous()
-    return int(function(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads()))
+    function = bind_threaded(library, "mi_checksum", [_P, _I], ctypes.c_uint64)
+    return int(function(tensor.detach().contiguous(), tensor.nbytes))
 
 
 class AttentionStep(ctypes.Structure):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import RELU, SQUARED_RELU, SWIGLU, Form
 from megatron_infer.kernels.experts import ExpertWeights, RoutingRules
+from megatron_infer.kernels.native.native_call import bind
 from megatron_infer.kernels.packing import PackedLinears
 
 ACTIVATIONS = {SWIGLU: 0, Form(RELU): 1, Form(SQUARED_RELU): 2}
@@ -57,9 +58,7 @@ class NativeRouter:
     """The choice of a router from its logits. A token has the same choice and weights alone and among others."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._route = library.mi_route
-        self._route.argtypes = [_P, _P, _P, _P, _I, ctypes.c_int]
-        self._route.restype = None
+        self._route = bind(library, "mi_route", [_P, _P, _P, _P, _I, ctypes.c_int])
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> tuple[Tensor, Tensor] | None:
         """(weights, chosen), both [T, E], as megatron-core's router gives them; None: not by these rules or inputs.

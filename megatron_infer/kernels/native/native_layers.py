@@ -17,7 +17,8 @@ from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.activations import Form
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.experts import ExpertWeights, RoutingRules
-from megatron_infer.kernels.native.cpu_native import FP32_SUFFIXES, KERNELS, SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.native.cpu_native import FP32_SUFFIXES, KERNELS, SUFFIXES, NativePagedAttention
+from megatron_infer.kernels.native.native_call import bind
 from megatron_infer.kernels.native.native_experts import (
     ACTIVATIONS,
     ExpertsStruct,

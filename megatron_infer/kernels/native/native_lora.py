@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.lora import PackedPair, PairBlock
-from megatron_infer.kernels.native.cpu_native import SUFFIXES, bind
+from megatron_infer.kernels.native.cpu_native import SUFFIXES
+from megatron_infer.kernels.native.native_call import bind
 
 COLUMNS = 32
 """Outputs of a linear in one block of B (kColumns in native/lora.cpp)."""

@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from megatron_infer.kernels.native.native_call import bind_threaded
+
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -14,10 +16,9 @@ class NativeSampling:
     """`runner.sampling.filters` and `runner.sampling.logprobs` for fp32 logits on a CPU; the tokens are the same."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._argmax, self._draw, self._score = library.mi_argmax, library.mi_draw, library.mi_score
-        self._argmax.argtypes, self._argmax.restype = [_P, _I, _I, _I, _P, _P, ctypes.c_int], None
-        self._draw.argtypes, self._draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
-        self._score.argtypes, self._score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
+        self._argmax = bind_threaded(library, "mi_argmax", [_P, _I, _I, _I, _P, _P])
+        self._draw = bind_threaded(library, "mi_draw", [_P, _I, _I, _I, *[_P] * 6])
+        self._score = bind_threaded(library, "mi_score", [_P, _I, _I, _I, _P, _I, *[_P] * 6])
 
     def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
         """(lowest id of the largest logit, that logit in fp32) of each row; rows may be strided.
@@ -27,15 +28,7 @@ class NativeSampling:
         rows, vocab = logits_SV.shape
         assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
         token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        self._argmax(
-            logits_SV.data_ptr(),
-            logits_SV.stride(0),
-            rows,
-            vocab,
-            token.data_ptr(),
-            top.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self._argmax(logits_SV, logits_SV.stride(0), rows, vocab, token, top)
         return token, top
 
     def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -49,20 +42,9 @@ class NativeSampling:
         assert columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
         token, cut_id, mass = torch.empty(3, rows, dtype=torch.int64)
         top, cut_logit = torch.empty(2, rows)
-        self._draw(
-            logits_MV.data_ptr(),
-            logits_MV.stride(0),
-            rows,
-            vocab,
-            columns_5M.data_ptr(),
-            token.data_ptr(),
-            top.data_ptr(),
-            cut_logit.data_ptr(),
-            cut_id.data_ptr(),
-            mass.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return token, top, cut_logit, cut_id, mass
+        drawn = token, top, cut_logit, cut_id, mass
+        self._draw(logits_MV, logits_MV.stride(0), rows, vocab, columns_5M, *drawn)
+        return drawn
 
     def score(
         self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
@@ -77,23 +59,10 @@ class NativeSampling:
         assert token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
         logprob, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         top_ids, top_logprobs = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
-        if known is not None:
-            mass, largest = known
+        mass, largest = known or (None, None)
+        if mass is not None and largest is not None:
             assert mass.dtype is torch.int64 and largest.dtype is torch.float32 and len(mass) == len(largest) == rows
             assert mass.is_contiguous() and largest.is_contiguous()
-        self._score(
-            logits_AV.data_ptr(),
-            logits_AV.stride(0),
-            rows,
-            vocab,
-            token_A.data_ptr(),
-            top,
-            None if known is None else known[0].data_ptr(),
-            None if known is None else known[1].data_ptr(),
-            logprob.data_ptr(),
-            rank.data_ptr(),
-            top_ids.data_ptr(),
-            top_logprobs.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return logprob, rank, top_ids, top_logprobs
+        scored = logprob, rank, top_ids, top_logprobs
+        self._score(logits_AV, logits_AV.stride(0), rows, vocab, token_A, top, mass, largest, *scored)
+        return scored

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.native.cpu_native import SUFFIXES, bind, point_at
+from megatron_infer.kernels.native.cpu_native import SUFFIXES, point_at
+from megatron_infer.kernels.native.native_call import bind
 from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 
 MAX_STATE_DIM = 256

@@ -17,8 +17,8 @@ from megatron_infer.kernels.native.cpu_native import (
     SUFFIXES,
     AttentionStep,
     NativePagedAttention,
-    bind,
 )
+from megatron_infer.kernels.native.native_call import bind
 from megatron_infer.kernels.torch.sparse_attention import SparseQueries
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
