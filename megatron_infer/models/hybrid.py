@@ -113,7 +113,7 @@ def hybrid_spec(
     """
     if not extensions_of(config).has_only(MULTIPLIERS if parallel else ()):
         raise ConfigError("a hybrid with the extensions of a config is not supported")
-    plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
+    plain = submodules_of(layer_spec(config, has_experts=False))
     mixer = ModuleSpec(
         module=SlottedMambaMixer,
         params={"norm_groups": norm_groups, **mixer_options},
@@ -152,7 +152,7 @@ def hybrid_spec(
         mlp_layer=ModuleSpec(module=PagedMLPLayer, submodules=mlp),
     )
     if config.num_moe_experts is not None:
-        expert = submodules_of(layer_spec(config, num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm))
+        expert = submodules_of(layer_spec(config, has_experts=True))
         experts = TransformerLayerSubmodules(pre_mlp_layernorm=TorchNorm, mlp=expert.mlp, mlp_bda=get_bias_dropout_add)
         stack.moe_layer = ModuleSpec(module=PagedTransformerLayer, submodules=experts)
     return ModuleSpec(module=TorchHybridStack, submodules=stack)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +33,7 @@ from megatron_infer.models.mcore_compat import (
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     latent_attention_on_cpu,
+    layer_offset,
     spec_module,
     submodules_of,
     with_module,
@@ -132,46 +132,31 @@ class TorchLatentAttention(PAGED_ATTENTION[MLASelfAttention]):  # type: ignore[m
 def gpt_spec(
     config: TransformerConfig,
     *,
-    num_experts: int | None = None,
-    qk_layernorm: bool | None = None,
-    normalization: str | None = None,
     pp_rank: int | None = None,
     vp_stage: int | None = None,
     stock: bool = False,
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
-    Pass it as GPTModel's `transformer_layer_spec`. Arguments that are None come from the config. State-dict and
-    checkpoint keys are those of megatron-core's local spec. `config.moe_layer_freq` decides which layers have experts.
-    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state. vp_stage: the chunk of
-    that stage, where it has several. stock: with the classes of megatron-core's local spec, which train on CUDA only,
-    and which adoption makes paged in place.
+    Pass it as GPTModel's `transformer_layer_spec`. State-dict and checkpoint keys are those of megatron-core's local
+    spec. `config.moe_layer_freq` decides which layers have experts. pp_rank: the pipeline stage of these layers; None
+    takes it from megatron-core's global state. vp_stage: the chunk of that stage, where it has several. stock: with the
+    classes of megatron-core's local spec, which train on CUDA only, and which adoption makes paged in place.
     """
-    num_experts = config.num_moe_experts if num_experts is None else num_experts
-    qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
-    if normalization is not None and normalization != config.normalization:
-        raise ConfigError(
-            f"normalization={normalization!r}, but config.normalization={config.normalization!r}; "
-            "the norm's class reads the config: set it there"
-        )
-    if num_experts is not None and num_experts != config.num_moe_experts:
-        raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")
     count = config.num_layers
-    has_experts = [False] * count if num_experts is None else expert_layers(count, config.moe_layer_freq)
+    has_experts = [False] * count if config.num_moe_experts is None else expert_layers(count, config.moe_layer_freq)
     is_delta = delta_layers(count, getattr(config, "linear_attention_freq", None))
     if stock and any(is_delta):
         raise ConfigError("megatron-core's own gated delta nets need flash-linear-attention; use the paged spec")
-    one_layer = partial(layer_spec, config, qk_layernorm=qk_layernorm, stock=stock)
+    kinds = list(zip(has_experts, is_delta, strict=True))
     made = {
-        (experts, delta): one_layer(num_experts=num_experts if experts else None, is_delta=delta)
-        for experts, delta in {*zip(has_experts, is_delta, strict=True)}
+        (experts, delta): layer_spec(config, has_experts=experts, is_delta=delta, stock=stock)
+        for experts, delta in set(kinds)
     }
-    layers = [made[kind] for kind in zip(has_experts, is_delta, strict=True)]
+    layers = [made[kind] for kind in kinds]
     norm = submodules_of(layers[0]).input_layernorm
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     if count != config.num_layers:
-        from megatron_infer.models.mcore_compat import layer_offset
-
         first = layer_offset(config, pp_rank, vp_stage)
         layers = layers[first : first + count]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm if norm is IdentityOp else norm)
@@ -195,27 +180,22 @@ def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> An
 
 
 def layer_spec(
-    config: TransformerConfig,
-    *,
-    num_experts: int | None,
-    qk_layernorm: bool,
-    stock: bool = False,
-    is_delta: bool = False,
+    config: TransformerConfig, *, has_experts: bool, stock: bool = False, is_delta: bool = False
 ) -> ModuleSpec:
     """One paged decoder layer with torch's SDPA and norms, and an MLP or experts. stock: see `gpt_spec`.
 
     is_delta: with a gated delta net in the place of attention.
     """
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts,
-        qk_layernorm=qk_layernorm,
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         multi_latent_attention=config.multi_latent_attention,
     )
     layer = submodules_of(spec)
     extensions = extensions_of(config)
-    if num_experts is not None:  # stock where CUDA is available
+    if has_experts:  # stock where CUDA is available
         submodules_of(layer.mlp).router = SoftmaxRouter if extensions.softmax_scores else DeviceAgnosticRouter
         if getattr(config, "moe_latent_size", None) and not stock:
             layer.mlp = with_module(layer.mlp, LatentMoELayer)
@@ -242,11 +222,11 @@ def layer_spec(
         layer.self_attention.module = TorchLatentAttention
         if getattr(config, "experimental_attention_variant", None) == "dsa":
             attention.core_attention = TorchSparseAttention
-        norm = TorchNorm if qk_layernorm else IdentityOp
+        norm = TorchNorm if config.qk_layernorm else IdentityOp
         attention.q_layernorm, attention.kv_layernorm = (IdentityOp if config.q_lora_rank is None else norm), norm
-    elif qk_layernorm and not config.qk_l2_norm:
+    elif config.qk_layernorm and not config.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    if extensions.whole_head_norms and not qk_layernorm:
+    if extensions.whole_head_norms and not config.qk_layernorm:
         raise ConfigError("whole_head_norms=True needs qk_layernorm=True")
     if extensions.local_rotary_base is not None and config.window_size is None:
         raise ConfigError(
@@ -255,7 +235,7 @@ def layer_spec(
     if extensions.whole_head_norms:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if extensions.norms != "before":
-        if num_experts is not None:
+        if has_experts:
             raise ConfigError(f"norms {extensions.norms} experts are not supported")
         attention.linear_proj = submodules_of(layer.mlp).linear_fc2 = NormedRowParallelLinear
     if extensions.mixes_heads and (extensions.local_rotary_base is None or extensions.whole_head_norms):

@@ -30,7 +30,7 @@ from megatron_infer.models.mcore_compat import (
     TopKRouter,
     TransformerLayer,
 )
-from megatron_infer.models.specs import gpt_spec, with_inference
+from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import EXPERTS, stock_spec, tiny_config, tiny_gpt, tiny_hybrid
 
@@ -427,14 +427,6 @@ def test_with_inference_refuses_what_has_no_self_attention():
     spec.submodules.self_attention.module = TheirMLP
     with pytest.raises(AdoptionError, match="self_attention: TheirMLP is neither megatron-core's SelfAttention nor"):
         with_inference(spec)
-
-
-def test_gpt_spec_refuses_arguments_that_contradict_the_config():
-    config = tiny_config()
-    with pytest.raises(ConfigError, match=r"normalization='LayerNorm', but config\.normalization='RMSNorm'"):
-        gpt_spec(config, normalization="LayerNorm")
-    with pytest.raises(ConfigError, match=r"num_experts=4, but config\.num_moe_experts=None"):
-        gpt_spec(config, num_experts=4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
