@@ -1,6 +1,8 @@
-"""Which backend and device a process group uses."""
+"""Which backend and device a process group uses, its size and this process's place in it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,3 +21,13 @@ def backend_on(group: ProcessGroup | None, device_type: str) -> str:
 def device_of(group: ProcessGroup | None) -> torch.device:
     """The device that tensors must be on for the group's main backend."""
     return torch.device("cuda" if backend_on(group, "cuda") == "nccl" else "cpu")
+
+
+def group_size(group: Any) -> int:
+    """Ranks in a process group; 1 for None."""
+    return 1 if group is None else int(group.size())
+
+
+def group_rank(group: Any) -> int:
+    """This process's place in a process group; 0 for None."""
+    return 0 if group is None else int(group.rank())

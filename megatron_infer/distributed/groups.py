@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.distributed.backends import device_of
+from megatron_infer.distributed.backends import device_of, group_rank, group_size
 from megatron_infer.distributed.lockstep import LocalLockstep, Lockstep
 from megatron_infer.distributed.rank_links import RankLinks, connect
 from megatron_infer.errors import ConfigError
@@ -54,20 +54,20 @@ class ParallelGroups:
     """Expert-parallel ranks have requests of their own (data-parallel attention): `dp` is the trainer's group, with
     these ranks."""
 
-    tp_rank = property(lambda self: _rank(self.tp))
-    tp_size = property(lambda self: _size(self.tp))
-    pp_rank = property(lambda self: _rank(self.pp))
-    pp_size = property(lambda self: _size(self.pp))
-    ep_rank = property(lambda self: _rank(self.ep))
-    ep_size = property(lambda self: _size(self.ep))
-    dp_rank = property(lambda self: _rank(self.dp))
-    dp_size = property(lambda self: _size(self.dp))
-    cp_rank = property(lambda self: _rank(self.cp))
-    cp_size = property(lambda self: _size(self.cp))
-    data_rank = property(lambda self: _rank(self.data))
-    data_size = property(lambda self: _size(self.data))
-    engine_rank = property(lambda self: _rank(self.engine))
-    engine_size = property(lambda self: _size(self.engine))
+    tp_rank = property(lambda self: group_rank(self.tp))
+    tp_size = property(lambda self: group_size(self.tp))
+    pp_rank = property(lambda self: group_rank(self.pp))
+    pp_size = property(lambda self: group_size(self.pp))
+    ep_rank = property(lambda self: group_rank(self.ep))
+    ep_size = property(lambda self: group_size(self.ep))
+    dp_rank = property(lambda self: group_rank(self.dp))
+    dp_size = property(lambda self: group_size(self.dp))
+    cp_rank = property(lambda self: group_rank(self.cp))
+    cp_size = property(lambda self: group_size(self.cp))
+    data_rank = property(lambda self: group_rank(self.data))
+    data_size = property(lambda self: group_size(self.data))
+    engine_rank = property(lambda self: group_rank(self.engine))
+    engine_size = property(lambda self: group_size(self.engine))
 
     @property
     def context_place(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class ParallelGroups:
     @property
     def is_leader(self) -> bool:
         """Whether requests are added on this rank."""
-        return _rank(self.sharing) == 0
+        return group_rank(self.sharing) == 0
 
     @property
     def shares_requests(self) -> bool:
@@ -137,10 +137,10 @@ class ParallelGroups:
                     f"{getattr(own, name).size()}; give the groups that the model was built with"
                 )
         size = getattr(getattr(model, "config", None), "context_parallel_size", 1)
-        if size != _size(found["cp"]):
+        if size != group_size(found["cp"]):
             raise ConfigError(
                 f"the model's config has context_parallel_size={size}, pg_collection and the model's own groups have "
-                f"cp={_size(found['cp'])}; give the groups that the model was built with"
+                f"cp={group_size(found['cp'])}; give the groups that the model was built with"
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
@@ -350,7 +350,7 @@ def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert
 def _spanning(found: dict[str, ProcessGroup | None]) -> ProcessGroup | None:
     """The group of all ranks of the replica."""
     wide = {name: group for name in ("tp", "pp", "ep", "tp_ep") if (group := found.get(name)) is not None}
-    for group in sorted(filter(None, (found.get(name) for name in _WIDE)), key=_size):
+    for group in sorted(filter(None, (found.get(name) for name in _WIDE)), key=group_size):
         if all(_within(part, group) for part in wide.values()):
             return group
     if wide:
@@ -372,14 +372,6 @@ def _within(part: ProcessGroup | None, whole: ProcessGroup | None) -> bool:
 def _wide(collection: Any, name: str) -> Any:
     group = getattr(collection, name, None)
     return group if hasattr(group, "size") and group.size() > 1 else None
-
-
-def _rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
-
-
-def _size(group: ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
 
 
 def _backend(group: ProcessGroup) -> Any:

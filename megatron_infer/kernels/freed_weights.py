@@ -129,13 +129,10 @@ def add_unpack_hooks(packed: PackedLinears, modules: Iterable[torch.nn.Module]) 
             module.register_forward_pre_hook(hook)
 
 
-def unpack_weights(model: torch.nn.Module, *, for_good: bool = False) -> None:
-    """Unpack what an engine has freed of its model's weights, for another reader.
-
-    They stay until the engine accepts new ones; for_good: from then on, too.
-    """
+def unpack_weights(model: torch.nn.Module) -> None:
+    """Unpack what an engine has freed of its model's weights, for another reader, and free none from then on."""
     for hook in _hooks_of(model):
-        hook.packed.keeps_weights |= for_good
+        hook.packed.keeps_weights = True
         hook.packed.unpack()
 
 

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadAdvice:
-    """A thread count and its source."""
-
-    num_threads: int
-    reason: str
 
 
 def _physical_cores(cpus: set[int], topology: Path) -> int:
@@ -40,25 +31,22 @@ def _cgroup_cpus(cpu_max: Path) -> int | None:
 
 def default_threads(
     *, topology: Path = Path("/sys/devices/system/cpu"), cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")
-) -> ThreadAdvice:
+) -> int:
     """One thread for each physical core that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
-        return ThreadAdvice(num_threads=int(asked), reason="OMP_NUM_THREADS")
+        return int(asked)
     if hasattr(os, "sched_getaffinity"):
         cpus = os.sched_getaffinity(0)
     else:
         cpus = set(range(os.cpu_count() or 1))
     cores = _physical_cores(cpus, topology)
     quota = _cgroup_cpus(cpu_max)
-    if quota is not None and quota < cores:
-        return ThreadAdvice(num_threads=quota, reason="the container's CPU quota")
-    return ThreadAdvice(num_threads=cores, reason="physical cores this process may run on")
+    return cores if quota is None else min(cores, quota)
 
 
-def apply_cpu_settings(num_threads: int | None = None) -> ThreadAdvice:
+def apply_cpu_settings(num_threads: int | None = None) -> None:
     """Set torch's thread count (None: `default_threads`)."""
-    advice = default_threads() if num_threads is None else ThreadAdvice(num_threads=num_threads, reason="as asked")
-    if torch.get_num_threads() != advice.num_threads:
-        torch.set_num_threads(advice.num_threads)
-    return advice
+    count = default_threads() if num_threads is None else num_threads
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)

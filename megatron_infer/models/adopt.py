@@ -83,7 +83,7 @@ def adopt(
         paged: AdoptedModel = as_paged(name)
         return paged
     live = unwrap(model)
-    unpack_weights(live, for_good=True)
+    unpack_weights(live)
     was_adopted = any(getattr(layer, "fused", None) is not None for layer in live.decoder.layers)
     # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)

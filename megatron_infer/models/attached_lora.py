@@ -142,16 +142,10 @@ class RecordInput:
         return output
 
 
-def lora_of(linear: nn.Module) -> LinearLoRA | None:
-    """The pair on a linear that a step computes with, or None."""
+def lora_of(linear: nn.Module, *, trains_only: bool = False) -> LinearLoRA | None:
+    """The pair on a linear that a step computes with, or the one that trains only; None: there is none."""
     found = linear._modules.get(CHILD)
-    return found if isinstance(found, LinearLoRA) and not found.trains_only else None
-
-
-def pair_beside_steps(linear: nn.Module) -> LinearLoRA | None:
-    """The pair on a linear that trains only, or None."""
-    found = linear._modules.get(CHILD)
-    return found if isinstance(found, LinearLoRA) and found.trains_only else None
+    return found if isinstance(found, LinearLoRA) and found.trains_only is trains_only else None
 
 
 def attached(model: nn.Module) -> Iterator[LinearLoRA]:

@@ -52,6 +52,7 @@ CAPPED_CORES = tuple(
 
 
 def name_of(kind: type) -> str:
+    """The full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

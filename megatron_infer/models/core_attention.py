@@ -10,13 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.models.context_parallel import gather_positions, take_own
 from megatron_infer.models.extensions import extensions_of
 from megatron_infer.models.mcore_compat import (
     AttnMaskType,
     MegatronModule,
     TransformerConfig,
-    group_size,
     is_layer_window_attention,
     packed_lengths,
     sharded_tensors,

@@ -29,7 +29,7 @@ from megatron_infer.kernels.native.native_lora import NativeLoRA
 from megatron_infer.kernels.native.native_sampling import NativeSampling
 from megatron_infer.kernels.native.native_scan import NativeScan
 from megatron_infer.models.adopt import AdoptedModel, adopt
-from megatron_infer.models.attached_lora import attached, pair_beside_steps
+from megatron_infer.models.attached_lora import attached, lora_of
 from megatron_infer.models.exact_step import DifferentiableOps, TrainedPair, TrainedPairs, TrainingStep
 from megatron_infer.models.mcore_compat import MoELayer, packed_lengths
 from megatron_infer.models.model_chunks import chunks_of
@@ -141,7 +141,7 @@ class ExactForward:
         pairs: dict[str, Any] = {
             path: TrainedPair(pair, linear)
             for path, linear in adopted.linears.items()
-            if (pair := pair_beside_steps(self.live.get_submodule(linear.name))) is not None
+            if (pair := lora_of(self.live.get_submodule(linear.name), trains_only=True)) is not None
         }
         adopted.set_lora(pairs)
         self._lora = TrainedPairs(NativeLoRA(library, self._dtype)) if pairs else None

@@ -448,9 +448,8 @@ class SplitHeads(LayerOp):
 class Attend(LayerOp):
     """`Heads` -> paged attention [T, N * H]."""
 
-    def __init__(self, layer: int, spec: AttendSpec, form: HeadForm | None = None) -> None:
+    def __init__(self, layer: int, spec: AttendSpec) -> None:
         self.layer, self.spec = layer, spec
-        self.form = form or HeadForm()
 
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, v_TKH = qkv
@@ -468,6 +467,10 @@ class GatedAttend(Attend):
 
 class FormedAttend(Attend):
     """`Heads` in a form of the layer's own -> paged attention [T, N * value_dim]."""
+
+    def __init__(self, layer: int, spec: AttendSpec, form: HeadForm) -> None:
+        super().__init__(layer, spec)
+        self.form = form
 
     def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q_TKGH, k_TKH, v_TKV = qkv

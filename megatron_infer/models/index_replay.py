@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.models.mcore_compat import DSAttention
-from megatron_infer.models.model_chunks import chunks_of
-from megatron_infer.models.router_replay import ReplayedRows
+from megatron_infer.models.indexer import is_sparse
+from megatron_infer.models.router_replay import ReplayedRows, named_layers, recorded
 from megatron_infer.models.sparse_module import TorchSparseAttention
 
 _CALLER = "replay_index_choices"
@@ -134,12 +132,10 @@ def _sharing(core: Any, replay: _Replay) -> Iterator[None]:
 
 def _attentions(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
     """(name, core attention) of the model's sparse attention, first to last."""
-    for number, chunk in enumerate(chunks := chunks_of(model)):
-        prefix = f"chunk {number}: " if len(chunks) > 1 else ""
-        for i, layer in enumerate(unwrap(chunk).decoder.layers):
-            core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-            if type(core) in (TorchSparseAttention, DSAttention):
-                yield f"{prefix}decoder.layers.{i}.self_attention.core_attention", core
+    for name, layer in named_layers(model):
+        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if is_sparse(core):
+            yield f"{name}.self_attention.core_attention", core
 
 
 def _check(name: str, core: Any) -> None:
@@ -157,15 +153,10 @@ def _check(name: str, core: Any) -> None:
 
 def _checked(i: int, array: Any, length: int, layers: int) -> np.ndarray:
     """The array as int64; raises ModelError when it does not fit this sequence and model."""
-    found = np.asarray(array)
     where = f"{_CALLER}: choices[{i}]"
-    if found.ndim != 3 or found.dtype.kind != "i":
-        raise ModelError(f"{where} is {found.dtype} of shape {found.shape}, not integers [positions, layers, keys]")
-    if found.shape[1] != layers:
-        raise ModelError(f"{where} has {found.shape[1]} layers, the model {layers} with an indexer")
-    if len(found) not in (length - 1, length):
-        raise ModelError(f"{where} is of {len(found)} positions, its sequence has {length} tokens (the last may lack)")
-    keys: np.ndarray = found.astype(np.int64)
+    keys = recorded(where, array, length, "keys")
+    if keys.shape[1] != layers:
+        raise ModelError(f"{where} has {keys.shape[1]} layers, the model {layers} with an indexer")
     own = np.arange(len(keys))[:, None, None]
     if (keys < _NO_KEY).any() or (keys > own).any() or not (keys.max(-1, initial=_NO_KEY) >= 0).all():
         raise ModelError(f"{where} names keys that its positions do not see, or none of a position")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.adopt import AdoptedModel
@@ -128,7 +129,7 @@ def trace_forward(
     tp: the group that tensors are split over, None for one process. Where sequence parallelism divides positions over
     its ranks they are gathered: every rank gets all positions, but of the logits its own part of the vocabulary.
     """
-    size = 1 if tp is None else tp.size()
+    size = group_size(tp)
     length = len(ids)
     padded = length + (-length % size if model.config.sequence_parallel else 0)
     device = next(model.parameters()).device

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.kernels.ssm import RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch import delta_rule
 from megatron_infer.models.context_parallel import gather_positions, take_own
-from megatron_infer.models.mcore_compat import group_size, packed_lengths
+from megatron_infer.models.mcore_compat import packed_lengths
 
 
 def mix(xBC_SbC: Tensor, dt_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, *, chunk: int) -> Tensor:

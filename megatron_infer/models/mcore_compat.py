@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import ModelError
 from megatron_infer.models.late_compile import compiling_late
 from megatron_infer.models.module_guard import megatron_fsdp_classes
@@ -374,11 +375,6 @@ def packed_lengths(packed: Any, *, length: int, batch: int) -> list[int]:
     padded = getattr(packed, "cu_seqlens_q_padded", None)
     starts = [*(packed.cu_seqlens_q if padded is None else padded).tolist(), length]
     return [end - start for start, end in itertools.pairwise(starts) if end > start]
-
-
-def group_size(group: Any) -> int:
-    """Ranks in a process group; 1 for None."""
-    return 1 if group is None else group.size()
 
 
 def cuda_available() -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from megatron_infer.kernels.native.native_module_guard import bind_module_guard
+from megatron_infer.models.bridge_modules import name_of
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = (PACKAGE, "megatron.core", "torch", "transformer_engine", "apex")
@@ -86,9 +87,11 @@ class ModuleRecord(NamedTuple):
     def difference(self, now: ModuleRecord) -> str:
         """What another record says of the module at this path."""
         if self.module != now.module:
-            return f"is another module than the one that was adopted ({_name(self.class_)}, now {_name(now.class_)})"
+            return (
+                f"is another module than the one that was adopted ({name_of(self.class_)}, now {name_of(now.class_)})"
+            )
         if self.class_ is not now.class_:
-            return f"changed its class from {_name(self.class_)} to {_name(now.class_)}"
+            return f"changed its class from {name_of(self.class_)} to {name_of(now.class_)}"
         if self.hooks != now.hooks:
             return f"has {now.hooks} forward hooks, and had {self.hooks} when it was adopted"
         if self.patched != now.patched:
@@ -161,7 +164,7 @@ class ModuleGuard:
             return None
         for path, record in now.records.items():
             if (before := self.records.get(path)) is None:
-                return path, f"is a module that was not there when the model was adopted ({_name(record.class_)})"
+                return path, f"is a module that was not there when the model was adopted ({name_of(record.class_)})"
             if before != (record if calls else record._replace(hooks=before.hooks, patched=before.patched)):
                 return path, before.difference(record)
         gone = next((path for path in self.records if path not in now.records), None)
@@ -304,10 +307,6 @@ def _is_ours(function: Any) -> bool:
         return True
     owner = getattr(function, "__self__", function)
     return type(owner).__module__.partition(".")[0] == PACKAGE and not isinstance(owner, torch.nn.Module)
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _listed(parameters: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> str:

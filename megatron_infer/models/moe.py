@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertChoice, ExpertsBackend, ExpertWeights, RoutingRules
@@ -24,7 +25,6 @@ from megatron_infer.models.mcore_compat import (
     TopKRouter,
     TransformerConfig,
     cuda_available,
-    group_size,
     latent_projections_of,
     rounds_router_scores,
     topk_routing,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.kernels.base import RotaryTable
 from megatron_infer.models.context_parallel import take_own
 from megatron_infer.models.mcore_compat import (
     RotaryEmbedding,
     YarnRotaryEmbedding,
     cuda_available,
-    group_size,
     yarn_concentration,
     yarn_frequencies,
 )

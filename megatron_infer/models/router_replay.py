@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.models.context_parallel import gather_positions, take_own
-from megatron_infer.models.mcore_compat import MoELayer, group_size, replay_forward, sequence_parts
+from megatron_infer.models.mcore_compat import MoELayer, replay_forward, sequence_parts
 from megatron_infer.models.model_chunks import chunks_of
 
 _UNKNOWN = -1
@@ -239,21 +240,25 @@ def _recomputes(model: Any) -> bool:
 
 def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
     """(name, router) of the model's mixture-of-experts layers, first to last."""
+    for name, layer in named_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, MoELayer):
+            yield f"{name}.mlp.router", mlp.router
+
+
+def named_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """(name, decoder layer) of a model or of a list of its chunks, first to last."""
     chunks = chunks_of(model)
     for number, chunk in enumerate(chunks):
         prefix = f"chunk {number}: " if len(chunks) > 1 else ""
         for i, layer in enumerate(unwrap(chunk).decoder.layers):
-            mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, MoELayer):
-                yield f"{prefix}decoder.layers.{i}.mlp.router", mlp.router
+            yield f"{prefix}decoder.layers.{i}", layer
 
 
 def _check_router(name: str, router: Any) -> None:
     """Raise ModelError for a router that would not call `router_replay`."""
     reason = None
-    if not hasattr(router, "router_replay"):
-        reason = "this megatron-core has no place for a recorded choice; it has one from 0.16 on"
-    elif router.routing_type == "sinkhorn":
+    if router.routing_type == "sinkhorn":
         reason = "sinkhorn routing does not choose by top-k"
     elif router.config.moe_router_fusion:
         reason = "moe_router_fusion=True chooses inside a kernel; turn it off"
@@ -263,22 +268,26 @@ def _check_router(name: str, router: Any) -> None:
 
 def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_experts: int) -> np.ndarray:
     """The array as int64; raises ModelError when it does not fit this sequence and model."""
-    found = np.asarray(array)
     where = f"replay_routing: routing[{i}]"
-    if found.ndim != 3 or found.dtype.kind not in "ui":
-        raise ModelError(f"{where} is {found.dtype} of shape {found.shape}, not integers [positions, layers, top-k]")
-    if found.shape[1:] != (layers, top_k):
-        raise ModelError(
-            f"{where} has {found.shape[1]} layers of {found.shape[2]} experts, the model {layers} of {top_k}"
-        )
-    if len(found) not in (length - 1, length):
-        raise ModelError(f"{where} is of {len(found)} positions, its sequence has {length} tokens (the last may lack)")
-    ids: np.ndarray = found.astype(np.int64)
+    ids = recorded(where, array, length, "top-k")
+    if ids.shape[1:] != (layers, top_k):
+        raise ModelError(f"{where} has {ids.shape[1]} layers of {ids.shape[2]} experts, the model {layers} of {top_k}")
     if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
         raise ModelError(f"{where} names experts {ids.min()} to {ids.max()}, the model has 0 to {num_experts - 1}")
     if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
         raise ModelError(f"{where} sends a token to the same expert twice")
     return ids
+
+
+def recorded(where: str, array: Any, length: int, last: str) -> np.ndarray:
+    """A record of a sequence as int64 [positions, layers, `last`]; raises ModelError where it is none of its length."""
+    found = np.asarray(array)
+    if found.ndim != 3 or found.dtype.kind not in "ui":
+        raise ModelError(f"{where} is {found.dtype} of shape {found.shape}, not integers [positions, layers, {last}]")
+    if len(found) not in (length - 1, length):
+        raise ModelError(f"{where} is of {len(found)} positions, its sequence has {length} tokens (the last may lack)")
+    integers: np.ndarray = found.astype(np.int64)
+    return integers
 
 
 def _context_ranks(module: Any) -> Any:

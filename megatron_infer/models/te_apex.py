@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.te_tensors import TE_PACKAGE
-from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, is_of
+from megatron_infer.models.bridge_modules import NORMED_ROW_LINEAR, is_of, name_of
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
@@ -43,7 +43,7 @@ class LiveParameters:
 
 def qualified(module: Any) -> str:
     """The full name of a module's class, for errors."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return name_of(type(module))
 
 
 def _is(module: Any, where: tuple[str, str]) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.distributed.backends import group_rank, group_size
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.activations import ScaledActivation, quick_gelu, squared_relu, tanh_gelu
 from megatron_infer.models.extensions import Extensions
@@ -127,7 +128,7 @@ def build_model(
 
 def load_weights(model: GPTModel | MambaModel, source: ModelSource) -> None:
     """Read this rank's part of the weights into a model that `build_model` made of the source's description."""
-    source.load_into(model, _shard(model, group_size(model.pg_collection.tp)))
+    source.load_into(model, Shard.of(model.pg_collection.tp))
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
@@ -442,22 +443,6 @@ def _native_rope(scaling: RopeScaling | None) -> bool:
     if scaling is None or scaling.kind == "linear":
         return True
     return scaling.kind == "llama3" and all(getattr(scaling, key) == value for key, value in _LLAMA3_NATIVE.items())
-
-
-def _shard(model: GPTModel | MambaModel, tensor_parallel: int) -> Shard:
-    if tensor_parallel == 1:
-        return Shard()
-    return Shard(rank=group_rank(model.pg_collection.tp), size=tensor_parallel)
-
-
-def group_size(group: Any) -> int:
-    """Ranks in a process group; 1 for None."""
-    return 1 if group is None else group.size()
-
-
-def group_rank(group: Any) -> int:
-    """This process's place in a process group; 0 for None."""
-    return 0 if group is None else group.rank()
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.activations import ScaledActivation
-from megatron_infer.models.bridge_modules import is_bridge
+from megatron_infer.models.bridge_modules import is_bridge, name_of
 from megatron_infer.models.extensions import extensions_of
-from megatron_infer.models.loading.build_model import ACTIVATIONS, group_size
+from megatron_infer.models.loading.build_model import ACTIVATIONS
 from megatron_infer.models.loading.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.models.loading.checkpoint_files import tensors_only
 from megatron_infer.models.loading.checkpoint_hybrid import (
@@ -283,8 +284,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
     hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
     for name, module in model.named_modules():
         if is_bridge(module):
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            raise ModelError(f"{name} is a {kind}, which a model description cannot express yet")
+            raise ModelError(f"{name} is a {name_of(type(module))}, which a model description cannot express yet")
     if config.num_moe_experts and hybrid is None:
         fields = expert_fields(lambda key: getattr(config, key, None), in_gpt=True)
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_infer.distributed.backends import group_rank, group_size
 from megatron_infer.models.loading.families import Family, family_of
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.parameter_layouts import LAYOUTS, Layout, sizes_of
@@ -43,6 +44,11 @@ class Shard:
     rank: int = 0
     size: int = 1
 
+    @classmethod
+    def of(cls, tp: Any) -> Shard:
+        """tp: the process group; None: one rank."""
+        return cls(rank=group_rank(tp), size=group_size(tp))
+
     def span(self, total: int) -> Span:
         share = total // self.size
         return self.rank * share, (self.rank + 1) * share
@@ -67,7 +73,7 @@ class ExpertPlace:
         for module in model.modules():
             ep, tp = getattr(module, "ep_group", None), getattr(module, "tp_group", None)
             if hasattr(module, "local_experts") and ep is not None and tp is not None:
-                return cls(rank=ep.rank(), size=ep.size(), shard=Shard(rank=tp.rank(), size=tp.size()))
+                return cls(rank=ep.rank(), size=ep.size(), shard=Shard.of(tp))
         return cls()
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_infer.distributed.backends import group_rank, group_size
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError, WrongState, unknown_name
 from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.models.attached_lora import CHILD, AddProduct, LinearLoRA, RecordInput, attached
-from megatron_infer.models.loading.build_model import group_rank, group_size
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.models.lora.bank import parts_of
@@ -65,7 +65,7 @@ def attach_lora(
     """
     _check(rank, alpha, dropout, targets)
     live = _bare(model)
-    unpack_weights(live, for_good=True)
+    unpack_weights(live)
     names = _targets(live, targets)
     _check_names(live, names, description)
     linears = {path: live.get_submodule(name) for path, name in names.items()}

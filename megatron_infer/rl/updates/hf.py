@@ -17,12 +17,6 @@ from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.rl.updates.inventory import listed
 
 
-def shard_of(model: Any) -> Shard:
-    """This rank's part of tensor parallelism."""
-    group = model.pg_collection.tp
-    return Shard() if group is None else Shard(rank=group.rank(), size=group.size())
-
-
 class HFAssembler:
     """Collects tensors until a parameter has all its sources (q, k and v, for example), then makes it."""
 
@@ -30,7 +24,7 @@ class HFAssembler:
         """plan: its architecture determines how tensors are named."""
         self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
         self._recipes, self._padded = recipes_of(model, plan)
-        self._plan, self._shard = plan, shard_of(model)
+        self._plan, self._shard = plan, Shard.of(model.pg_collection.tp)
         self._shapes = source_shapes(model, plan)
         self._padded_shapes = source_shapes(model, self._padded)
         self._missing = {name: set(recipe.sources) for name, recipe in self._recipes.items()}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_infer.distributed.backends import group_rank, group_size
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.te_tensors import is_quantised
 from megatron_infer.models.delta_net import convolved_parts, projected_parts
@@ -246,7 +247,7 @@ def _layout(model: Any, name: str, tensor: Tensor) -> Layout:
     whole, is_expert = _placed(model, name)
     groups = model.pg_collection
     group = getattr(groups, "expt_tp", None) if is_expert else groups.tp
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rank, size = group_rank(group), group_size(group)
     dim = _split_dim(whole, tensor, size)
     shape = tuple(tensor.shape)
     if dim is None:

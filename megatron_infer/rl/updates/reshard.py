@@ -127,7 +127,7 @@ class ReshardSource:
         problem, layouts = "", None
         try:
             if self._model is not None:
-                unpack_weights(self._model, for_good=True)
+                unpack_weights(self._model)
             gathered = {} if self._shards is None else self._shards.gathered_tensors()
             self._source = None if self._model is None else Inventory.of(self._model, gathered=gathered)
             layouts = self._layouts(target)

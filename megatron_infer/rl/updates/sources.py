@@ -15,11 +15,12 @@ from megatron_infer.models.loading.checkpoint import CheckpointSource, descripti
 from megatron_infer.models.loading.checkpoint_files import DistcpReader
 from megatron_infer.models.loading.families import family_of, is_hf_name, name_in_files
 from megatron_infer.models.loading.find import is_checkpoint, is_distcp
+from megatron_infer.models.loading.hf_names import Shard
 from megatron_infer.models.loading.hf_weights import SafetensorsReader, fitted, made
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.models.sharded_weights import is_dtensor
-from megatron_infer.rl.updates.hf import InMemoryReader, shard_of
+from megatron_infer.rl.updates.hf import InMemoryReader
 from megatron_infer.rl.updates.inventory import LocalTensor, listed
 from megatron_infer.rl.updates.names import check_shape, locals_of, numbering_of
 from megatron_infer.rl.updates.target import UpdateTarget
@@ -228,14 +229,14 @@ class HFSource:
                 "be complete"
             )
         try:
-            self._fitted = fitted(target.model, self._open(), self._plan, shard_of(target.model))
+            self._fitted = fitted(target.model, self._open(), self._plan, Shard.of(target.model.pg_collection.tp))
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
     def write_into(self, update: WeightSink) -> None:
         assert self._fitted is not None, "checked first"
         reader, recipes = self._fitted
-        shard = shard_of(update.target.model)
+        shard = Shard.of(update.target.model.pg_collection.tp)
         for name, recipe in recipes.items():
             local = update.target.inventory.by_name[name]
             update.put(local, made(name, local.tensor.detach(), recipe, reader, shard))

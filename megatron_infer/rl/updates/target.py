@@ -38,7 +38,7 @@ class UpdateTarget:
         model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if not is_engine:
-            unpack_weights(model, for_good=True)
+            unpack_weights(model)
         with names_only(model):
             inventory = Inventory.of(model)
         if is_engine:
