@@ -132,36 +132,54 @@ class TorchCoreAttention(MegatronModule):
         elif self.cp_group is not None and mask_type == AttnMaskType.causal:
             causal = torch.ones(num_keys, num_keys, dtype=torch.bool, device=query.device).tril()
             mask = take_own(causal, self.cp_group)
+        dropout = self.dropout if self.training else 0.0
         if self.softmax_offset is not None or self.softcap is not None:
             if mask is None and mask_type == AttnMaskType.causal:
                 mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-            return self._attend_explicitly(query, key, value, mask).permute(2, 0, 1, 3)
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            sinks = None if self.softmax_offset is None else self.softmax_offset.view(1, -1, 1, 1)
+            form = {"scale": self.softmax_scale, "softcap": self.softcap, "dropout": dropout}
+            return attend_explicitly(query, key, value, mask, sinks, **form).permute(2, 0, 1, 3)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None and mask_type == AttnMaskType.causal,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return mixed.permute(2, 0, 1, 3)
 
-    def _attend_explicitly(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, n, s, h] queries, several heads per kv head -> [b, n, s, h]; capped scores, softmax and sink in fp32."""
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        scores = (query @ key.transpose(-1, -2)).float() * self.softmax_scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        if self.softmax_offset is None:
-            return F.dropout(scores.softmax(-1).to(value.dtype), self.dropout, self.training) @ value
-        sinks = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(value.dtype)
-        return F.dropout(weights, self.dropout, self.training) @ value
+
+def attend_explicitly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """What SDPA does not compute, with gradients: capped scores, and sinks, which broadcast to [*, Q, 1].
+
+    query [*, Q, H], key and value [*, P, H], mask [*, Q, P]: True where a query sees a key -> [*, Q, H]. Scores and
+    softmax are fp32.
+    """
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+    return F.dropout(weights.to(value.dtype), dropout) @ value
 
 
 def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device) -> Tensor:

@@ -30,6 +30,7 @@ from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmWeights
 from megatron_infer.kernels.torch.cpu_torch import apply_rotary
 from megatron_infer.kernels.torch.latent_products import into_latent, out_of_latent
 from megatron_infer.models.attached_lora import LinearLoRA
+from megatron_infer.models.core_attention import attend_explicitly
 from megatron_infer.models.fused_layers import FusedLinear
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix
 
@@ -353,7 +354,9 @@ class TrainingStep:
             key, value = (x.transpose(0, 1).expand(spec.group_size, -1, -1, -1) for x in (k, v))
             query = q.permute(2, 1, 0, 3)
             if spec.softcap is not None or sinks_N is not None:
-                out = _explicit(query, key, value, sinks_N, seen, spec)
+                heads = (spec.num_kv_heads, spec.group_size)
+                sinks_GK11 = None if sinks_N is None else sinks_N.view(heads).t()[:, :, None, None]
+                out = attend_explicitly(query, key, value, seen, sinks_GK11, scale=spec.scale, softcap=spec.softcap)
             else:
                 with sdpa_kernel(SDPBackend.MATH) if length <= SHORT else nullcontext():
                     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=spec.scale)
@@ -368,21 +371,6 @@ class TrainingStep:
             return y_bLM.transpose(0, 1).flatten(0, 1)
         sequences = zip(xBC_TC.split(self.lengths), dt_TX.split(self.lengths), strict=True)
         return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in sequences])
-
-
-def _explicit(
-    query_GKTH: Tensor, key: Tensor, value: Tensor, sinks_N: Tensor | None, seen: Tensor, spec: AttendSpec
-) -> Tensor:
-    """Attention with capped scores or sinks, differentiable."""
-    scores = (query_GKTH @ key.transpose(-1, -2)).float() * spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks_N is None:
-        return scores.softmax(-1).to(value.dtype) @ value
-    sinks_GK11 = sinks_N.float().view(spec.num_kv_heads, spec.group_size).t()[:, :, None, None]
-    with_sinks = torch.cat((scores, sinks_GK11.expand(*scores.shape[:3], 1)), -1)
-    return with_sinks.softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
 def _recur(xBC_LbC: Tensor, dt_LbX: Tensor, weights: SsmWeights, spec: RecurrentSpec) -> Tensor:

@@ -73,10 +73,7 @@ def _selective_scan(mixed: Tensor, dt_SbH: Tensor, weights: SsmWeights, spec: An
 
 
 def _delta_rule(mixed: Tensor, ba_SbX: Tensor, weights: SsmWeights, spec: RecurrentSpec, chunk: int) -> Tensor:
-    width, length = spec.num_groups * spec.state_dim, len(mixed)
-    q, k, v = mixed.split((width, width, spec.inner_width), dim=-1)
-    repeats = spec.num_heads // spec.num_groups
-    q, k = (part.unflatten(-1, (spec.num_groups, -1)).repeat_interleave(repeats, dim=-2) for part in (q, k))
+    length = len(mixed)
     b, a = ba_SbX.chunk(2, dim=-1)
     log = F.softplus(a + weights.dt_bias_H) * weights.decay_H
 
@@ -85,8 +82,8 @@ def _delta_rule(mixed: Tensor, ba_SbX: Tensor, weights: SsmWeights, spec: Recurr
         x = F.pad(x, (*[0, 0] * (x.ndim - 1), 0, -length % chunk))
         return x.unflatten(0, (-1, chunk)).movedim(1, 3)
 
-    values = v.unflatten(-1, (spec.num_heads, -1))
-    terms = delta_rule.chunk_terms(*(chunked(x) for x in (q, k, values, torch.sigmoid(b), log)))
+    parts = (*delta_rule.split_heads(mixed, spec), torch.sigmoid(b), log)
+    terms = delta_rule.chunk_terms(*(chunked(x) for x in parts))
     state, outs = mixed.new_zeros(mixed.shape[1], spec.num_heads, spec.head_dim, spec.state_dim), []
     for part in zip(*terms, strict=True):
         y_bHQP, state = delta_rule.through_chunk(delta_rule.ChunkTerms(*part), state)

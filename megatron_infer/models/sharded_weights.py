@@ -50,7 +50,7 @@ class ShardedWeights:
     """The weights of one model. Every rank of the shards makes the same calls."""
 
     def __init__(self, shards: Shards, *, by_part: GatheredParts | None = None) -> None:
-        self._shards = shards
+        self.shards = shards
         self.by_part = by_part
         """The same weights where FSDP holds them in shards; None: another layout's, which are gathered all at once."""
         self._announced: list[int] | None = None
@@ -74,24 +74,6 @@ class ShardedWeights:
         shards = MegatronFsdpShards(megatron[0]) if megatron else Fsdp2Shards(chain[0])
         return cls(shards, by_part=shards)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the forward computes; shards may be elsewhere."""
-        return self._shards.device
-
-    @property
-    def groups(self) -> list[Any]:
-        """Process groups whose ranks gather together, each once, in the same order on all ranks."""
-        return self._shards.groups
-
-    def local_tensors(self) -> list[Tensor]:
-        """This rank's shards."""
-        return self._shards.local_tensors()
-
-    def check(self) -> None:
-        """Raise AdoptionError for settings with which a step would not compute what the trainer's forward does."""
-        self._shards.check()
-
     def gather(self) -> bool:
         """Gather all weights, or raise on all ranks with the model as it was -> whether the shards of any rank are
         others than when a version was announced.
@@ -99,22 +81,23 @@ class ShardedWeights:
         Raises ModelError without room for them, and OtherRankFailed where another rank failed.
         """
         assert not self.is_gathered
+        device = self.shards.device
         with self.together("making room for the gathered weights"):
-            self._shards.check()
-            self.put_back()
-            Device(self.device).trim()
-            needed, free = self._shards.num_bytes, Device(self.device).available_bytes()
+            self.shards.check()
+            self.shards.reshard()
+            Device(device).trim()
+            needed, free = self.shards.num_bytes, Device(device).available_bytes()
             if needed > free:
                 raise ModelError(
                     f"the gathered weights take {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free on "
-                    f"{self.device}; offload the optimizer's state (offload_optimizer=True), or lower buffer_size_gb"
+                    f"{device}; offload the optimizer's state (offload_optimizer=True), or lower buffer_size_gb"
                 )
             changed = self._announced is not None and self._checksums() != self._announced
         try:
             with self.together("gathering the weights"), torch.inference_mode(False):
-                self._shards.gather()
+                self.shards.gather()
         except BaseException:
-            self._shards.release()
+            self.shards.release()
             raise
         self.is_gathered, self._announced = True, None
         return self.largest("weights that changed", changed) > 0
@@ -123,7 +106,7 @@ class ShardedWeights:
         """Parameters are shards again, and the gathered weights are freed; does nothing where they are released."""
         if self.is_gathered:
             self.is_gathered = False
-            self._shards.release()
+            self.shards.release()
 
     def announce(self) -> None:
         """The shards have a new version; what they become until they are gathered is another one."""
@@ -142,22 +125,14 @@ class ShardedWeights:
         if self.is_gathered:
             yield
             return
-        put_back = self._shards.put_back()
+        put_back = self.shards.put_back()
         try:
             yield
         finally:
             put_back()
 
-    def put_back(self) -> None:
-        """Units that a forward without a backward has left gathered are in shards, so that the next one gathers."""
-        self._shards.reshard()
-
-    def reset(self) -> None:
-        """After a forward or backward that raised: the next one begins as if there had been none."""
-        self._shards.reset()
-
     def _checksums(self) -> list[int]:
-        return content_sums(self._shards.local_tensors())
+        return content_sums(self.shards.local_tensors())
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -182,7 +157,7 @@ class ShardedWeights:
     def _exchange(self, what: str, value: Any) -> dict[int, Any]:
         """Every rank's value, by rank in the world."""
         found = {dist.get_rank(): value}
-        for group in self._shards.groups:
+        for group in self.shards.groups:
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, (what, found), group=group)
             if {name for name, _ in parts} != {what}:
@@ -201,7 +176,7 @@ class Shards(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the forward computes."""
+        """Where the forward computes; shards may be elsewhere."""
         ...
 
     @property
@@ -226,7 +201,7 @@ class Shards(Protocol):
         ...
 
     def reshard(self) -> None:
-        """Free what a forward of the trainer's has left gathered."""
+        """Free what a forward of the trainer's without a backward has left gathered, so that the next one gathers."""
         ...
 
     def put_back(self) -> Callable[[], None]:
@@ -234,7 +209,7 @@ class Shards(Protocol):
         ...
 
     def reset(self) -> None:
-        """See `ShardedWeights.reset`."""
+        """After a forward or backward that raised: the next one begins as if there had been none."""
         ...
 
 

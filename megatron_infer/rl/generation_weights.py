@@ -41,7 +41,7 @@ class GenerationWeights:
         """Without wrappers."""
         if self.model is model or any(getattr(layer, "fused", None) is not None for layer in self.model.decoder.layers):
             raise ConfigError("generation_model has an engine already; build a model that nothing else uses")
-        self.ranks = LayoutRanks.of(model, collection, self.model, [] if sharded is None else sharded.groups)
+        self.ranks = LayoutRanks.of(model, collection, self.model, [] if sharded is None else sharded.shards.groups)
         self.groups = [self.ranks.all]
         self._model = model
         self._sharded = sharded
@@ -70,19 +70,19 @@ class GenerationWeights:
 
     def local_tensors(self) -> list[Tensor]:
         if self._sharded is not None:
-            return self._sharded.local_tensors()
+            return self._sharded.shards.local_tensors()
         return [tensor.detach() for tensor in guarded_tensors(self._model)]
 
     def check(self) -> None:
         """Whatever else does not fit is found by the plan, before anything moves."""
         if self._sharded is not None:
-            self._sharded.check()
+            self._sharded.shards.check()
 
     def gather(self) -> None:
         for tensor in self._tensors:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._sharded is not None:
-            self._sharded.put_back()
+            self._sharded.shards.reshard()
         self._source.check(self.target)
         self._source.write_into(self)
 

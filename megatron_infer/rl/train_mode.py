@@ -123,7 +123,7 @@ class TrainModeSwitch:
     def device(self) -> torch.device:
         """Where the model computes."""
         found: torch.device = next(self._chain[-1].parameters()).device
-        return found if self.sharded is None else self.sharded.device
+        return found if self.sharded is None else self.sharded.shards.device
 
     @property
     def moves_memory(self) -> bool:

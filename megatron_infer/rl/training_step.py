@@ -363,7 +363,7 @@ class TrainerStep:
                 self._check_dropped(call)
             except BaseException as error:
                 if self._switch.sharded is not None:
-                    self._switch.sharded.reset()
+                    self._switch.sharded.shards.reset()
                 where = f" in micro-batch {losses.num_done + 1} of {len(batches)}" if losses.is_counted else ""
                 self._incomplete = f"{call} failed{where}"
                 error.add_note(
@@ -414,7 +414,7 @@ class TrainerStep:
                 state="gradients reduced",
             )
         if self._scorer.cp is not None:
-            shards = [] if self._switch.sharded is None else self._switch.sharded.groups
+            shards = [] if self._switch.sharded is None else self._switch.sharded.shards.groups
             check_sums_over(self._chain, shards, self._scorer.cp, "score_and_backward()")
         self._check_complete("score_and_backward()")
 
@@ -502,7 +502,7 @@ class TrainerStep:
     def _step(self, optimizer: Any) -> tuple[bool, float | None]:
         self._check_complete("step()")
         if self._switch.sharded is not None:
-            self._switch.sharded.put_back()
+            self._switch.sharded.shards.reshard()
         num_ranks = self._rank_group.size
         self._incomplete = "step() failed and may have reduced them"
         reducing = self._rank_group.together("the reduction of gradients", has_collectives=True)

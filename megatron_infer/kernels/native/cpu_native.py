@@ -532,14 +532,11 @@ class NativePagedAttention:
             out[-self.num_padding :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return out
 
-    def address_of(self, spec: AttendSpec, block_size: int) -> int:
-        """Address of the C struct of a layer's parameters, which lives as long as this object.
+    def kind_of(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
+        """The C struct of a layer's parameters, which lives as long as this object.
 
         It holds the address of the layer's sinks: to be asked for again where that may have changed.
         """
-        return self.kind_of(spec, block_size).address
-
-    def kind_of(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
         kind = self._kinds.get(id(spec)) or self._new_kind(spec, block_size)
         if spec.sinks_N is not None:
             kind.struct.sinks = spec.sinks_N.data_ptr()

@@ -391,7 +391,7 @@ class NativeLayers:
                     struct.bias = None if added is None else added.data_ptr()
                     width = parameters[name].shape[0]
                 case AttendOp(spec=spec):
-                    struct.kind, struct.spec = _ATTEND, self._attention.address_of(spec, block_size)
+                    struct.kind, struct.spec = _ATTEND, self._attention.kind_of(spec, block_size).address
                     for name in ("layer", "at_q", "at_k", "at_v", "cell"):
                         setattr(struct, name, getattr(op, name))
                     width = spec.num_kv_heads * spec.group_size * spec.head_dim

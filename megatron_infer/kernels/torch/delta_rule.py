@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.ssm import L2_EPS
+from megatron_infer.kernels.ssm import L2_EPS, RecurrentSpec
 
 FORGOTTEN = -128.0
 """Lower limit of a token's log decay: e^-128 is zero in fp32, and larger sums would lose the digits of small ones."""
@@ -44,6 +44,14 @@ class ChunkTerms(NamedTuple):
 def unit(x: Tensor) -> Tensor:
     """x with length 1 along the last axis."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def split_heads(mixed: Tensor, spec: RecurrentSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """What the convolution gives [..., C] -> (q, k, v), q and k for each head: [..., H, N] twice, [..., H, P]."""
+    width, repeats = spec.num_groups * spec.state_dim, spec.num_heads // spec.num_groups
+    q, k, v = mixed.split((width, width, spec.inner_width), dim=-1)
+    q, k = (part.unflatten(-1, (spec.num_groups, -1)).repeat_interleave(repeats, dim=-2) for part in (q, k))
+    return q, k, v.unflatten(-1, (spec.num_heads, -1))
 
 
 def chunk_terms(q_KHLN: Tensor, k_KHLN: Tensor, v_KHLP: Tensor, beta_KHL: Tensor, log_KHL: Tensor) -> ChunkTerms:

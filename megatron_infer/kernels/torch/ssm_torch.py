@@ -405,17 +405,8 @@ class _DeltaLayer(_RecurrentLayer):
         b_TH, a_TH = dt_TX.chunk(2, dim=-1)
         return torch.cat((b_TH.sigmoid(), F.softplus(a_TH + weights.dt_bias_H) * weights.decay_H), dim=-1)
 
-    def _split(self, mixed_XC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v), q and k for each head: [..., H, N] twice, [..., H, P]."""
-        spec = self.spec
-        width = spec.num_groups * spec.state_dim
-        q, k, v = mixed_XC.split((width, width, spec.inner_width), dim=-1)
-        repeats = spec.num_heads // spec.num_groups
-        q, k = (part.unflatten(-1, (spec.num_groups, -1)).repeat_interleave(repeats, dim=-2) for part in (q, k))
-        return q, k, v.unflatten(-1, (spec.num_heads, -1))
-
     def _next(self, singles: _DecodeRows, mixed_RC: Tensor, steps_RX: Tensor) -> Tensor:
-        q, k, v_RHP = self._split(mixed_RC)
+        q, k, v_RHP = delta_rule.split_heads(mixed_RC, self.spec)
         q_RHN, k_RHN = delta_rule.unit(q) * self.spec.state_dim**-0.5, delta_rule.unit(k)
         beta_RH, log_RH = steps_RX.chunk(2, dim=-1)
         state_RHPN = singles.states.load(self.states.ssm_SHPN).mul_(_column(_column(log_RH.exp())))
@@ -425,7 +416,7 @@ class _DeltaLayer(_RecurrentLayer):
         return (state_RHPN @ _column(q_RHN)).flatten(1)
 
     def _wave(self, wave: _Wave, mixed_KLC: Tensor, steps_KLX: Tensor, carry_QHPN: Tensor) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in self._split(mixed_KLC))
+        q, k, v = (part.transpose(1, 2) for part in delta_rule.split_heads(mixed_KLC, self.spec))
         beta_KHL, log_KHL = (part.transpose(1, 2) for part in steps_KLX.chunk(2, dim=-1))
         terms = delta_rule.chunk_terms(q, k, v, beta_KHL, log_KHL)
         outs = []

@@ -15,36 +15,20 @@ from megatron_infer.kernels.lora import PairBlock, dense
 
 @dataclass(frozen=True)
 class LoRAPair:
-    """One linear computes y + scale * B(A x) in the place of y."""
+    """One linear computes y + scale * B(A x) in the place of y.
 
-    a: Tensor
-    """[rank, in]."""
-    b: Tensor
-    """[out, rank], its rows in the order of the linear's own weight in megatron-core."""
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.a)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the linear."""
-        return self.b.shape[0], self.a.shape[1]
-
-    @property
-    def blocks(self) -> tuple[PairBlock, ...]:
-        return ((self.a, self.b, None),)
-
-
-@dataclass(frozen=True)
-class JoinedPair:
-    """The pair of a linear that stands for several, with an A each: what is zero in its B is not held."""
+    The pair of a linear that stands for several, with an A each, has several blocks: what is zero in its B is not held.
+    """
 
     blocks: tuple[PairBlock, ...]
     shape: tuple[int, int]
     """(out, in) of the linear."""
     scale: float
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, scale: float) -> LoRAPair:
+        """a: [rank, in]. b: [out, rank], its rows in the order of the linear's own weight in megatron-core."""
+        return cls(((a, b, None),), (b.shape[0], a.shape[1]), scale)
 
     @property
     def rank(self) -> int:
@@ -72,7 +56,7 @@ class Adapter:
     """
 
     name: str
-    pairs: Mapping[str, LoRAPair | JoinedPair] = field(repr=False)
+    pairs: Mapping[str, LoRAPair] = field(repr=False)
 
     @property
     def rank(self) -> int:

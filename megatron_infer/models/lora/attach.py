@@ -209,7 +209,7 @@ class AttachedLoRA:
             parts: list[Any] = [None] * group_size(stages)
             dist.all_gather_object(parts, own, group=stages)
             own = {path: pair for part in parts for path, pair in part.items()}
-        return Adapter(name, {path: LoRAPair(a=a, b=b, scale=self.scale) for path, (a, b) in own.items()})
+        return Adapter(name, {path: LoRAPair.of(a, b, self.scale) for path, (a, b) in own.items()})
 
     def save(
         self, directory: str | Path, *, description: ModelDescription | None = None, base: str | None = None

@@ -15,7 +15,7 @@ from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.delta_net import projected_parts
 from megatron_infer.models.fused_layers import FusedLinear
-from megatron_infer.models.lora.adapter import Adapter, JoinedPair, LoRAPair
+from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.models.tp_collectives import Reducer
 
 _MAX_SCALE = torch.finfo(torch.float32).max
@@ -34,7 +34,7 @@ class _Part:
     columns: Reducer | None = None
     """The ranks that divide the columns of A."""
 
-    def of(self, pair: LoRAPair | JoinedPair) -> Sequence[PairBlock]:
+    def of(self, pair: LoRAPair) -> Sequence[PairBlock]:
         if (group := self.columns) is not None:
             return [(a.chunk(group.size, dim=1)[group.rank], b, rows) for a, b, rows in pair.blocks]
         if (group := self.rows) is not None:

@@ -26,7 +26,7 @@ from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.lora import PairBlock, dense, is_finite
 from megatron_infer.models.loading.families import family_of, name_in_files
 from megatron_infer.models.loading.model_description import ModelDescription
-from megatron_infer.models.lora.adapter import Adapter, JoinedPair, LoRAPair
+from megatron_infer.models.lora.adapter import Adapter, LoRAPair
 from megatron_infer.models.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.models.lora.peft_config import PeftConfig
 
@@ -107,9 +107,9 @@ class _Pairs:
         self._config, self._linears, self._max_rank = config, linears, max_rank
         self._problems: list[str] = []
 
-    def joined(self, scaled: Mapping[str, LoRAPair]) -> dict[str, LoRAPair | JoinedPair]:
+    def joined(self, scaled: Mapping[str, LoRAPair]) -> dict[str, LoRAPair]:
         """Pairs by megatron-core's path, of those by the source's linears."""
-        pairs: dict[str, LoRAPair | JoinedPair] = {}
+        pairs: dict[str, LoRAPair] = {}
         for path, linear in self._linears.by_path.items():
             parts = {source: scaled[source] for source in linear.sources if source in scaled}
             if path in scaled:
@@ -211,11 +211,11 @@ class _Pairs:
             self._problems.append(f"{shown} has NaN or infinity")
         else:
             a, b = (one if one.is_meta else one.detach() for one in (a, b))
-            return LoRAPair(a=a, b=b, scale=self._config.scale_of(shown, rank))
+            return LoRAPair.of(a, b, self._config.scale_of(shown, rank))
         return None
 
 
-def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair | JoinedPair:
+def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
     """One pair of a linear: A stacks those of its sources, and B is block-diagonal. Sources whose A and scale are equal
     share their rows of A."""
     sharing: list[list[str]] = []
@@ -239,10 +239,10 @@ def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair | 
         b, rows = (one[0] if len(one) == 1 else torch.cat(one) for one in (own, [linear.rows[one] for one in sources]))
         blocks.append((a, linear.scaled(b.to(dtype)), rows))
     if len(blocks) > 1:
-        return JoinedPair(tuple(blocks), linear.shape, scale)
+        return LoRAPair(tuple(blocks), linear.shape, scale)
     if torch.equal(rows, torch.arange(linear.shape[0], dtype=rows.dtype)):
-        return LoRAPair(*blocks[0][:2], scale)
-    return LoRAPair(*dense(blocks, linear.shape[0]), scale)
+        return LoRAPair.of(*blocks[0][:2], scale)
+    return LoRAPair.of(*dense(blocks, linear.shape[0]), scale)
 
 
 # ---------------------------------------------------------------------- writing
@@ -316,7 +316,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_pairs(
     path: Path, model: Any, description: ModelDescription | None, config: PeftConfig, max_rank: int | None
-) -> dict[str, LoRAPair | JoinedPair]:
+) -> dict[str, LoRAPair]:
     """Names and shapes are checked before a tensor is read. Read, not mapped: a mapped file that is cut short meanwhile
     kills the process."""
     with _opened(path) as file:
@@ -340,7 +340,7 @@ def _read_pairs(
         for name, one in empty.items():
             if not is_finite(read[id(one)]):
                 raise ModelError(f"{_module_name(name)} has NaN or infinity")
-    return pairs.joined({one: LoRAPair(read[id(p.a)], read[id(p.b)], p.scale) for one, p in checked.items()})
+    return pairs.joined({one: LoRAPair.of(read[id(p.a)], read[id(p.b)], p.scale) for one, p in checked.items()})
 
 
 def _view(content: Tensor, start: int, empty: Tensor) -> Tensor:

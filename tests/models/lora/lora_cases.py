@@ -23,7 +23,7 @@ def random_adapter(
             out, width = module.weight.shape
             a = torch.randn(rank, width, generator=generator) / width**0.5
             b = torch.randn(out, rank, generator=generator) / rank**0.5
-            pairs[path] = LoRAPair(a, b, scale)
+            pairs[path] = LoRAPair.of(a, b, scale)
     return Adapter(name, pairs)
 
 

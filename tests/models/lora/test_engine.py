@@ -160,12 +160,12 @@ def test_numbers_that_are_infinite_only_in_the_dtype_of_the_product_are_refused(
     """Steps would write infinity, or raise where a slot is written: then no other request could run either."""
     model = tiny_gpt(params_dtype=dtype, bf16=dtype is torch.bfloat16)
     engine, good = engine_of(model, max_loras=1), random_adapter(model, rank=2)
-    bad = {name: LoRAPair(pair.a, pair.b, 1e300) for name, pair in good.pairs.items()}
+    bad = {name: LoRAPair.of(pair.a, pair.b, 1e300) for name, pair in good.pairs.items()}
     cases = [Adapter("a", bad)]
     if dtype is torch.bfloat16:
         a = torch.full((2, model.config.hidden_size), torch.finfo(torch.float32).max)
         name, pair = next(iter(good.pairs.items()))
-        cases.append(Adapter("a", {name: LoRAPair(a, pair.b, 1.0)}))
+        cases.append(Adapter("a", {name: LoRAPair.of(a, pair.b, 1.0)}))
     for adapter in cases:
         with pytest.raises(ModelError, match=f"numbers that are not finite in {dtype}"):
             engine.load_adapter("a", adapter)
@@ -305,10 +305,10 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
     path = "decoder.layers.0.self_attention.linear_proj"
     pair = adapters["a0"].pairs[path]
     wrong = {
-        "has rank 9, the limit is 8": Adapter("x", {path: LoRAPair(torch.ones(9, 64), torch.ones(64, 9), 1.0)}),
-        "has rank 0": Adapter("x", {path: LoRAPair(torch.ones(0, 64), torch.ones(64, 0), 1.0)}),
-        "is for 32 inputs": Adapter("x", {path: LoRAPair(torch.ones(4, 32), torch.ones(64, 4), 1.0)}),
-        "not finite": Adapter("x", {path: LoRAPair(pair.a, pair.b * float("nan"), 1.0)}),
+        "has rank 9, the limit is 8": Adapter("x", {path: LoRAPair.of(torch.ones(9, 64), torch.ones(64, 9), 1.0)}),
+        "has rank 0": Adapter("x", {path: LoRAPair.of(torch.ones(0, 64), torch.ones(64, 0), 1.0)}),
+        "is for 32 inputs": Adapter("x", {path: LoRAPair.of(torch.ones(4, 32), torch.ones(64, 4), 1.0)}),
+        "not finite": Adapter("x", {path: LoRAPair.of(pair.a, pair.b * float("nan"), 1.0)}),
         "is no linear of this model": Adapter("x", {"decoder.layers.7.mlp.linear_fc1": pair}),
         "changes no linear": Adapter("x", {}),
         "no such directory": tmp_path / "nothing",

@@ -49,7 +49,7 @@ def save_expected(path: Path, model, engine) -> None:
 
 
 def adapter_of(name: str, pairs) -> Adapter:
-    return Adapter(name, {path: LoRAPair(*pair) for path, pair in pairs.items()})
+    return Adapter(name, {path: LoRAPair.of(*pair) for path, pair in pairs.items()})
 
 
 def check_rank(rank: int, size: int, folder: str) -> None:
@@ -63,17 +63,13 @@ def check_rank(rank: int, size: int, folder: str) -> None:
             assert tokens == want, kind
             assert torch.allclose(torch.tensor(logprobs), torch.tensor(want_logprobs), atol=2e-5), kind
         # what one rank refuses is loaded on none
-        bad = (
-            given
-            if rank == 0
-            else Adapter(
-                "x", {"decoder.layers.0.self_attention.linear_proj": LoRAPair(torch.ones(1, 5), torch.ones(5, 1), 1.0)}
-            )
-        )
+        misfit = {"decoder.layers.0.self_attention.linear_proj": LoRAPair.of(torch.ones(1, 5), torch.ones(5, 1), 1.0)}
+        bad = given if rank == 0 else Adapter("x", misfit)
         with pytest.raises((ConfigError, ModelError, OtherRankFailed)):
             engine.load_adapter("x", bad)
         with pytest.raises(AdapterInUse):
-            engine.load_adapter("c", Adapter("c", {path: LoRAPair(p.a, p.b, 2.0) for path, p in given.pairs.items()}))
+            other = {path: LoRAPair.of(pair.a, pair.b, 2.0) for path, pair in given.pairs.items()}
+            engine.load_adapter("c", Adapter("c", other))
         assert [info.name for info in engine.adapters()] == ["a", "b", "c"]
         assert [tokens for tokens, _ in answers(engine)] == [want for want, _ in saved["want"]]
         engine.unload_adapter("b")
