@@ -97,14 +97,13 @@ class GGUFFile:
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type_id)
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
-        raw = raw.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
         shape = tensor.shape
+        raw = raw.reshape(shape[0] if len(shape) > 1 else 1, -1)
         if rows is not None:
-            if len(shape) > 1:
-                assert 0 <= rows[0] <= rows[1] <= shape[0], f"rows {rows} of {shape[0]}"
-                raw, shape = raw[rows[0] : rows[1]], (rows[1] - rows[0], *shape[1:])
-            else:
-                return self.read(name)[rows[0] : rows[1]]
+            if len(shape) == 1:
+                return self.read(name)[slice(*rows)]
+            assert 0 <= rows[0] <= rows[1] <= shape[0], f"rows {rows} of {shape[0]}"
+            raw, shape = raw[slice(*rows)], (rows[1] - rows[0], *shape[1:])
         if kind == GGMLQuantizationType.F32:
             return raw.copy().view("<f4").reshape(shape)
         if kind == GGMLQuantizationType.F16:
@@ -152,14 +151,11 @@ class GGUFFile:
         except ValueError as error:
             raise ModelError(f"{self.path}: tensor {name} has unknown type {type_id}") from error
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        count = 1
-        for dim in shape:
-            count *= dim
         if not shape or shape[-1] % block:
             raise ModelError(
                 f"{self.path}: tensor {name} of shape {shape} is not whole blocks of {block} ({kind.name})"
             )
-        num_bytes = count // block * block_bytes
+        num_bytes = math.prod(shape) // block * block_bytes
         if offset + num_bytes > len(self._map):
             raise ModelError(
                 f"{self.path}: truncated: tensor {name} ends at byte {offset + num_bytes:,}, "

@@ -1,17 +1,15 @@
-"""GGUF files as a model source: a ModelDescription, and dequantised tensors under their Hugging Face names."""
+"""The tensors of a GGUF file, dequantised, under their Hugging Face names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_infer.models.loading.gguf_description import GGUFReader
 from megatron_infer.models.loading.gguf_file import GGUFFile
 from megatron_infer.models.loading.hf_names import Span
+from megatron_infer.models.loading.model_description import ModelDescription
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -34,33 +32,25 @@ _LAYER = {
 
 
 class GGUFWeights:
-    """Description and tensors of an open GGUF file (a `TensorReader`)."""
+    """A `TensorReader` of an open GGUF file."""
 
-    def __init__(self, path: str | Path, *, name: str = "") -> None:
-        self.file = GGUFFile(path)
-        self.name = name or str(path)
-        self.metadata: Mapping[str, Any] = self.file.metadata
-        reader = GGUFReader(self.file, name=self.name)
-        self.architecture = reader.architecture
-        self._source = {hf_name(name): name for name in self.file.tensors if name != "rope_freqs.weight"}
-        self.description = reader.describe()
+    def __init__(self, file: GGUFFile, description: ModelDescription) -> None:
+        self._file = file
+        self._is_llama = file.metadata["general.architecture"] == "llama"
+        self._head_dim: int = description.transformer["kv_channels"]
+        self._source = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self.file.tensors[source].shape for name, source in self._source.items()}
+        return {name: self._file.tensors[source].shape for name, source in self._source.items()}
 
     def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
-        tensor = torch.from_numpy(self.file.read(self._source[name], rows))
+        tensor = torch.from_numpy(self._file.read(self._source[name], rows))
         if columns is not None:
             tensor = tensor[:, columns[0] : columns[1]]
-        permuted = self.architecture == "llama" and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name)
-        return self._unpermute(tensor) if permuted else tensor
-
-    def _unpermute(self, tensor: Tensor) -> Tensor:
-        """Undo llama.cpp's reordering of each q / k head: pairs (2i, 2i + 1) -> (i, H/2 + i), as RoPE here wants."""
-        head_dim = self.description.transformer["kv_channels"]
-        heads = tensor.shape[0] // head_dim
-        pairs = tensor.reshape(heads, head_dim // 2, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        if self._is_llama and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+            # llama.cpp's order in each head, pairs (2i, 2i + 1), to the one that RoPE here wants: (i, H/2 + i).
+            return tensor.unflatten(0, (-1, self._head_dim // 2, 2)).transpose(1, 2).reshape(tensor.shape)
+        return tensor
 
 
 def hf_name(name: str) -> str:

@@ -13,6 +13,8 @@ from megatron_infer.errors import ModelError
 from megatron_infer.models.loading.checkpoint import CheckpointSource
 from megatron_infer.models.loading.families import OF_TEXT_AND_IMAGES, family_of
 from megatron_infer.models.loading.find import CHOICES, Kind, damage_named, description_of_directory, find_model
+from megatron_infer.models.loading.gguf_description import GGUFReader
+from megatron_infer.models.loading.gguf_file import GGUFFile
 from megatron_infer.models.loading.gguf_source import GGUFWeights
 from megatron_infer.models.loading.hf_config import architecture_of
 from megatron_infer.models.loading.hf_names import WHOLE, Shard, TensorReader
@@ -88,22 +90,24 @@ class GGUFSource:
         self.path = Path(path)
         self.name = name or str(path)
         with damage_named(self.name):
-            self._weights = GGUFWeights(path, name=self.name)
+            self._file = GGUFFile(path)
+            self._description = GGUFReader(self._file, name=self.name).describe()
+            self._reader = GGUFWeights(self._file, self._description)
 
     def config(self) -> ModelDescription:
-        return self._weights.description
+        return self._description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return _stream(self._weights, self.name)
+        return _stream(self._reader, self.name)
 
     def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
         if model is not None:
-            load_weights(model, self._weights, self._weights.description, shard)
-            self._weights.file.release_pages()
+            load_weights(model, self._reader, self._description, shard)
+            self._file.release_pages()
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
-            return tokenizer_from_metadata(self._weights.metadata, name=self.name)
+            return tokenizer_from_metadata(self._file.metadata, name=self.name)
 
 
 def _stream(reader: TensorReader, source: str) -> Iterator[tuple[str, Tensor]]:
