@@ -7,7 +7,7 @@ forward and changes nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,35 +17,10 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.core_attention import init_device
 from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_generator, sharded_in_parts
 from megatron_infer.models.mamba_scan import mix, over_sequences, training_weights
-from megatron_infer.models.paged_layers import bound, is_step, require_inference
-
-if TYPE_CHECKING:
-    from megatron_infer.models.fused_mixer import FusedDeltaNet
+from megatron_infer.models.paged_layers import PagedPart
 
 CHUNK = 64
 """Positions of a chunk in the training forward."""
-
-
-class PagedDeltaNet:
-    """Mixed into gated delta nets: with a step, the recurrent state is that in the step's slots."""
-
-    fused: FusedDeltaNet | None = None
-    """Set by `adopt`."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        inference_context: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not is_step(inference_context):
-            kwargs |= {"inference_context": inference_context}
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
-        require_inference(self)  # type: ignore[arg-type]
-        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
-        return out_TD.unsqueeze(1), None
 
 
 def delta_spec_of(net: Any) -> DeltaSpec:
@@ -203,5 +178,5 @@ class TorchDeltaNet(mcore.MegatronModule):
         return sharded_in_parts(self, parts, prefix, sharded_offsets, metadata, group)
 
 
-class SlottedDeltaNet(PagedDeltaNet, TorchDeltaNet):
+class SlottedDeltaNet(PagedPart, TorchDeltaNet):
     """The delta net of `gpt_spec`: trains as TorchDeltaNet, generates from state slots once adopted."""

@@ -27,9 +27,9 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.paged_layers import (
     PAGED_LAYERS,
-    PagedAttention,
     PagedMambaLayer,
     PagedMLPLayer,
+    PagedPart,
     PagedTransformerLayer,
     paged_class,
 )
@@ -132,9 +132,7 @@ def hybrid_spec(
         "sharded_state_dict_keys_map": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     }
     if parallel:
-        attention["self_attention"] = with_module(
-            plain.self_attention, paged_class(PagedAttention, AttentionBesideMixer)
-        )
+        attention["self_attention"] = with_module(plain.self_attention, paged_class(PagedPart, AttentionBesideMixer))
         attends = ModuleSpec(
             module=PAGED_LAYERS[ParallelLayer], submodules=ParallelLayerSubmodules(**attention, mixer=mixer)
         )

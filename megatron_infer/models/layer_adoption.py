@@ -26,7 +26,7 @@ from megatron_infer.models.bridge_modules import (
     is_of,
 )
 from megatron_infer.models.core_attention import TorchCoreAttention
-from megatron_infer.models.delta_net import PagedDeltaNet
+from megatron_infer.models.delta_net import TorchDeltaNet
 from megatron_infer.models.extended_modules import MixedHeadsAttention, TwoRopeAttention, has_window
 from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.fused_layers import (
@@ -43,9 +43,9 @@ from megatron_infer.models.fused_layers import (
 )
 from megatron_infer.models.fused_mixer import FusedDeltaNet, FusedMixer, RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
-from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer
+from megatron_infer.models.mamba_mixer import derives_from_stock_mixer, is_stock_mixer
 from megatron_infer.models.moe import FusedExperts, LatentMoELayer
-from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedAttention, paged_class
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedPart, paged_class
 from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer
 from megatron_infer.models.rotary import ropes_of, rotary_dim
 from megatron_infer.models.sparse_module import TorchSparseAttention
@@ -70,8 +70,8 @@ class LayerAdoption:
         self.experts: FusedExperts | None = None
         self.fused: FusedLayer | None = None
         """None: a layer class of the user's, around a paged attention or mixer."""
-        self._bindings: list[tuple[Any, LayerOps, dict[type, type]]] = []
-        """(module, its operations, its class now -> its paged class)."""
+        self._parts: list[tuple[Any, LayerOps]] = []
+        """(module, its operations): the attention and the mixer whose forwards run a step."""
         _check_untouched(layer, name)
         if is_of(layer, FALCON_H1_LAYER):
             self._read_falcon_h1(num_attention, num_mamba)
@@ -91,8 +91,9 @@ class LayerAdoption:
 
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""
-        for module, operations, classes in self._bindings:
-            module.__class__ = classes.get(type(module), type(module))
+        for module, operations in self._parts:
+            if not isinstance(module, PagedPart):
+                module.__class__ = paged_class(PagedPart, type(module))
             module.fused = operations
         if self.fused is not None:
             self.layer.__class__ = PAGED_LAYERS.get(type(self.layer), type(self.layer))
@@ -118,24 +119,21 @@ class LayerAdoption:
         return [part for part in parts if part is not None]
 
     def _read_transformer(self, num_attention: int, num_mamba: int) -> None:
-        layer, name = self.layer, self.name
-        found = type(layer.self_attention)
-        attends = found is not mcore.IdentityOp
+        layer, name, module = self.layer, self.name, self.layer.self_attention
+        attends, is_paged = type(module) is not mcore.IdentityOp, isinstance(module, PagedPart)
         body: LayerOps | None = None
-        if found is mcore.GatedDeltaNet or isinstance(layer.self_attention, PagedDeltaNet):
-            body = self.mixer = FusedDeltaNet(
-                layer.self_attention, f"{name}.self_attention", layer=num_mamba, tp=self._tp
-            )
-            paged = {found: paged_class(PagedDeltaNet, found)} if found is mcore.GatedDeltaNet else {}
-            self._bindings.append((layer.self_attention, body, paged))
+        if type(module) is mcore.GatedDeltaNet or (
+            is_paged and isinstance(module, TorchDeltaNet | mcore.GatedDeltaNet)
+        ):
+            body = self.mixer = FusedDeltaNet(module, f"{name}.self_attention", layer=num_mamba, tp=self._tp)
         elif attends:
             body = self.attention = _attention(layer, name, self._model, index=num_attention, tp=self._tp)
             if isinstance(layer, ParallelLayer):
                 body = self._with_mixer(layer.mixer, "mixer", num_mamba)
-            paged = {} if issubclass(found, PagedAttention) else {found: paged_class(PagedAttention, found)}
-            self._bindings.append((layer.self_attention, body, paged))
+        if body is not None:
+            self._parts.append((module, body))
         if type(layer) not in _KNOWN_LAYERS:
-            if attends and isinstance(layer.self_attention, PagedAttention | PagedDeltaNet):
+            if is_paged:
                 return
             raise AdoptionError(
                 name, f"layer class {qualified(layer)} is not megatron-core's TransformerLayer; {BY_SPEC}"
@@ -143,7 +141,7 @@ class LayerAdoption:
         _check_no_cross_attention(layer, name)
         first = "linear_qkv" if self.mixer is None else "in_proj"
         parts = {"part": "self_attention", "norm": "input_layernorm", "add": "self_attn_bda"}
-        input_norm = _norm_before(layer, name, **parts, first=(getattr(layer.self_attention, first, None), first))
+        input_norm = _norm_before(layer, name, **parts, first=(getattr(module, first, None), first))
         parts = {"part": "mlp", "norm": "pre_mlp_layernorm", "add": "mlp_bda"}
         mlp_norm = _norm_before(layer, name, **parts, first=(getattr(layer.mlp, "linear_fc1", None), "linear_fc1"))
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
@@ -191,14 +189,14 @@ class LayerAdoption:
     def _read_mamba(self, index: int) -> None:
         layer, name = self.layer, self.name
         where, found = f"{name}.mixer", type(layer.mixer)
-        if not isinstance(layer.mixer, PagedMixer) and not is_stock_mixer(found):
+        is_paged = isinstance(layer.mixer, PagedPart)
+        if not is_paged and not is_stock_mixer(found):
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
         self.mixer = FusedMixer(layer.mixer, where, layer=index, tp=self._tp)
-        paged = {found: paged_class(PagedMixer, found)} if is_stock_mixer(found) else {}
-        self._bindings.append((layer.mixer, self.mixer, paged))
+        self._parts.append((layer.mixer, self.mixer))
         if type(layer) not in _KNOWN_LAYERS:
-            if isinstance(layer.mixer, PagedMixer):
+            if is_paged:
                 return
             raise AdoptionError(name, f"layer class {qualified(layer)} is not megatron-core's MambaLayer; {BY_SPEC}")
         first = (layer.mixer.in_proj, "in_proj")
@@ -214,7 +212,7 @@ def _check_untouched(layer: Any, name: str) -> None:
         check_untouched(layer, name)
         return
     for part in ("self_attention", "mixer"):
-        if isinstance(module := getattr(layer, part, None), PagedAttention | PagedMixer | PagedDeltaNet):
+        if isinstance(module := getattr(layer, part, None), PagedPart):
             check_called_by_none(module, f"{name}.{part}", runs_hooks=True)
             for child, inner in module.named_children():
                 check_untouched(inner, f"{name}.{part}.{child}")
@@ -283,14 +281,14 @@ def _check_attention(attention: Any, where: str) -> None:
     stock = type(attention) in (*PAGED_ATTENTION, TwoRopeAttention, AttentionBesideMixer) or is_of(
         attention, *ATTENTIONS
     )
-    if not stock and not isinstance(attention, PagedAttention):
+    if not stock and not isinstance(attention, PagedPart):
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
     latent = bool(attention.config.multi_latent_attention)
     if latent is not isinstance(attention, mcore.LATENT_ATTENTIONS):
         raise AdoptionError(where, f"multi_latent_attention={latent}, but it is of class {qualified(attention)}")
     core = attention.core_attention
-    if stock and not isinstance(attention, PagedAttention) and not _is_known_core(core):
+    if stock and not isinstance(attention, PagedPart) and not _is_known_core(core):
         raise AdoptionError(
             f"{where}.core_attention",
             f"class {qualified(core)} is not known, so neither is what it computes; "

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,30 +22,11 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.core_attention import init_device
 from megatron_infer.models.extensions import multipliers_of
 from megatron_infer.models.mamba_scan import gated_rms_norm, mix, over_sequences, training_weights
-from megatron_infer.models.paged_layers import bound, is_step, require_inference
-
-if TYPE_CHECKING:
-    from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.paged_layers import PagedPart
 
 NORM_EPS = 1e-5
 """megatron-core's epsilon, for which it has no option."""
 _STOCK_MODULE = "megatron.core.ssm.mamba_mixer"
-
-
-class PagedMixer:
-    """Mixed into Mamba mixers: with a step, the recurrent state is that in the step's slots."""
-
-    fused: FusedMixer | None = None
-    """Set by `adopt`."""
-
-    def forward(
-        self, hidden_states: Tensor, inference_context: Any = None, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if not is_step(inference_context):
-            return super().forward(hidden_states, inference_context, *args, **kwargs)  # type: ignore[misc]
-        require_inference(self)  # type: ignore[arg-type]
-        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
-        return out_TD.unsqueeze(1), None
 
 
 def is_stock_mixer(cls: type) -> bool:
@@ -287,7 +268,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         return self.tp_group.size() if self.config.use_cpu_initialization else 1
 
 
-class SlottedMambaMixer(PagedMixer, TorchMambaMixer):
+class SlottedMambaMixer(PagedPart, TorchMambaMixer):
     """The mixer of `hybrid_spec`: trains as TorchMambaMixer, generates from state slots once adopted."""
 
 

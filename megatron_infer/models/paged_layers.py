@@ -1,4 +1,4 @@
-"""Paged self attention and decoder layers: megatron-core's own classes with a second forward, for inference.
+"""Paged self attention, mixers and decoder layers: megatron-core's own classes with a second forward, for inference.
 
 With no context, or with a context of megatron-core's own inference, these are the stock modules: same code, same
 parameters, same state-dict keys. With one of our steps they run the operations of `fused_layers`. Specs name these
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.models.fused_layers import FusedAttention, FusedLayer
-from megatron_infer.models.latent_attention import FusedLatentAttention
+from megatron_infer.models.fused_layers import FusedLayer, LayerOps
 from megatron_infer.models.mcore_compat import (
     LATENT_ATTENTIONS,
     MambaLayer,
@@ -55,28 +54,20 @@ def _require_whole_step(module: Any) -> None:
         raise ModelError(f"{type(module).__name__} was given a step with sequence_parallel=True: {SEQUENCE_PARALLEL}")
 
 
-class PagedAttention:
-    """Mixed into self attention: with a step, queries attend to the paged cache."""
+class PagedPart:
+    """Mixed into self attention, mixers and delta nets: with a step, which layers pass by keyword, queries attend to
+    the paged cache, and recurrent states are those in the step's slots."""
 
-    fused: FusedAttention | FusedLatentAttention | None = None
+    fused: LayerOps | None = None
     """Set by `adopt`."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not is_step(inference_context):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs
-            )
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        step: StepInputs | Any = kwargs.get("inference_context")
+        if not is_step(step):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         require_inference(self)  # type: ignore[arg-type]
         _require_whole_step(self)
-        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
+        out_TD, _ = bound(self.fused, self).run(step, hidden_states.squeeze(1))
         return out_TD.unsqueeze(1), None
 
 
@@ -86,7 +77,7 @@ def paged_class(mixin: type, stock: type) -> type:
     return type(f"Paged{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__, "__module__": mixin.__module__})
 
 
-PAGED_ATTENTION = {stock: paged_class(PagedAttention, stock) for stock in (SelfAttention, *LATENT_ATTENTIONS)}
+PAGED_ATTENTION = {stock: paged_class(PagedPart, stock) for stock in (SelfAttention, *LATENT_ATTENTIONS)}
 """Stock attention class -> ours."""
 
 

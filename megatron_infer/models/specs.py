@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
-from megatron_infer.models.delta_net import PagedDeltaNet, SlottedDeltaNet, TorchDeltaNet
+from megatron_infer.models.delta_net import SlottedDeltaNet, TorchDeltaNet
 from megatron_infer.models.extended_modules import (
     KeyNorm,
     MixedHeadsAttention,
@@ -17,7 +17,7 @@ from megatron_infer.models.extended_modules import (
     TwoRopeAttention,
 )
 from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
-from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer
+from megatron_infer.models.mamba_mixer import derives_from_stock_mixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     GatedDeltaNet,
@@ -42,7 +42,7 @@ from megatron_infer.models.moe import DeviceAgnosticRouter, LatentMoELayer, Soft
 from megatron_infer.models.paged_layers import (
     PAGED_ATTENTION,
     PAGED_LAYERS,
-    PagedAttention,
+    PagedPart,
     PagedTransformerLayer,
     paged_class,
 )
@@ -76,19 +76,13 @@ def _paged_layer(spec: Any, name: str) -> Any:
     if attention is None:
         raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
     found = spec_module(attention)
-    if isinstance(found, type) and issubclass(found, (TorchDeltaNet, GatedDeltaNet)):
-        if not issubclass(found, PagedDeltaNet):
-            attention.module = paged_class(PagedDeltaNet, found)
-        if spec.module is TransformerLayer:
-            spec.module = PagedTransformerLayer
-        return spec
-    if not (isinstance(found, type) and issubclass(found, tuple(PAGED_ATTENTION))):
+    if not (isinstance(found, type) and issubclass(found, (*PAGED_ATTENTION, TorchDeltaNet, GatedDeltaNet))):
         what = getattr(found, "__qualname__", repr(found))
         where = f"{name}.self_attention".lstrip(".")
         known = "megatron-core's SelfAttention nor MLASelfAttention"
         raise AdoptionError(where, f"{what} is neither {known} nor derived from one of them")
-    if not issubclass(found, PagedAttention):
-        attention.module = paged_class(PagedAttention, found)
+    if not issubclass(found, PagedPart):
+        attention.module = paged_class(PagedPart, found)
     if spec.module is TransformerLayer:
         spec.module = PagedTransformerLayer
     return spec
@@ -106,14 +100,15 @@ def _page_stack(stack: HybridStackSubmodules) -> None:
         return
     mixer = getattr(getattr(mamba, "submodules", None), "mixer", None)
     found = spec_module(mixer)
-    if not (isinstance(found, type) and (issubclass(found, PagedMixer) or derives_from_stock_mixer(found))):
+    if not (isinstance(found, type) and (issubclass(found, PagedPart) or derives_from_stock_mixer(found))):
         what = getattr(found, "__qualname__", repr(found))
         raise AdoptionError("mamba_layer.mixer", f"{what} is neither megatron-core's MambaMixer nor derived from it")
-    if not issubclass(found, PagedMixer):
+    if not issubclass(found, PagedPart):
+        paged = paged_class(PagedPart, found)
         if isinstance(mixer, type):
-            mamba.submodules.mixer = paged_class(PagedMixer, found)
+            mamba.submodules.mixer = paged
         else:
-            mixer.module = paged_class(PagedMixer, found)
+            mixer.module = paged
 
 
 class TorchLatentAttention(PAGED_ATTENTION[MLASelfAttention]):  # type: ignore[misc]

@@ -159,11 +159,6 @@ def test_the_parallel_path_finds_what_it_reads_of_live_modules():
     assert [group.size() for group in (*groups, layer.mlp.experts.ep_group)] == [1, 1, 1, 1]
 
 
-def test_context_is_the_fifth_argument_of_attention_and_a_keyword_of_layers():
-    attention = list(inspect.signature(mcore.SelfAttention.forward).parameters)
-    assert attention.index("inference_context") == 4, "PagedAttention.forward names its arguments in this order"
-
-
 @pytest.mark.long
 def test_compiled_activations_equal_our_formulas():
     import torch

@@ -19,8 +19,8 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
-from megatron_infer.models.mamba_mixer import PagedMixer, SlottedMambaMixer
-from megatron_infer.models.paged_layers import paged_class
+from megatron_infer.models.mamba_mixer import SlottedMambaMixer
+from megatron_infer.models.paged_layers import PagedPart, paged_class
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_hybrid
@@ -188,8 +188,8 @@ def test_a_stock_mixer_is_adopted_in_place(stock_mixer, params):
     keys, buffers = set(model.state_dict()), [name for name, _ in model.named_buffers()]
     adopted = adopt(model)
     mixer = model.decoder.layers[0].mixer
-    assert type(mixer) is paged_class(PagedMixer, stock_mixer)
-    assert isinstance(mixer, PagedMixer) and isinstance(mixer, stock_mixer)
+    assert type(mixer) is paged_class(PagedPart, stock_mixer)
+    assert isinstance(mixer, PagedPart) and isinstance(mixer, stock_mixer)
     assert {name: id(p) for name, p in model.named_parameters()} == state
     assert set(model.state_dict()) == keys and [name for name, _ in model.named_buffers()] == buffers
     assert torch.equal(full(model), before), "training is the stock forward"

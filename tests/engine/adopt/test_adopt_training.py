@@ -14,7 +14,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, TransformerLayer
-from megatron_infer.models.paged_layers import PAGED_ATTENTION, PagedAttention, PagedTransformerLayer
+from megatron_infer.models.paged_layers import PAGED_ATTENTION, PagedPart, PagedTransformerLayer
 from megatron_infer.models.rotary import DeviceAgnosticRotary, DeviceAgnosticYarn
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -36,7 +36,7 @@ def unpaged_spec(config):
     for layer in spec.layer_specs:
         layer.module = TransformerLayer
         attention = layer.submodules.self_attention
-        classes = [kind for kind in attention.module.__mro__ if not issubclass(kind, PagedAttention)]
+        classes = [kind for kind in attention.module.__mro__ if not issubclass(kind, PagedPart)]
         attention.module = classes[0]
     return spec
 
