@@ -34,6 +34,7 @@ from megatron_infer.models.exact_step import DifferentiableOps, TrainedPair, Tra
 from megatron_infer.models.mcore_compat import MoELayer, packed_lengths
 from megatron_infer.models.model_chunks import chunks_of
 from megatron_infer.models.moe import expert_ranks
+from megatron_infer.utils.attributes import replaced
 
 LOGPROB_ROWS = 256
 """Positions whose logits exist at once where no gradients are needed."""
@@ -54,18 +55,10 @@ def exact_math(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[E
     The model stays adopted (`models.adopt`), which has no effect outside of an engine.
     """
     forward = ExactForward(adopt(model))
-    before = []
-    try:
+    with contextlib.ExitStack() as stack:
         for number, chunk in enumerate(chunks_of(forward.live)):
-            before.append((chunk, chunk.__dict__.get("forward")))
-            chunk.__dict__["forward"] = ChunkForward(forward, number)
+            stack.enter_context(replaced(chunk, forward=ChunkForward(forward, number)))
         yield forward
-    finally:
-        for chunk, found in before:
-            if found is None:
-                del chunk.__dict__["forward"]
-            else:
-                chunk.__dict__["forward"] = found
 
 
 def exact_logprobs(
@@ -181,14 +174,9 @@ class ExactForward:
             return logits_bsV
         return -self.token_logprobs(logits_bsV, labels_bs)
 
-    @contextlib.contextmanager
-    def logits_at(self, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
+    def logits_at(self, rows_P: Tensor, positions_P: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside, this forward gives logits [1, P, V] (see `models.selected_logits.logits_at`)."""
-        self._chosen = rows_P, positions_P
-        try:
-            yield
-        finally:
-            self._chosen = None
+        return replaced(self, _chosen=(rows_P, positions_P))
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
         """`token_logprobs` of this forward's logits, over the true vocabulary of all tensor-parallel ranks."""

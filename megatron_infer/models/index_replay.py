@@ -23,6 +23,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.models.indexer import is_sparse
 from megatron_infer.models.router_replay import ReplayedRows, named_layers, recorded
 from megatron_infer.models.sparse_module import TorchSparseAttention
+from megatron_infer.utils.attributes import replaced
 
 _CALLER = "replay_index_choices"
 _NO_KEY = -1
@@ -112,22 +113,15 @@ class _Replay:
 def _sharing(core: Any, replay: _Replay) -> Iterator[None]:
     """A DSAttention of megatron-core takes the choice of a layer that it shares: `replay`'s."""
     choice: dict[int, Tensor] = {}
-    before = {name: getattr(core, name) for name in ("skip_topk", "index_share", "source_layer")}
 
     def on_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         choice[core.layer_number] = replay.chosen(args[0] if args else kwargs["query"])
 
-    hook = core.register_forward_pre_hook(on_forward, with_kwargs=True)
-    core._get_index_share_topk_holder = lambda *_: choice
-    core._get_index_share_topk_length_holder = lambda *_: None
-    core.skip_topk, core.index_share, core.source_layer = True, True, core.layer_number
-    try:
+    changes = {"skip_topk": True, "index_share": True, "source_layer": core.layer_number}
+    changes["_get_index_share_topk_holder"] = lambda *_: choice
+    changes["_get_index_share_topk_length_holder"] = lambda *_: None
+    with core.register_forward_pre_hook(on_forward, with_kwargs=True), replaced(core, **changes):
         yield
-    finally:
-        hook.remove()
-        del core._get_index_share_topk_holder, core._get_index_share_topk_length_holder
-        for name, value in before.items():
-            setattr(core, name, value)
 
 
 def _attentions(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from megatron_infer.utils.attributes import replaced
 
-@contextlib.contextmanager
-def compiling_late() -> Iterator[None]:
+
+def compiling_late() -> AbstractContextManager[None]:
     """Modules that are imported within it and take `torch.compile` as a plain decorator get one that waits.
 
     The first decoration imports torch's compiler, a third of the time and memory of megatron-core's import; most
@@ -30,11 +31,7 @@ def compiling_late() -> Iterator[None]:
             return function
         return _compiled_when_called(function, compile_now)
 
-    torch.compile = late  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_now
+    return replaced(torch, compile=late)
 
 
 def _compiled_when_called(function: FunctionType, compile_now: Callable[..., Any]) -> Callable[..., Any]:

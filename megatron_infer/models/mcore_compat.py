@@ -24,6 +24,7 @@ from megatron_infer.distributed.backends import group_size
 from megatron_infer.errors import ModelError
 from megatron_infer.models.late_compile import compiling_late
 from megatron_infer.models.module_guard import megatron_fsdp_classes
+from megatron_infer.utils.attributes import replaced
 from megatron_infer.utils.gc_pause import is_program, no_collection
 
 
@@ -176,17 +177,11 @@ def with_module(spec: Any, module: type) -> Any:
     return spec
 
 
-@contextlib.contextmanager
-def latent_projections_of(linear: type) -> Iterator[None]:
+def latent_projections_of(linear: type) -> contextlib.AbstractContextManager[None]:
     """Inside, a mixture of experts is built with latent projections of this class, not Transformer Engine's."""
     from megatron.core.transformer.moe import moe_layer
 
-    before = {name: vars(moe_layer).get(name) for name in ("HAVE_TE", "TELinear")}
-    vars(moe_layer).update(HAVE_TE=True, TELinear=linear)
-    try:
-        yield
-    finally:
-        vars(moe_layer).update(before)
+    return replaced(moe_layer, HAVE_TE=True, TELinear=linear)
 
 
 def megatron_fsdp_wrapper(adapter: Any) -> type:
@@ -231,20 +226,14 @@ def config_fields() -> set[str]:
     return {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
 
-@contextlib.contextmanager
-def latent_attention_on_cpu(rotary: type, yarn: type) -> Iterator[None]:
+def latent_attention_on_cpu(rotary: type, yarn: type) -> contextlib.AbstractContextManager[None]:
     """Inside, latent attention is built with these rotary embeddings where CUDA is missing, and without Transformer
     Engine, of which 0.16 asks for a class that is then none."""
     named: dict[str, Any] = {} if isinstance(_latent.TELinear, type) else {"TELinear": ()}
     if not cuda_available():
         on_cpu = {"RotaryEmbedding": rotary, "YarnRotaryEmbedding": yarn}
         named |= {name: functools.partial(made, use_cpu_initialization=True) for name, made in on_cpu.items()}
-    before = {name: getattr(_latent, name) for name in named}
-    vars(_latent).update(named)
-    try:
-        yield
-    finally:
-        vars(_latent).update(before)
+    return replaced(_latent, **named)
 
 
 def yarn_frequencies(rotary: YarnRotaryEmbedding) -> torch.Tensor:

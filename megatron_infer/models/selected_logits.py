@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_infer.kernels.select import choose_fp32_linear
+from megatron_infer.utils.attributes import replaced
 
 
 @contextmanager
@@ -29,11 +30,11 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
     if layer is None:
         yield
         return
-    found, has_mtp, config = layer.sequence_parallel, getattr(model, "mtp_process", False), model.config
+    is_divided = layer.sequence_parallel
 
     def choose(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_SBD: Tensor = args[0]
-        if found:
+        if is_divided:
             # The layer sums the gradients over the ranks; the gather's backward only takes this rank's part.
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=False, group=module.tp_group
@@ -41,20 +42,17 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
         chosen_P = positions_P * hidden_SBD.shape[1] + rows_P
         return (hidden_SBD.flatten(0, 1).index_select(0, chosen_P).unsqueeze(1), *args[1:])
 
-    hook = layer.register_forward_pre_hook(choose)
-    layer.sequence_parallel = False
-    layer._forward_impl = _product_of(layer._forward_impl)
-    if has_mtp:  # the layers keep the config: routers make room for the losses of all of them
-        model.mtp_process, model.config = False, copy.copy(config)
-        model.config.mtp_num_layers = None
-    try:
+    changes: dict[str, Any] = {}
+    if getattr(model, "mtp_process", False):  # the layers keep the config: routers make room for all their losses
+        changes = {"mtp_process": False, "config": copy.copy(model.config)}
+        changes["config"].mtp_num_layers = None
+    product = _product_of(layer._forward_impl)
+    with (
+        layer.register_forward_pre_hook(choose),
+        replaced(layer, sequence_parallel=False, _forward_impl=product),
+        replaced(model, **changes),
+    ):
         yield
-    finally:
-        if has_mtp:
-            model.mtp_process, model.config = True, config
-        del layer._forward_impl
-        layer.sequence_parallel = found
-        hook.remove()
 
 
 def _product_of(stock: Any) -> Any:

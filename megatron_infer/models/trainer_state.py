@@ -15,6 +15,7 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.models.model_chunks import ModelChunks
 from megatron_infer.models.module_guard import GRAPH_MANAGER
+from megatron_infer.utils.attributes import replaced
 
 SPLIT = {"sequence_parallel": False, "scatter_to_sequence_parallel": False, "reduce_scatter_embeddings": False}
 """Sequence parallelism divides tokens over ranks; in generation every rank has all tokens."""
@@ -78,21 +79,17 @@ def train_mode(chain: Sequence[Any], *, dropout: bool, auxiliary_losses: bool = 
     """
     root = chain[0]
     found = [(module, module.training) for module in root.modules()]
-    changes: list[tuple[Any, str, Any]] = []
     try:
         if not chain[-1].training:
             root.train()
-        for holder in _holders(root):
-            wanted: dict[str, Any] = {} if dropout else _no_dropout(holder)
-            if not auxiliary_losses:
-                wanted |= _no_auxiliary_losses(holder)
-            for name, value in wanted.items():
-                changes.append((holder, name, getattr(holder, name)))
-                setattr(holder, name, value)
-        yield
+        with ExitStack() as changes:
+            for holder in _holders(root):
+                wanted: dict[str, Any] = {} if dropout else _no_dropout(holder)
+                if not auxiliary_losses:
+                    wanted |= _no_auxiliary_losses(holder)
+                changes.enter_context(replaced(holder, **wanted))
+            yield
     finally:
-        for holder, name, value in changes:
-            setattr(holder, name, value)
         for module, training in found:
             if module.training is not training:
                 module.training = training

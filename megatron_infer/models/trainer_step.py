@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.utils.attributes import replaced
 
 NOT_COVERED = {
     "calculate_per_token_loss": "gradients are then divided by a count of tokens that only the loss knows",
@@ -80,16 +81,9 @@ def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.de
     mcore.MoEAuxLossAutoScaler.set_loss_scale(scale * config.context_parallel_size / num_micro_batches)
 
 
-@contextmanager
-def auxiliary_scale_kept() -> Iterator[None]:
+def auxiliary_scale_kept() -> AbstractContextManager[None]:
     """Afterwards backward passes scale auxiliary losses as before."""
-    scaler = mcore.MoEAuxLossAutoScaler
-    found = scaler.main_loss_backward_scale
-    scaler.main_loss_backward_scale = None
-    try:
-        yield
-    finally:
-        scaler.main_loss_backward_scale = found
+    return replaced(mcore.MoEAuxLossAutoScaler, main_loss_backward_scale=None)
 
 
 class AuxiliaryLosses:
@@ -210,24 +204,17 @@ def run_1f1b(
         changes["variable_seq_lengths"] = True
     if config.no_sync_func is None:
         changes["no_sync_func"] = functools.partial(without_gradient_sync, chain)
-    found = {name: getattr(config, name) for name in changes}
     rows, positions = shapes[0]
-    try:
-        for name, value in changes.items():
-            setattr(config, name, value)
-        with cuda_error_explained(next(chain[-1].parameters()).device):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=batches if len(roots) > 1 else batches[0],
-                model=roots,
-                num_microbatches=len(micro_batches),
-                seq_length=positions,
-                micro_batch_size=rows,
-                forward_only=False,
-            )
-    finally:
-        for name, value in found.items():
-            setattr(config, name, value)
+    with replaced(config, **changes), cuda_error_explained(next(chain[-1].parameters()).device):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches if len(roots) > 1 else batches[0],
+            model=roots,
+            num_microbatches=len(micro_batches),
+            seq_length=positions,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
 
 
 def is_interleaved_count(config: Any, num_stages: int) -> Callable[[int], bool]:
@@ -305,12 +292,8 @@ def reduce_gradients(chain: Sequence[Any], *, num_ranks: int, moves_biases: bool
             )
             for root in (chain[0] if isinstance(chain[0], torch.nn.ModuleList) else [chain[0]])
         ]
-    found = getattr(config, "moe_router_enable_expert_bias", False)
-    try:
-        config.moe_router_enable_expert_bias = found and moves_biases
+    with replaced(config, **({} if moves_biases else {"moe_router_enable_expert_bias": False})):
         (config.finalize_model_grads_func or finalize_model_grads)(ddps, None)
-    finally:
-        config.moe_router_enable_expert_bias = found
 
 
 def zero_gradients(chain: Sequence[Any], optimizer: Any) -> None:
