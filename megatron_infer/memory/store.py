@@ -14,7 +14,6 @@ and waits layer by layer (see `memory.layerwise_restore`).
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import StateReleased
-from megatron_infer.memory.block_pools import BlockPools
+from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.memory.copy_pipeline import make_pipeline
-from megatron_infer.memory.host_arena import Progress
+from megatron_infer.memory.host_arena import Progress, device_index
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
 from megatron_infer.memory.pool import PoolMemory
 from megatron_infer.memory.regions.choose import Region, wait
@@ -39,22 +38,15 @@ from megatron_infer.scheduler.context.copies import Copy, CopyKind
 class StoreReport:
     """What a release, an offload or a restore did."""
 
-    seconds: float
     bytes_copied: int
     """Bytes copied between the pools and the host copy."""
     bytes_freed: int
     """Bytes in use before minus after, measured in the memory that the pools are in; negative where memory was taken.
     On a CPU the host copy is in the same memory and counts against it."""
-    bytes_resident: int
-    """Memory the pools take now."""
-    num_blocks: int
-    """Blocks copied."""
-    num_states: int
-    """Recurrent states copied."""
     copy_s: float
     """Seconds in which they were copied, by the device's clock where it is not the CPU; 0.0: see bytes_under_way."""
     bytes_under_way: int = 0
-    """The part of bytes_copied that was still being copied when `seconds` were over; how long that takes is
+    """The part of bytes_copied that was still being copied at the return; how long that takes is
     `CacheStore.restore_copy_s` later."""
 
 
@@ -75,17 +67,25 @@ class CacheStore:
         self._device = region.tensor.device
         self._pipeline = make_pipeline(self._device)
         make: dict[str, Any] = {"device": self._device, "pipeline": self._pipeline}
-        self._blocks = BlockPools(layout, num_host_slots=host_slots[0], **make)
+        kinds = [(BLOCKS, layout.block_shape, layout.dtype)] if layout.block_bytes else []
+        if layout.draft_dtype is not None:
+            kinds.append((DRAFT_BLOCKS, layout.draft_block_shape, layout.draft_dtype))
+        self._dtypes = {noun: dtype for noun, _, dtype in kinds}
+        of_blocks: dict[str, Any] = {"dummy": layout.dummy_block, "num_host_slots": host_slots[0], **make}
+        self._block_pools = [
+            PoolMemory(noun, shape, movable(torch.empty(0, dtype=dtype)).dtype, **of_blocks)
+            for noun, shape, dtype in kinds
+        ]
+        """What happens to a block happens to it in each of these."""
         self._states: PoolMemory | None = None
         if layout.dummy_state_slot is not None:
             # As words: torch copies elements of eight bytes several times faster than eight elements of one.
             words, dummy = (layout.state_bytes // 8,), layout.dummy_state_slot
             self._states = PoolMemory(STATES, words, torch.int64, dummy=dummy, num_host_slots=host_slots[1], **make)
-        self._pools = [pool for pool in (*self._blocks.pools, self._states) if pool is not None]
+        self._pools = [pool for pool in (*self._block_pools, self._states) if pool is not None]
         self._host_copy = SuspendCopy(self._pools, layout.layers, self._pipeline)
-        self._kv_cache: Tensor | None = None
-        """None while the pools have no memory."""
-        self._draft_kv_cache: Tensor | None = None
+        self._caches: dict[str, Tensor] = {}
+        """Keys and values by noun, BLOCKS among them; empty while the pools have no memory."""
         self._state_tensors: StateTensors | None = None
         if self._pipeline is not None:  # a dropped store gives back memory that its streams may still write to
             weakref.finalize(self, wait, self._device).atexit = False
@@ -97,15 +97,14 @@ class CacheStore:
     def kv_cache(self) -> Tensor:
         """[layers, 2, num_blocks, B, K, H]. Raises StateReleased between release (or offload) and restore."""
         self._check_held()
-        assert self._kv_cache is not None
-        return self._kv_cache
+        return self._caches[BLOCKS]
 
     @property
     def draft_kv_cache(self) -> Tensor:
         """The draft model's, under the same block ids; raises StateReleased as `kv_cache` does."""
         self._check_held()
-        assert self._draft_kv_cache is not None, "no model drafts"
-        return self._draft_kv_cache
+        assert DRAFT_BLOCKS in self._caches, "no model drafts"
+        return self._caches[DRAFT_BLOCKS]
 
     @property
     def states(self) -> StateTensors | None:
@@ -121,7 +120,7 @@ class CacheStore:
 
     @property
     def is_released(self) -> bool:
-        return self._kv_cache is None
+        return not self._caches
 
     def pending_restore(self) -> LayerwiseRestore | None:
         """The restore whose layers the next step has to wait for, each before it is used; None: all are there.
@@ -142,7 +141,7 @@ class CacheStore:
 
     def _check_held(self) -> None:
         """Raise StateReleased without memory; else order the steps' stream behind all that a restore still copies."""
-        if self._kv_cache is None:
+        if self.is_released:
             raise _released(self._host_copy)
         if self._host_copy.pending is not None:
             self._host_copy.pending.wait_for_all()
@@ -151,20 +150,20 @@ class CacheStore:
 
     def release(self, progress: Progress) -> StoreReport:
         """Give the pools' memory back; all content is lost. When it raises (`progress` may), nothing was given back."""
-        start, before = time.perf_counter(), self._pool_memory_bytes()
+        before = self._pool_memory_bytes()
         self._check_held()
         self._host_copy.finish()
         progress("release the cache")
         self._region.release()
         self._unbind()
-        return self._report(start, before, {})
+        return self._report(before, {})
 
     def offload(self, blocks: Sequence[int], progress: Progress, *, state_slots: Sequence[int] = ()) -> StoreReport:
         """Copy exactly these blocks and states to the host, then give the pools' memory back.
 
         When anything raises on the way (`progress`, no host memory), the pools are as before and there is no host copy.
         """
-        start, before = time.perf_counter(), self._pool_memory_bytes()
+        before = self._pool_memory_bytes()
         self._check_held()
         self._host_copy.finish()
         places = self._places(blocks, state_slots)
@@ -179,7 +178,7 @@ class CacheStore:
             self._host_copy.drop()
             raise
         self._unbind()
-        return self._report(start, before, places, copy_s)
+        return self._report(before, places, copy_s)
 
     def restore(self, keep: Set[int], progress: Progress, *, keep_states: Set[int] = frozenset()) -> StoreReport:
         """Take memory for the pools again, zero the dummies, copy back offloaded blocks in `keep` and states in
@@ -192,7 +191,7 @@ class CacheStore:
         assert self.is_released, "the cache is not released"
         places = self._places(keep, keep_states)
         self._host_copy.check_holds(places)
-        start, before = time.perf_counter(), self._pool_memory_bytes()
+        before = self._pool_memory_bytes()
         progress("allocate the cache")
         self._region.restore()
         try:
@@ -203,7 +202,7 @@ class CacheStore:
             self._region.release()
             self._unbind()
             raise
-        return self._report(start, before, places, self._host_copy.end_if_done())
+        return self._report(before, places, self._host_copy.end_if_done())
 
     def drop_host_copy(self) -> int:
         """Drop the host copy of an offload -> bytes given back; the next restore gives empty pools."""
@@ -254,15 +253,17 @@ class CacheStore:
         self._check_held()
         for kind, group in _groups(copies):
             if kind is CopyKind.BLOCK:
-                self._blocks.copy(group)
+                self._copy_blocks(group)
                 continue
-            for pool in self._blocks.pools if kind in _OF_BLOCKS else [self._states]:
+            for pool in self._block_pools if kind in _OF_BLOCKS else [self._states]:
                 if pool is not None:
                     _run(pool, kind, group)
 
     def free_host_slots(self, blocks: Iterable[int] = (), states: Iterable[int] = ()) -> None:
         """Drop what these host slots of blocks and of states hold; slots that were never written are fine."""
-        self._blocks.free_host_slots(blocks)
+        freed = list(blocks)
+        for pool in self._block_pools:
+            pool.free_host_slots(freed)
         if self._states is not None:
             self._states.free_host_slots(states)
 
@@ -270,12 +271,13 @@ class CacheStore:
         """Copies of blocks on the host, [len(blocks), layers, 2, B, K, H], by noun: BLOCKS, and DRAFT_BLOCKS where a
         model drafts."""
         self._check_held()
-        return self._blocks.read(blocks)
+        return {pool.noun: pool.read(blocks).view(self._dtypes[pool.noun]) for pool in self._block_pools}
 
     def write_blocks(self, blocks: Sequence[int], content: Mapping[str, Tensor]) -> None:
         """Put what `read_blocks` gave (same layout) into `blocks`."""
         self._check_held()
-        self._blocks.write(blocks, content)
+        for pool in self._block_pools:
+            pool.write(blocks, movable(content[pool.noun]))
 
     def read_states(self, slots: Sequence[int]) -> Tensor:
         """A copy of state slots on the host, bytes [len(slots), slot_bytes]."""
@@ -296,7 +298,7 @@ class CacheStore:
     @property
     def copy_s_per_block(self) -> float:
         """Seconds to copy one block to the host or back, as last measured or seen; 0.0 before, and without memory."""
-        return self._blocks.copy_s
+        return sum(pool.copy_s for pool in self._block_pools)
 
     @property
     def copy_s_per_state(self) -> float:
@@ -304,6 +306,13 @@ class CacheStore:
         return 0.0 if self._states is None else self._states.copy_s
 
     # ------------------------------------------------------------------ parts
+
+    def _copy_blocks(self, copies: Sequence[Copy]) -> None:
+        """Copy whole blocks in every layer; no destination comes twice or is a source, so order does not matter."""
+        index = device_index(self._pipeline, [place for copy in copies for place in copy[1:]])
+        for pool in self._block_pools:
+            cache = movable(self._caches[pool.noun])
+            cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
 
     def _held(self, pool: PoolMemory | None) -> PoolMemory:
         """A pool that can be read and written now."""
@@ -314,7 +323,7 @@ class CacheStore:
     def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Places:
         """Places by the noun of their pool, where there are any; those without memory are left out."""
         held, slots = list(blocks), list(state_slots)
-        found = {pool.noun: held for pool in self._blocks.pools if held}
+        found = {pool.noun: held for pool in self._block_pools if held}
         return found | ({STATES: slots} if self._states is not None and slots else {})
 
     def _bind(self) -> tuple[Tensor, StateTensors | None]:
@@ -325,14 +334,16 @@ class CacheStore:
                 slots_SX = layout.slots(region_X)
                 self._states.bind(slots_SX.view(torch.int64), layout.state_layers(slots_SX))
                 self._state_tensors = StateTensors(slots_SX, layout.state)
-            self._blocks.bind(region_X)
-            cache = layout.cache(region_X)
-            self._draft_kv_cache = None if layout.draft_kv_shape is None else layout.cache(region_X, of=DRAFT_BLOCKS)
-            self._kv_cache = cache
-        return cache, self._state_tensors
+            nouns = [BLOCKS] if layout.draft_kv_shape is None else [BLOCKS, DRAFT_BLOCKS]
+            self._caches = {noun: layout.cache(region_X, of=noun) for noun in nouns}
+            for pool in self._block_pools:
+                content = movable(self._caches[pool.noun])
+                pool.bind(content.permute(2, 0, 1, 3, 4, 5), layout.block_layers(content))
+        return self._caches[BLOCKS], self._state_tensors
 
     def _unbind(self) -> None:
-        self._kv_cache = self._draft_kv_cache = self._state_tensors = None
+        self._caches = {}
+        self._state_tensors = None
         for pool in self._pools:
             pool.unbind()
 
@@ -341,17 +352,12 @@ class CacheStore:
         shared = self._device.type == "cpu"
         return self._region.resident_bytes() + (self._host_copy.resident_bytes() if shared else 0)
 
-    def _report(self, start: float, before: int, places: Places, copy_s: float = 0.0) -> StoreReport:
-        """start, before: time and memory when the command began. places: what was copied."""
-        num_blocks, num_states = len(places.get(BLOCKS, places.get(DRAFT_BLOCKS, ()))), len(places.get(STATES, ()))
+    def _report(self, before: int, places: Places, copy_s: float = 0.0) -> StoreReport:
+        """before: memory taken when the command began. places: what was copied."""
         num_bytes = sum(pool.place_bytes * len(places.get(pool.noun, ())) for pool in self._pools)
         return StoreReport(
-            seconds=time.perf_counter() - start,
             bytes_copied=num_bytes,
             bytes_freed=before - self._pool_memory_bytes(),
-            bytes_resident=self._region.resident_bytes(),
-            num_blocks=num_blocks,
-            num_states=num_states,
             copy_s=copy_s,
             bytes_under_way=0 if self._host_copy.pending is None else num_bytes,
         )

@@ -16,7 +16,6 @@ from static_kernels import STATIC, StaticScan
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
-from megatron_infer.memory.block_pools import BlockPools
 from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.device import HostRead
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
@@ -191,8 +190,7 @@ SEAMS = (
     *((StepBuffer, name) for name in ("upload", "advance_mirror")),
     *((GraphPool, name) for name in ("ready", "launch")),
     *((PaddedStep, name) for name in ("prepare", "run")),
-    (CacheStore, "run_copies"),
-    (BlockPools, "copy"),
+    *((CacheStore, name) for name in ("run_copies", "_copy_blocks")),
     *((CopyPipeline, name) for name in ("offload", "reload")),
     *((ModelRunner, name) for name in ("_set_rows", "run_layers", "finish", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),

@@ -99,7 +99,7 @@ def test_blocks_that_go_to_the_host_and_come_back_make_no_step_wait(monkeypatch)
 
 KNOWN = (
     "models/moe.py",
-    "memory/block_pools.py: copy",
+    "memory/store.py: _copy_blocks",
     "memory/host_arena.py: offload",
     "memory/host_arena.py: reload",
 )
