@@ -70,7 +70,6 @@ PEERS = ("models", "runner")
 PATH = (
     "engine.step_loop",
     "scheduler.scheduler",
-    "scheduler.step_planner",
     "scheduler.decode",
     "scheduler.prefill",
     "scheduler.preemption",

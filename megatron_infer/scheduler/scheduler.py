@@ -15,18 +15,20 @@ from megatron_infer.scheduler.context.dynamic_context import DynamicInferenceCon
 from megatron_infer.scheduler.context.leases import Lease
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
-from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
+from megatron_infer.scheduler.prefill import NOTHING, PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.recompute_progress import RecomputeProgress
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.step_budget import StepBudget
 from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
-from megatron_infer.scheduler.step_planner import StepPlanner
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from megatron_infer.scheduler.drafts import DraftPlanner
-    from megatron_infer.scheduler.phases import Phases
+    from megatron_infer.scheduler.phases import Phase, Phases
+
+BOTH: tuple[Phase, ...] = ((True, True, None),)  # type: ignore[assignment]
+"""Decode, and prompts in what it leaves of the budget: each step without `Phases`."""
 
 
 class Scheduler:
@@ -84,7 +86,7 @@ class Scheduler:
             costs=costs or policy.CostModel(),
         )
         self.shares = CallerShares(context, self.queue, self.admitted_requests, self.preemption)
-        prefills = PrefillPlanner(
+        self._prefills = PrefillPlanner(
             context,
             self.queue,
             self.admitted_requests,
@@ -95,10 +97,8 @@ class Scheduler:
             limits=limits or BatchingLimits(),
             shares=self.shares,
         )
-        decodes = DecodePlanner(context, self.admitted_requests, num_micro_batches=num_micro_batches)
-        self._planner = StepPlanner(
-            context, self.admitted_requests, self.preemption, decodes, prefills, phases, drafts, self.shares
-        )
+        self._decodes = DecodePlanner(context, self.admitted_requests, num_micro_batches=num_micro_batches)
+        self._phases = phases
         self._drafts = drafts
         self.recompute_progress = RecomputeProgress()
         self._num_uncommitted = self._prompt_tokens_in_flight = 0
@@ -311,13 +311,53 @@ class Scheduler:
         return bool(self.queue.requests or self.admitted_requests.num_running or self.admitted_requests.paused)
 
     def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
-        return self._planner.plan(
-            self.budget.tokens,
-            self.root,
-            among,
-            num_in_flight=self._num_uncommitted,
-            prompt_tokens=self._prompt_tokens_in_flight,
-            readmitted=self._readmitted,
+        """A step of requests in `among` (None: of all); the next one is planned from what this one has changed."""
+        context, admitted_requests, phases = self.context, self.admitted_requests, self._phases
+        budget, num_in_flight = self.budget.tokens, self._num_uncommitted
+        if context.states is not None:
+            context.states.begin_step()
+        self.shares.begin_step(among)
+        if admitted_requests.paused or context.num_free_blocks < len(admitted_requests.decoding):
+            self.preemption.make_room()
+        share = self.shares.share(budget, among)
+        decode: list[Request] = []
+        starts: list[int] = []
+        draft = NOTHING
+        for decodes, prefills, only in BOTH if phases is None else phases.attempts(admitted_requests):
+            if decodes:
+                chosen = among if only is None else [one for one in only if among is None or one in among]
+                if share is not None:
+                    chosen = share.decode if only is None else [one for one in only if one in share.decode]
+                if self._drafts is not None:
+                    chosen = self._drafts.ready(admitted_requests, chosen, num_in_flight=num_in_flight)
+                decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
+            if prefills:
+                draft = self._prefills.plan(budget, starts, self._prompt_tokens_in_flight, self.root, among, share)
+            if decode or draft.chunks:
+                break
+        if phases is not None:
+            phases.planned(draft)
+        verified: list[PrefillChunk] = []
+        sampled = [*decode, *draft.sampled] if draft.sampled else decode
+        num_tokens = len(decode) + draft.num_tokens
+        if self._drafts is not None and decode:
+            most = budget if share is None else min(budget, share.num_tokens)
+            verified = self._drafts.plan(admitted_requests, decode, starts, room=max(0, most - num_tokens))
+            sampled = [*decode, *(one.request for one in verified for _ in range(one.n)), *draft.sampled]
+            num_tokens = len(decode) + sum(one.n for one in verified) + draft.num_tokens
+        adapters = context.adapters
+        return StepPlan(
+            step=admitted_requests.stats.steps,
+            decode=decode,
+            decode_starts=starts,
+            prefill=(*verified, *draft.chunks),
+            copies_before=context.take_copies() if num_tokens else (),
+            copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
+            readmitted=tuple([request for request in self._readmitted if request.lease is not None]),
+            adapter_loads=() if adapters is None or not num_tokens else adapters.take_loads(),
+            num_tokens=num_tokens,
+            sampled=sampled,
+            num_prompt_tokens=draft.num_tokens,
         )
 
     def schedule(self, among: Collection[Request] | None = None) -> StepPlan:

@@ -162,7 +162,7 @@ class World:
 
     @property
     def drafts(self):
-        return self.scheduler._planner._drafts
+        return self.scheduler._drafts
 
     @property
     def ahead(self):
