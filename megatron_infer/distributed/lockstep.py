@@ -458,31 +458,22 @@ class Lockstep:
                 continue  # the next round misses it
 
     def _report(self, mine: _RoundReport, alone: RankFailure | None, patience_s: float) -> dict[str, Any]:
-        # The leader may wait for other ranks first, for each as long as for this one.
         link = self._links.calls[0]
-        deadline = time.monotonic() + (patience_s if alone is not None else self.size * patience_s)
-        lost, limit = False, math.inf
+        is_sent = True
         try:
             link.send(mine)
         except LinkClosed:
-            lost = True  # what it sent before it ended may still be readable
-        while True:
-            try:
-                message: dict[str, Any] | None = link.receive(SLICE_S)
-            except LinkClosed:
-                self._watch.catch_up()
-                self._watch.check()
-                raise RankFailure(self._ranks[0], self.phase, self._watch.reason_of(self._ranks[0])) from None
-            if message is not None:
-                return message
-            self._watch.check()
-            limit = self._limit_of_trouble(0, limit)
-            is_late = time.monotonic() > min(deadline, limit)
-            if not lost and alone is not None and is_late:
-                raise alone
-            if lost or is_late:
-                reason = self._watch.reason_of(self._ranks[0]) if lost else self._late(0, mine.call)
-                raise RankFailure(self._ranks[0], self.phase, reason)
+            is_sent = False
+
+        def receive(timeout_s: float) -> dict[str, Any] | None:
+            message: dict[str, Any] | None = link.receive(timeout_s)
+            if message is None and not is_sent:  # what the leader sent before it ended has been read
+                raise LinkClosed
+            return message
+
+        # The leader may wait for other ranks first, for each as long as for this one.
+        wait_s = patience_s if alone is not None else self.size * patience_s
+        return self._receive(0, receive, mine.call, alone, wait_s)
 
     def _send_bytes(self, rank: int, content: bytes) -> None:
         """Send a rank what may be many bytes."""
