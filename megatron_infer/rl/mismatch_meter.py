@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,17 +70,20 @@ class MismatchReport:
         return text if self.place is None else f"{text}; place: {self.place}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _ChosenSample:
     group_id: str
     number: int
     sample: RolloutSample
     params: SamplingParams | None
-    comparable: list[int]
+    comparable: list[int] = field(default_factory=list)
     """Indices into its token_ids: tokens drawn by the present weights, from keys and values of the present weights."""
-    raw: list[float]
-    train: dict[int, float]
+    train: dict[int, float] = field(default_factory=dict)
     """Position in the sequence -> the trainer's log probability."""
+
+    @property
+    def raw(self) -> list[float]:
+        return self.sample.raw_logprobs or []
 
 
 class MismatchMeter:
@@ -253,7 +256,7 @@ class MismatchMeter:
             how = params if params is None or isinstance(params, SamplingParams) else params[group.index]
             for number, sample in enumerate(group.samples):
                 if sample.num_drawn and self._is_chosen(group.group_id, number):
-                    yield _chosen(group.group_id, number, sample, how)
+                    yield _ChosenSample(group.group_id, number, sample, how)
 
     def _is_chosen(self, group_id: str, number: int) -> bool:
         name = repr((group_id, number, self._seed)).encode()
@@ -369,14 +372,7 @@ def _chosen_of(given: Sequence[Any]) -> _ChosenSample:
     """The sample from what `_encoded` gave."""
     group_id, number, encoded, params = given
     how = None if params is None else SamplingParams.from_dict(params)
-    return _chosen(group_id, number, decode_sample(base64.b85decode(encoded)), how)
-
-
-def _chosen(group_id: str, number: int, sample: RolloutSample, params: SamplingParams | None) -> _ChosenSample:
-    raw = list(sample.raw_logprobs or [])
-    return _ChosenSample(
-        group_id=group_id, number=number, sample=sample, params=params, comparable=[], raw=raw, train={}
-    )
+    return _ChosenSample(group_id, number, decode_sample(base64.b85decode(encoded)), how)
 
 
 def _comparable(sample: RolloutSample, version: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from megatron_infer.rl.multi_rank import RolloutRanks, Shares, source_of
 from megatron_infer.rl.oversampling import Oversampler, PromptFeed, RolloutShortage
 from megatron_infer.rl.prompts import GroupRequest, given_batch, group_requests_of
 from megatron_infer.rl.rollout_thread import RolloutThread
-from megatron_infer.rl.samples import RolloutGroup, checked_groups
+from megatron_infer.rl.samples import RolloutGroup, checked_groups, checked_stream
 from megatron_infer.rl.stats import RolloutStats, stats_of
 
 
@@ -118,7 +118,7 @@ class Rollout:
         finally:
             self._end(call, failure)
 
-    async def stream(
+    def stream(
         self, prompts: Any, params: Params, *, on_progress: Progress | None = None, on_error: OnError = "raise"
     ) -> AsyncIterator[RolloutGroup]:
         """`async for group in roll.stream(...)`: as `iterate`, in any event loop and beside other streams.
@@ -126,14 +126,7 @@ class Rollout:
         The engine steps on a thread of its own, so the loop stays free; callbacks run in the loop. Leave it early with
         `aclosing(...)` or a finished loop, which aborts what it submitted. With several ranks: one stream at a time.
         """
-        check_on_error(on_error)
-        found = []
-        async with aclosing(self._stream(prompts, params, on_progress)) as groups:
-            async for group in groups:
-                found.append(group)
-                if group.error is None or on_error == "return":
-                    yield group
-        checked_groups(found, on_error)
+        return checked_stream(self._stream(prompts, params, on_progress), on_error)
 
     async def _stream(
         self, prompts: Any, params: Params, on_progress: Progress | None, *, carry: bool = True
@@ -152,11 +145,9 @@ class Rollout:
         finally:
             await run(lambda: self._end(call, failure))
 
-    async def stream_alone(self, request: GroupRequest) -> AsyncIterator[RolloutGroup]:
+    def stream_alone(self, request: GroupRequest) -> AsyncGenerator[RolloutGroup]:
         """The group of one checked prompt, failed or not; groups that earlier calls left unfinished stay so."""
-        async with aclosing(self._stream([request.prompt], request.params, None, carry=False)) as groups:
-            async for group in groups:
-                yield group
+        return self._stream([request.prompt], request.params, None, carry=False)
 
     def collect(
         self,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput, described_failures
+from megatron_infer.outputs.request_output import (
+    CompletionOutput,
+    OnError,
+    RequestOutput,
+    check_on_error,
+    described_failures,
+)
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, SampleOutputs, values_in
 from megatron_infer.scheduler.request import VersionSpan
 
@@ -121,6 +128,19 @@ def checked_groups(groups: list[RolloutGroup], on_error: str = "raise") -> list[
     if on_error == "raise" and any(group.error is not None for group in groups):
         raise RolloutError(groups)
     return groups
+
+
+async def checked_stream(groups: AsyncGenerator[RolloutGroup], on_error: OnError) -> AsyncGenerator[RolloutGroup]:
+    """`groups`, which are closed when it is left, and at their end what `checked_groups` raises for those that failed.
+    on_error "return": it gives these, too."""
+    check_on_error(on_error)
+    found = []
+    async with aclosing(groups):
+        async for group in groups:
+            found.append(group)
+            if group.error is None or on_error == "return":
+                yield group
+    checked_groups(found, on_error)
 
 
 def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSample:

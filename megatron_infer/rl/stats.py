@@ -82,14 +82,11 @@ def stats_of(
     version: int,
     seconds: float,
     num_tokens: int | None = None,
-    num_rejected: int = 0,
-    num_aborted: int = 0,
-    num_carried: int = 0,
-    lag: int = 0,
     lags_used: Sequence[int] = (),
+    **counts: int,
 ) -> RolloutStats:
-    """version: weights that staleness is counted from. num_tokens: drawn in all; None: those of these groups. lag,
-    lags_used: a queue's limit, and the training steps between begin and consumption of each group."""
+    """version: weights that staleness is counted from. num_tokens: drawn in all; None: those of these groups.
+    lags_used: the training steps between begin and consumption of each group. counts: further fields."""
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = sorted(sample.num_drawn for sample in samples)
@@ -99,16 +96,12 @@ def stats_of(
     return RolloutStats(
         num_groups=len(groups),
         num_samples=len(samples),
-        num_rejected=num_rejected,
-        num_aborted=num_aborted,
         num_failed=sum(group.error is not None for group in groups),
-        num_carried=num_carried,
         num_tokens=sum(lengths) if num_tokens is None else num_tokens,
         num_prompt_tokens=sum(len(group.prompt_ids) for group in groups),
         num_cached_tokens=sum(group.num_cached_tokens for group in groups),
         seconds=seconds,
         weight_version=version,
-        lag=lag,
         lag_mean=sum(lags_used) / len(lags_used) if lags_used else 0.0,
         lag_max=max(lags_used, default=0),
         finished=dict(Counter(sample.finish_reason for sample in samples)),
@@ -120,4 +113,5 @@ def stats_of(
         staleness_max=max(ages, default=0),
         last_token_staleness_mean=sum(last) / len(last) if last else 0.0,
         kv_staleness_max=max((age for sample in samples for age in sample.kv_staleness(version)), default=0),
+        **counts,
     )

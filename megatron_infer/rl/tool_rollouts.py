@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
 from megatron_infer.rl.multi_rank import Shares
 from megatron_infer.rl.prompts import GroupRequest, given_batch
 from megatron_infer.rl.rollout import Params, Rollout
-from megatron_infer.rl.samples import RolloutGroup, checked_groups
+from megatron_infer.rl.samples import RolloutGroup, checked_groups, checked_stream
 from megatron_infer.runner.sampling.rng import derive_seed
 
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ class TurnLimits:
                 raise ConfigError(f"TurnLimits: {name} is a number above 0, or None for no limit; got {value!r}")
 
 
-async def converse(
+def converse(
     roll: Rollout,
     prompts: Any,
     params: SamplingParams,
@@ -69,19 +69,12 @@ async def converse(
     Context-parallel engines divide equal prompts: a conversation stays on the engine that begins it, whose source calls
     the tools, and its group is on all ranks when all engines are done.
     """
-    check_on_error(on_error)
-    found = []
     limits = limits if limits is not None else TurnLimits()
 
     def draw(own: Any, each: Params) -> AsyncGenerator[RolloutGroup]:
         return _conversations(roll, own, each, tool, limits, max_concurrent)
 
-    async with aclosing(roll.divided(prompts, params, draw)) as groups:
-        async for group in groups:
-            found.append(group)
-            if group.error is None or on_error == "return":
-                yield group
-    checked_groups(found, on_error)
+    return checked_stream(roll.divided(prompts, params, draw), on_error)
 
 
 async def _conversations(

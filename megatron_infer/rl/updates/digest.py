@@ -9,10 +9,10 @@ except for one case in 2**32 or fewer. The live tensors that kernels and packed 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -114,14 +114,11 @@ def digests_of(
 
 
 def encode_digests(parts: list[PartDigest]) -> str:
-    return json.dumps([[p.name, p.shape, p.length, p.spans, p.value, p.rank] for p in parts])
+    return msgspec.json.encode(parts).decode()
 
 
 def decode_digests(text: str) -> list[PartDigest]:
-    return [
-        PartDigest(name, tuple(shape), length, tuple((a, b) for a, b in spans), value, rank)
-        for name, shape, length, spans, value, rank in json.loads(text)
-    ]
+    return msgspec.json.decode(text, type=list[PartDigest])
 
 
 def combine_digests(parts: list[PartDigest]) -> dict[str, int]:
