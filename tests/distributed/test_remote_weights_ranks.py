@@ -81,9 +81,10 @@ def steer(client, folder, expected):
     assert {answer.value["checksum"] for answer in sums.values()} == {expected["checksum"]}
 
 
-def serve(rank, size, folder):
+def serve(rank, size, folder, steer, options):
+    """A replica of all ranks, while a client does `steer(client, folder, expected)`."""
     new_groups(tensor_model_parallel_size=size)
-    engine = make_engine(part_of_model("attention", str(folder), rank, size))
+    engine = make_engine(part_of_model("attention", str(folder), rank, size), **options)
     weights = WeightReceiver(engine, weights_root=folder)
     if rank:
         engine.follow(weights.followed())
@@ -101,7 +102,7 @@ def serve(rank, size, folder):
             replica.stop()
 
     served = {"control": True, "commands": weights.commands()}
-    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, **served) as replica:
+    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, name="r", **served) as replica:
         thread = threading.Thread(target=talk, args=(one.address, replica))
         thread.start()
         replica.run()
@@ -126,4 +127,4 @@ def test_two_ranks_take_weights_out_of_files_and_in_pieces_and_give_them_back(tm
     assert expected["new"] != expected["old"]
     expected["checksum"] = weights["check_weights"](action="checksum")["checksum"]
     torch.save(expected, tmp_path / "expected.pt")
-    run_on_ranks(serve, 2, tmp_path)
+    run_on_ranks(serve, 2, tmp_path, steer, {})

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from broadcasting_trainer import Trainer, described
-from coordinator_case import coordinator, wait_for
-from engine_ranks import make_engine, part_of_model, whole_model
-from gloo_ranks import new_groups, run_on_ranks
-from test_remote_weights_ranks import PARAMS, PROMPT, answer, changed
+from engine_ranks import make_engine, whole_model
+from gloo_ranks import run_on_ranks
+from test_remote_weights_ranks import PARAMS, PROMPT, answer, changed, serve
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.coordinator.replica import Replica
 from megatron_infer.rl.updates import apply
-from megatron_infer.rl.weight_receiver import WeightReceiver
 
 LORA, CONFIG = LoRAConfig(max_loras=1, max_rank=4), {"r": 4, "lora_alpha": 16}
 
@@ -38,7 +33,7 @@ def where(trainer):
     return {**place, "backend": "", "kind": trainer.kind, "prefix": trainer.name}
 
 
-def steer(client, expected):
+def steer(client, folder, expected):
     small, one = Trainer(world_size=2), Trainer(world_size=3)
     with pytest.raises(protocol.ControlFailed, match="a world_size of 3 at least"):
         client.control("join_weight_group", name="g", where=where(small), num_ranks=2)
@@ -88,36 +83,6 @@ def steer(client, expected):
     assert answer(client) == expected["new"]
 
 
-def serve(rank, size, folder):
-    new_groups(tensor_model_parallel_size=size)
-    engine = make_engine(part_of_model("attention", str(folder), rank, size), lora=LORA)
-    weights = WeightReceiver(engine)
-    if rank:
-        engine.follow(weights.followed())
-        return
-    expected, failures = torch.load(folder / "expected.pt"), []
-
-    def talk(address, replica):
-        try:
-            with InferenceClient(address) as client:
-                wait_for(lambda: client.stats()["replicas"])
-                steer(client, expected)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            replica.stop()
-
-    served = {"control": True, "commands": weights.commands()}
-    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, name="r", **served) as replica:
-        thread = threading.Thread(target=talk, args=(one.address, replica))
-        thread.start()
-        replica.run()
-        thread.join()
-    engine.dismiss()
-    if failures:
-        raise failures[0]
-
-
 @pytest.mark.long
 def test_two_ranks_receive_a_trainers_broadcasts_and_give_them_back(tmp_path):
     model = whole_model("attention")
@@ -130,4 +95,4 @@ def test_two_ranks_receive_a_trainers_broadcasts_and_give_them_back(tmp_path):
     expected["adapted"] = engine.generate([PROMPT], [replace(PARAMS, adapter="a")])[0].outputs[0].token_ids
     assert len({tuple(expected[one]) for one in ("old", "new", "adapted")}) == 3
     torch.save(expected, tmp_path / "expected.pt")
-    run_on_ranks(serve, 2, tmp_path)
+    run_on_ranks(serve, 2, tmp_path, steer, {"lora": LORA})
