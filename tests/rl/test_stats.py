@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scrape import Writer
 
 from megatron_infer.engine.metrics.wandb import WandbSink
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
@@ -60,19 +61,9 @@ def test_a_percentile_is_the_smallest_value_that_covers_its_share(share, expecte
 
 
 def test_a_sink_writes_them_under_their_own_axis():
-    class Writer:
-        def __init__(self):
-            self.rows, self.axes = [], {}
-
-        def log(self, data):
-            self.rows.append(data)
-
-        def define_metric(self, name, step_metric=None):
-            self.axes[name] = step_metric
-
     writer = Writer()
     WandbSink(writer).write_rollout(stats_of(GROUPS, version=6, seconds=2.0).as_metrics())
     [row] = writer.rows
     assert row["rollout/finished_length"] == 1.0 and row["rollout/tokens_per_s"] == 4.0
-    assert row["rollout/length_p90"] == 4.0 and row[writer.axes["rollout/*"]] == 6.0
+    assert row["rollout/length_p90"] == 4.0 and row[dict(writer.metrics)["rollout/*"]] == 6.0
     assert all(type(value) is float for value in row.values())

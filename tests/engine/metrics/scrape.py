@@ -1,4 +1,4 @@
-"""Reads metrics text as Prometheus does, with the library's parser."""
+"""Reads metrics: text as Prometheus does, with the library's parser, and rows in the place of wandb."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ def check_histograms(series: dict[str, float], text: str) -> int:
         assert list(counts) == sorted(counts)
         assert counts[-1] == series["/".join(filter(None, [f"{name}_count", rest]))]
     return len(buckets)
+
+
+class Writer:
+    """Takes rows as the wandb module does."""
+
+    def __init__(self, summary=None):
+        self.rows, self.metrics, self.summary = [], [], summary or {}
+
+    def log(self, data):
+        self.rows.append(data)
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))

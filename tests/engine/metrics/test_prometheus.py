@@ -17,7 +17,7 @@ import engines
 import prometheus_client
 import pytest
 from ports import free_port
-from scrape import check_histograms, parse
+from scrape import Writer, check_histograms, parse
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.metrics.definitions import engine_families
@@ -28,17 +28,6 @@ from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_hybrid
 
 BLOCK = 16
-
-
-class Writer:
-    def __init__(self):
-        self.rows = []
-
-    def log(self, data):
-        self.rows.append(data)
-
-    def define_metric(self, name, step_metric=None):
-        pass
 
 
 make_engine = partial(engines.make_engine, max_requests=8)

@@ -11,22 +11,11 @@ import time
 import types
 
 import pytest
+from scrape import Writer
 
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.wandb import WandbSink, step_row
 from megatron_infer.errors import ConfigError
-
-
-class Writer:
-    def __init__(self, summary=None):
-        self.rows, self.metrics, self.summary = [], [], summary or {}
-
-    def log(self, data):
-        self.rows.append(data)
-
-    def define_metric(self, name, step_metric=None):
-        self.metrics.append((name, step_metric))
-
 
 MEGATRON_KEYS = """inference_step step_time_s waiting_queue_len total_requests_dict_size total_blocks
 allocated_blocks active_unique_blocks allocated_utilization active_utilization active_request_count
