@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class InferenceError(Exception):
@@ -226,6 +226,22 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     if ELSEWHERE.get(name) in names:
         close.insert(0, ELSEWHERE[name])
     return f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def check_known(
+    kind: str,
+    names: Iterable[object],
+    known: Collection[str],
+    *,
+    error: type[Exception] = ConfigError,
+    where: str = "",
+    lists_known: bool = False,
+) -> None:
+    """Raise `error` for the first of `names` that is not known. where: what its text begins with."""
+    for name in names:
+        if name not in known:
+            listed = f"; one of {', '.join(known)}" if lists_known else ""
+            raise error(f"{where}{unknown_name(kind, str(name), known)}{listed}")
 
 
 def _is_misspelt(name: str, known: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InferenceError, InvalidPrompt, unknown_name
+from megatron_infer.errors import InferenceError, InvalidPrompt, check_known
 from megatron_infer.utils.files import regular
 
 PROMPT_KEYS = ("prompt", "messages", "token_ids", "prompt_token_ids")
@@ -78,9 +78,7 @@ def parse_line(line: bytes, *, where: str) -> PromptJob:
 def _job_of(value: Any, where: str) -> PromptJob:
     if not isinstance(value, dict):
         raise InvalidPrompt(f'expected an object such as {{"prompt": "..."}}, got {type(value).__name__}')
-    for key in value:
-        if key not in (*PROMPT_KEYS, *SAMPLING_KEYS, "id"):
-            raise InvalidPrompt(unknown_name("field", key, (*PROMPT_KEYS, *SAMPLING_KEYS, "id")))
+    check_known("field", value, (*PROMPT_KEYS, *SAMPLING_KEYS, "id"), error=InvalidPrompt)
     given = [key for key in PROMPT_KEYS if key in value]
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"

@@ -21,12 +21,12 @@ from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
-from megatron_infer.config.options import CHECKED, checked, choose, option, options_of, refuse_unknown
+from megatron_infer.config.options import CHECKED, checked, choose, option, options_of
 from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
 from megatron_infer.config.speculative import SpeculativeConfig, speculative_of
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, check_known
 
 if TYPE_CHECKING:
     import torch
@@ -376,7 +376,7 @@ class InferenceConfig:
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
         """Refuse an unknown keyword and name the nearest known one; dataclasses would only name the unknown."""
-        refuse_unknown(cls, kwargs)
+        check_known(f"{cls.__name__} field", kwargs, options_of(cls))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.config.options import checked, option, options_of
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, check_known
 
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
@@ -44,10 +44,7 @@ class LoRAConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoRAConfig:
         """From plain values. Raises ConfigError for an unknown field."""
-        known = options_of(cls)
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"lora: {unknown_name('field', str(name), known)}; one of {', '.join(known)}")
+        check_known("field", values, options_of(cls), where="lora: ", lists_known=True)
         return cls(**values)
 
 

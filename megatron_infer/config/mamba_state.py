@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config.model_shape import DTYPE_BYTES
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, check_known, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,7 @@ class MambaInferenceStateConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> MambaInferenceStateConfig:
         """From plain values. Raises ConfigError for an unknown or a missing field."""
         known = {item.name: item.default for item in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"mamba_inference_state_config: {unknown_name('field', name, known)}")
+        check_known("field", values, known, where="mamba_inference_state_config: ")
         missing = [name for name, default in known.items() if default is MISSING and name not in values]
         if missing:
             raise ConfigError(

@@ -177,14 +177,6 @@ def _strings_in(module: str) -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a keyword that is no option of `config`, with the nearest one."""
-    known = options_of(config)
-    for name in names:
-        if name not in known:
-            raise ConfigError(unknown_name(f"{config.__name__} field", name, known))
-
-
 def whole_number(value: object) -> int | None:
     """`value` as an int if it is a whole number of any integer type; bool is not one."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

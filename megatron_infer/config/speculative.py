@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.config.options import checked, option, options_of, refuse_unknown
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.config.options import checked, option, options_of
+from megatron_infer.errors import ConfigError, check_known, unknown_name
 
 METHODS = ("ngram", "grammar", "draft", "mtp")
 NOT_BUILT = {
@@ -53,7 +53,7 @@ class SpeculativeConfig:
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
-        refuse_unknown(cls, kwargs)
+        check_known(f"{cls.__name__} field", kwargs, options_of(cls))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from megatron_infer.config.layout import Layout, RunOptions
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.options import options_of
 from megatron_infer.config.speculative import SpeculativeConfig
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, check_known, unknown_name
 from megatron_infer.pipelines.field_rows import FieldPath, rows_of
 from megatron_infer.server.server_config import ENV_PREFIX, ServerConfig
 from megatron_infer.utils.yaml_file import read_options
@@ -174,9 +174,8 @@ class Names:
     def _options(self, value: Any, where: str) -> Iterator[tuple[FieldPath, Any]]:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}{OPTIONS} is {value!r}, it must be a mapping of options by name")
+        check_known("option", value, self.options, where=where)
         for name, one in value.items():
-            if name not in self.options:
-                raise ConfigError(where + unknown_name("option", str(name), self.options))
             yield (OPTIONS, str(name)), one
 
     def from_environment(self, environment: Mapping[str, str]) -> dict[FieldPath, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.model_shape import KV_DTYPE_BYTES, kv_block_bytes
-from megatron_infer.errors import CapacityError, ConfigError, unknown_name
+from megatron_infer.errors import CapacityError, ConfigError, check_known
 from megatron_infer.kernels.symmetric_allreduce import MAX_BYTES
 from megatron_infer.runner.sampling.logprobs import score
 
@@ -92,9 +92,7 @@ class ModelInputs:
     def update(self, **values: Any) -> None:
         """Set attributes that exist; a value of None changes nothing. Raises ConfigError for an unknown name."""
         known = [name for name in dir(self) if not name.startswith("_") and name != "update"]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            raise ConfigError(f"{type(self).__name__}: {unknown_name('input', unknown[0], known)}")
+        check_known("input", values, known, where=f"{type(self).__name__}: ")
         for name, value in values.items():
             if value is not None:
                 setattr(self, name, value)

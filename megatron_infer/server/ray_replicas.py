@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config.coordinator_options import CoordinatorOptions, ReplicaRole
 from megatron_infer.engine.lifecycle_commands import EngineCommands
-from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, check_known
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
@@ -505,13 +505,11 @@ class _ServeDeployment:
 def _parse_body(body: Any) -> tuple[Any, SamplingParams, bool]:
     """Raises RequestError."""
     from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.errors import RequestError, unknown_name
+    from megatron_infer.errors import RequestError
 
     if not isinstance(body, dict) or "prompt" not in body:
         raise RequestError('a request is {"prompt": text or token ids, "params": {...}, "stream": false}')
-    for name in body:
-        if name not in ("prompt", "params", "stream"):
-            raise RequestError(unknown_name("field", name, ("prompt", "params", "stream")))
+    check_known("field", body, ("prompt", "params", "stream"), error=RequestError)
     return body["prompt"], SamplingParams.from_dict(dict(body.get("params") or {})), bool(body.get("stream", False))
 
 

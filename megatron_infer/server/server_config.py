@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from megatron_infer.config.layout import EngineRoles, Layout, RunOptions
 from megatron_infer.config.options import CHECKED, Option, checked, option, options_of
 from megatron_infer.engine.metrics.modes import PrometheusMetricsMode
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, check_known, unknown_name
 from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_call_formats import FORMATS
 from megatron_infer.utils.yaml_file import read_options
@@ -282,9 +282,7 @@ def read_config_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     content = read_options(path, f"--config {path}")
     known = [*options_of(ServerConfig), *ENGINE_KEYS]
-    for name in content:
-        if name not in known:
-            raise ConfigError(f"--config {path}: {unknown_name('option', str(name), known)}")
+    check_known("option", content, known, where=f"--config {path}: ")
     engine_options = {name: content.pop(name) for name in ENGINE_KEYS if name in content}
     if not isinstance(engine_options.get("engine", {}), dict):
         raise ConfigError(f"--config {path}: engine holds options of InferenceConfig as NAME: VALUE")

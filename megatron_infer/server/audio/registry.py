@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.errors import ConfigError, InferenceError, ModelError, brief, unknown_name
+from megatron_infer.errors import ConfigError, InferenceError, ModelError, brief, check_known
 
 if TYPE_CHECKING:
     from megatron_infer.server.audio.decoder import OpenedDecoder
@@ -36,8 +36,7 @@ def check_decoder(name: str, weights: str, own: Mapping[str, Opener] | None = No
     known = [*own, *(one for one in DECODERS if one not in own)]
     if not name:
         raise ConfigError(f"audio_decoder is empty; give one of {', '.join(known)}")
-    if name not in known:
-        raise ConfigError(f"{unknown_name('audio_decoder', name, known)}; one of {', '.join(known)}")
+    check_known("audio_decoder", [name], known, lists_known=True)
     has_weights = "weights" in inspect.signature(own[name]).parameters if name in own else name not in WITHOUT_WEIGHTS
     if weights and not has_weights:
         raise ConfigError(f"audio_decoder_weights is {weights!r}, but {name} has no weights; leave it empty")
@@ -66,9 +65,7 @@ def open_decoder(
         module, function = DECODERS[name]
         opener = getattr(importlib.import_module(f"megatron_infer.server.audio.{module}"), function)
     known = [one for one in inspect.signature(opener).parameters if one != "weights"]
-    for key in config or {}:
-        if key not in known:
-            raise ConfigError(f"audio_decoder_config: {unknown_name(f'option of {name}', key, known)}")
+    check_known(f"option of {name}", config or {}, known, where="audio_decoder_config: ")
     given = {"weights": Path(weights).expanduser()} if weights else {}
     where = f"audio_decoder_weights {weights}" if weights else f"audio_decoder {name}"
     try:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError, RequestError, unknown_name
+from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError, RequestError, check_known
 from megatron_infer.server.audio.layout import Layout, SpeechFormat
 from megatron_infer.utils.json_file import read_json
 
@@ -71,9 +71,7 @@ class SpeechModel:
             raise ModelError(f"{folder} has no {FILE}: it is no speech model, or its vocabulary has no speech tokens")
         values = read_json(path)
         known = (*REQUIRED, *OPTIONAL)
-        for name in values:
-            if name not in known:
-                raise ModelError(f"{path}: {unknown_name('key', name, known)}")
+        check_known("key", values, known, error=ModelError, where=f"{path}: ")
         missing = [name for name in REQUIRED if name not in values]
         if missing:
             raise ModelError(f"{path}: {missing[0]} is missing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,6 @@ def query_switch(call: Call, name: str) -> bool:
     if value.lower() not in SWITCHES:
         raise bad_request(f"{name} is {value[:40]!r}; true or false", name, "invalid_value")
     return SWITCHES[value.lower()]
-
-
-def query_number(call: Call, name: str, default: int, allowed: Iterable[int]) -> int:
-    """A query parameter of a few numbers. Raises ApiError 400."""
-    value, known = query_text(call, name, str(default)), [str(one) for one in allowed]
-    if value not in known:
-        raise bad_request(f"{name} is {value[:40]!r}; one of {', '.join(known)}", name, "invalid_value")
-    return int(value)
 
 
 def check_query(call: Call, known: Sequence[str]) -> None:

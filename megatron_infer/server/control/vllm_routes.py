@@ -13,7 +13,6 @@ from megatron_infer.server import request_body
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import (
     ControlRoutes,
-    query_number,
     query_switch,
     query_text,
     query_values,
@@ -198,12 +197,12 @@ class VllmRoutes:
     # ------------------------------------------------------------------ sleep
 
     async def sleep(self, call: Call) -> Reply:
-        level = query_number(call, "level", 1, (0, 1, 2))
+        level = checked_mode(query_text(call, "level", "1"), ("0", "1", "2"), name="level")
         mode = checked_mode(query_text(call, "mode", "abort"), PAUSE_MODES)
         given = _tags_of(call)
-        if level == 0 and given:
+        if level == "0" and given:
             raise bad_request("tags are given back at level 1 and 2; level 0 stops the scheduling alone", "tags")
-        tags = [] if level == 0 else list(TAGS)
+        tags = [] if level == "0" else list(TAGS)
         reports = await self._machine.sleep(checked_tags(given, TAG_NAMES) if given else tags, mode)
         return self.reply("sleeping", **memory_of(reports))
 

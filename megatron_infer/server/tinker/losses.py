@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_infer.errors import RequestError, unknown_name
+from megatron_infer.errors import RequestError, check_known, unknown_name
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
@@ -91,9 +91,7 @@ def loss_named(name: str) -> LossFunction:
 def settings_of(function: LossFunction, given: Mapping[str, float]) -> dict[str, float]:
     """loss_fn_config with defaults. Raises RequestError for a name that the function does not have, and for a missing
     one."""
-    for name in given:
-        if name not in function.settings:
-            raise RequestError(f"loss_fn_config: {unknown_name('setting', name, function.settings)}")
+    check_known("setting", given, function.settings, error=RequestError, where="loss_fn_config: ")
     found = {name: given.get(name, default) for name, default in function.settings.items()}
     if missing := [name for name, value in found.items() if value is None]:
         raise RequestError(f"loss_fn_config: {missing[0]} is missing, for which this loss has no default")
