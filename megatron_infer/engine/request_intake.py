@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
@@ -19,8 +19,6 @@ from megatron_infer.errors import DuplicateRequest, InferenceError, InvalidPromp
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.request import FinishReason
 from megatron_infer.scheduler.scheduler import Scheduler
-
-STREAM_MODES = ("cumulative", "delta", "final")
 
 
 class RequestIntake:
@@ -59,7 +57,7 @@ class RequestIntake:
             )
         if metadata is not None:
             params = replace(params, metadata=metadata)
-        if stream not in STREAM_MODES:
+        if stream not in get_args(StreamMode):
             raise InvalidPrompt(f"stream is 'cumulative', 'delta' or 'final', got {stream!r}")
         if request_id is None:
             request_id = self._new_id()
