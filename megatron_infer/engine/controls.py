@@ -22,7 +22,7 @@ from megatron_infer.engine.requests.drawn_sequence import DrawnSequence
 from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
-from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, WrongState, unknown_name
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest, WrongState, check_known
 from megatron_infer.models.weights.manager import WeightManager
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -74,8 +74,7 @@ class EngineControls:
             self._profiler.start(path, steps)
 
     def pause(self, *, mode: str, timeout_s: float | None) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError(f"{unknown_name('pause mode', str(mode), PAUSE_MODES)}; one of {', '.join(PAUSE_MODES)}")
+        check_known("pause mode", [mode], PAUSE_MODES, lists_known=True)
         self._relay.meet("pause()", {"mode": mode, "timeout_s": timeout_s})
         with self._lifecycle.transition("pause", timeout_s=timeout_s) as transition:
             self._loop.quiesce(transition.tick)

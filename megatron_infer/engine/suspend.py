@@ -13,7 +13,7 @@ from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.lifecycle_commands import GRAPHS, KV_CACHE, TAGS, WEIGHTS
 from megatron_infer.engine.states import EngineState, Lifecycle, Transition
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, check_known, unknown_name
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StoreReport
 from megatron_infer.models.weights.manager import WeightManager, no_tick
@@ -366,9 +366,7 @@ class _Start:
 
 def _known(tags: Iterable[str] | None) -> set[str]:
     wanted = set(TAGS) if tags is None else {tags} if isinstance(tags, str) else set(tags)
-    for tag in sorted(wanted):
-        if tag not in TAGS:
-            raise ConfigError(f"{unknown_name('tag', str(tag), TAGS)}; one of {', '.join(TAGS)}")
+    check_known("tag", sorted(wanted), TAGS, lists_known=True)
     if not wanted:
         raise ConfigError(f"no tags given; any of {', '.join(TAGS)}")
     return wanted

@@ -24,7 +24,7 @@ from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.requests.input_processor import TextCodec
 from megatron_infer.engine.suspend import MemoryReport
-from megatron_infer.errors import ConfigError, WrongState, unknown_name
+from megatron_infer.errors import ConfigError, WrongState, check_known
 from megatron_infer.models.sharded_weights import ShardedWeights
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.rl.context_rollout import ContextRollout
@@ -449,6 +449,5 @@ def _suspend_mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagement
     known = [member.value for member in KVCacheManagementMode]
     if mode is None:
         return None
-    if mode not in known:
-        raise ConfigError(f"suspend_mode: {unknown_name('mode', str(mode), known)}; one of {', '.join(known)}")
+    check_known("mode", [mode], known, where="suspend_mode: ", lists_known=True)
     return KVCacheManagementMode(mode)

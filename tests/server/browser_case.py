@@ -82,10 +82,6 @@ class Browser:
         turn = {"type": "scroll", "deltaX": 0, "deltaY": down, "duration": 0, **where}
         self._call("POST", "/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
 
-    def hover(self, selector):
-        move = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
-        self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
-
     def double_click(self, selector):
         where = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
         click = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]

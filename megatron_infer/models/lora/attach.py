@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_infer.distributed.backends import group_rank, group_size
-from megatron_infer.errors import AdoptionError, ConfigError, ModelError, WrongState, unknown_name
+from megatron_infer.errors import AdoptionError, ConfigError, ModelError, WrongState, check_known
 from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
@@ -311,9 +311,7 @@ def _check(rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> N
     if isinstance(targets, str) or not targets:
         raise ConfigError(f"targets is {targets!r}, it must be a list of names, such as {', '.join(TARGETS)}")
     known = sorted({part.rpartition(".")[2] for part in PARTS})
-    for target in targets:
-        if target not in known:
-            raise ConfigError(f"targets: {unknown_name('linear', str(target), known)}; one of {', '.join(known)}")
+    check_known("linear", targets, known, where="targets: ", lists_known=True)
 
 
 def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
+from megatron_infer.errors import WeightUpdateError, check_known, unknown_name
 from megatron_infer.models.loading.families import is_hf_name
 from megatron_infer.models.loading.model_description import ModelDescription
 from megatron_infer.models.sharded_weights import gathered
@@ -23,8 +23,7 @@ def locals_of(inventory: Inventory, name: str, *, names: str, strict: bool) -> l
 
     Raises WeightUpdateError for a name the model does not have, if strict.
     """
-    if names not in NAMES:
-        raise ConfigError(f"{unknown_name('kind of names', str(names), NAMES)}; one of {', '.join(NAMES)}")
+    check_known("kind of names", [names], NAMES, lists_known=True)
     if names == "local":
         found = {whole_name(local.name): local for local in inventory.tensors}.get(whole_name(name))
         if found is not None:
