@@ -2,50 +2,55 @@
 
     python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json OUT] [--table FILE]
 
-Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`, and with --launches what a run
-of the tests in the interpreter launched besides, as it launched it: a list may miss what is launched. One line each:
-seconds, registers and spilled bytes of a thread, shared memory of a block. Exits 1 if one does not compile, takes more
-shared memory than its architecture has, or spills more than --max-spill bytes. It proves that the compiler accepts a
-kernel, which the interpreter does not, and nothing about what the kernel computes.
+Variants are what the calls of tools/aot_cases.py launch, for sizes of real models, and with --launches what a run of
+the tests in the interpreter launched besides. One line each: seconds, registers and spilled bytes of a thread, shared
+memory of a block. Exits 1 if one does not compile, takes more shared memory than its architecture has, or spills more
+than --max-spill bytes. It proves that the compiler accepts a kernel, which the interpreter does not, and nothing about
+what the kernel computes.
 
-Each variant is compiled for one of the architectures, in turn, and for the others where Triton compiles it in another
-way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them. What is
-listed in bf16, too, is compiled for the others in bf16 alone: models run in it, and the code is the same.
+Each variant is compiled for one of the architectures, that of the table or in turn, and for the others where Triton
+compiles it in another way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does
+not fit them. What a case launches in bf16, too, is compiled for the others in bf16 alone: models run in it, and the
+code is the same.
 
 With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random,
 whose figures must be those of FILE. --write writes FILE from what was compiled or found, with --quick next to what it
 has; `make kernels-table` does.
 
-Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
-them: that is what turns loads into copies to shared memory, the larger case of both figures.
+A case's launches are compiled as those of any size (`launches.Launched.at_any_size`).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import math
 import multiprocessing
-import os
-import pkgutil
 import random
 import re
 import struct
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend((str(ROOT), str(ROOT / "tests" / "support")))
+
+import aot_table
+from launches import Launched, launched, read
+
+from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH
+from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, interpreted, listening
 from megatron_infer.utils.child_process import end_with_parent
 
-KERNELS = "megatron_infer.kernels.triton"
 SMALL_SHARED = 99 * 1024
 SHARED_LIMIT = {
     80: 163 * 1024, 86: SMALL_SHARED, 89: SMALL_SHARED, 90: 227 * 1024, 100: 227 * 1024, 120: SMALL_SHARED,
@@ -70,30 +75,27 @@ ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One variant for one architecture; found again by name in the process that compiles it."""
+    """One variant for one architecture."""
 
-    module: str
-    variant: str
+    name: str
     arch: int
-    launched: Any = None
-    """What a run launched (`launches.Launched` of tests/support), where no list names it."""
+    launched: Launched
 
     @property
-    def specialisation(self) -> Any:
-        return variants_of(self.module)[self.variant] if self.launched is None else self.launched.variant()
+    def module(self) -> str:
+        return self.launched.module.rpartition(".")[2]
 
     @property
     def key(self) -> str:
         """Key of the table; empty if Triton cannot read the kernel: the error is told where it is compiled."""
-        import aot_table
-
-        variant = self.specialisation
         try:
-            return aot_table.key_of(variant, self.arch, aligned_in(variant))
+            return aot_table.key_of(self.launched, self.arch)
         except Exception:
             return ""
 
 
+Cases = Iterable[tuple[int, Callable[[], Iterator[str]]]]
+"""As `aot_cases.CASES`."""
 Figures = Mapping[str, Mapping[str, Any]]
 """Key of a job -> what compiling it gave (`aot_table.FIGURES`)."""
 
@@ -128,67 +130,76 @@ class Compiled:
         return None
 
 
-def kernel_modules(package: str) -> list[str]:
-    """Modules of `package` that offer aot_variants(), imported."""
-    found = importlib.import_module(package)
-    names = sorted(f"{package}.{info.name}" for info in pkgutil.iter_modules(found.__path__))
-    return [name for name in names if hasattr(importlib.import_module(name), "aot_variants")]
+class Variant(NamedTuple):
+    """What a case launches."""
+
+    name: str
+    launched: Launched
+    min_shared: int
+    """Least shared memory of a block in bytes on devices that launch it."""
+
+    def is_for(self, arch: int) -> bool:
+        least = 10 * PDL_CAPABILITY[0] if dict(self.launched.options).get("launch_pdl") else 0
+        if any("fp8" in kind for _, kind in self.launched.types):
+            least = max(least, FP8_ARCH)
+        return arch >= least and SHARED_LIMIT[arch] >= self.min_shared
 
 
-@functools.cache
-def variants_of(module: str) -> dict[str, Any]:
-    """Name -> AotVariant, of one module; raises ValueError where a name comes twice."""
-    listed = importlib.import_module(module).aot_variants()
-    named = {variant.name: variant for variant in listed}
-    if len(named) != len(listed):
-        twice = sorted({v.name for v in listed if sum(other.name == v.name for other in listed) > 1})
-        raise ValueError(f"{module}.aot_variants() names two variants {', '.join(twice)}; give each a name of its own")
-    return named
+def variants_of(cases: Cases) -> list[Variant]:
+    """What the cases launch, each specialisation once, under the first name; see tools/aot_cases.py."""
+    found: dict[Launched, Variant] = {}
+    heard: list[Launched] = []
+    taken: Counter[str] = Counter()
+    with listening(lambda _, kernel, grid, args, options: heard.append(launched(kernel, args, options))):
+        for min_shared, case in cases:
+            for label in case():
+                for one in dict.fromkeys(one.at_any_size() for one in heard):
+                    if one in found:
+                        continue
+                    name = f"{one.kernel.strip('_').removesuffix('_kernel')}-{label}"
+                    taken[name] += 1
+                    name += f"-{taken[name]}" if taken[name] > 1 else ""
+                    found[one] = Variant(name, one, min_shared)
+                heard.clear()
+    return list(found.values())
 
 
-def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, quick: bool) -> list[Job]:
-    """Every variant for every architecture that it is for; with `quick` each variant for one of them, by its name."""
-    names = [(module, name) for module in modules for name in variants_of(module)]
-    if only:
-        names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
-    fitting = [(pair, [arch for arch in archs if _is_for(variants_of(pair[0])[pair[1]], arch)]) for pair in names]
-    if quick:
-        return [Job(*pair, some[zlib.crc32(pair[1].encode()) % len(some)]) for pair, some in fitting if some]
-    return [Job(*pair, arch) for pair, some in fitting for arch in some]
+def jobs_of(variants: Iterable[Variant], archs: Sequence[int], *, quick: bool, table: Figures) -> list[Job]:
+    """Every variant for every architecture that it is for; with `quick` each variant for one of them: that of the
+    table, or by its name."""
+    jobs = []
+    for variant in variants:
+        some = [Job(variant.name, arch, variant.launched) for arch in archs if variant.is_for(arch)]
+        if quick and some:
+            known = [job for job in some if job.key in table]
+            some = known[:1] or [some[zlib.crc32(variant.name.encode()) % len(some)]]
+        jobs += some
+    return jobs
 
 
-def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
+def jobs_left(jobs: Sequence[Job], outcomes: Mapping[Job, Compiled]) -> list[Job]:
     """Of the jobs those that no outcome answers: all of the same kernel on another architecture where that matters."""
-    done = {(one.module, one.variant): one for one in outcomes}
-    asked = [(job, done[job.module, job.variant]) for job in jobs if (job.module, job.variant) in done]
-    return [
-        job
-        for job, one in asked
-        if job.arch != one.arch
-        and ((one.by_arch and not _is_also_in_bf16(job)) or one.shared_bytes > SHARED_LIMIT[job.arch])
-    ]
-
-
-def _is_also_in_bf16(job: Job) -> bool:
-    """Whether its list has the same variant in bf16, by its name."""
-    twin = re.sub("fp(16|32|64)", "bf16", job.variant)
-    return twin != job.variant and twin in variants_of(job.module)
-
-
-def _is_for(variant: Any, arch: int) -> bool:
-    return arch >= variant.min_arch and SHARED_LIMIT[arch] >= variant.min_shared
+    done = {job.name: one for job, one in outcomes.items()}
+    names, left = {job.name for job in jobs}, []
+    for job in jobs:
+        one, twin = done.get(job.name), re.sub("fp(16|32|64)", "bf16", job.name)
+        if one is None or job.arch == one.arch:
+            continue
+        in_bf16 = twin != job.name and twin in names
+        if (one.by_arch and not in_bf16) or one.shared_bytes > SHARED_LIMIT[job.arch]:
+            left.append(job)
+    return left
 
 
 def jobs_launched(folder: Path, archs: Sequence[int], *, only: str | None) -> list[Job]:
     """What a run noted in `folder`, for one architecture."""
-    from launches import read
-
-    found = [one for one in read(folder) if not only or only in f"{one.module}.{one.name}"]
+    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
+    found = [Job(one.name, arch, one) for one in read(folder)]
+    found = [job for job in found if not only or only in f"{job.module}.{job.name}"]
     if not found and not only:
         raise SystemExit(f"aot_compile: no launch was noted in {folder}; run `make check-kernels`")
-    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
     print(f"aot_compile: {len(found)} specialisations were launched")
-    return [Job(one.module, one.name, arch, one) for one in found]
+    return found
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -232,32 +243,19 @@ def waits_first(ptx: str) -> bool:
     return 0 <= wait < (len(ptx) if access is None else access.start())
 
 
-def aligned_in(variant: Any) -> frozenset[str]:
-    """Arguments that are compiled as multiples of 16."""
-    if variant.aligned is not None:
-        return frozenset(variant.aligned)
-    return frozenset(
-        name
-        for name, kind in variant.signature.items()
-        if kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
-    )
-
-
-def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
+def compile_variant(launched: Launched, arch: int) -> dict[str, Any]:
     """Figures of one kernel compiled for sm_`arch`; raises what the compiler raises."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    missing = [name for name in variant.kernel.arg_names if name not in variant.signature]
-    if missing:
-        raise ValueError(f"the signature lacks {', '.join(missing)}")
-    signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
-    multiples = aligned_in(variant)
-    aligned = {(index,): [["tt.divisibility", ALIGNMENT]] for index, name in enumerate(signature) if name in multiples}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
-    if variant.options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):
+    signature, options = dict(launched.types), dict(launched.options)
+    aligned = {
+        (index,): [["tt.divisibility", ALIGNMENT]] for index, name in enumerate(signature) if name in launched.aligned
+    }
+    source = ASTSource(fn=launched.function, signature=signature, constexprs=dict(launched.values), attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    if options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):
         raise ValueError("touches global memory before it has waited for the launch before")
     cubin = compiled.asm["cubin"]
     num_registers, spill_bytes = resources(cubin)
@@ -274,13 +272,16 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
 def compile_job(job: Job) -> Compiled:
     """Runs in a process of its own; whatever the compiler raises is that job's error."""
     start = time.perf_counter()
-    known = {"module": job.module, "variant": job.variant, "arch": job.arch}
     try:
-        figures = compile_variant(job.specialisation, job.arch)
+        figures = compile_variant(job.launched, job.arch)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Compiled(**known, seconds=time.perf_counter() - start, error=text[:2000])
-    return Compiled(**known, seconds=time.perf_counter() - start, **figures)
+        return outcome_of(job, seconds=time.perf_counter() - start, error=text[:2000])
+    return outcome_of(job, seconds=time.perf_counter() - start, **figures)
+
+
+def outcome_of(job: Job, *, seconds: float = 0.0, **figures: Any) -> Compiled:
+    return Compiled(module=job.module, variant=job.name, arch=job.arch, seconds=seconds, **figures)
 
 
 def compile_all(
@@ -308,8 +309,7 @@ def compile_all(
             try:
                 done[job] = pool.submit(compile_job, job).result()
             except BrokenProcessPool:
-                died = "the compiler's process died"
-                done[job] = Compiled(module=job.module, variant=job.variant, arch=job.arch, seconds=0.0, error=died)
+                done[job] = outcome_of(job, error="the compiler's process died")
         tell(done[job])
     return done
 
@@ -327,11 +327,7 @@ def outcomes_of(
 
     recheck: so many that the table has are compiled all the same; other figures than the table's are their error.
     """
-    done = {
-        job: Compiled(module=job.module, variant=job.variant, arch=job.arch, seconds=0.0, **table[job.key])
-        for job in jobs
-        if job.key in table
-    }
+    done = {job: outcome_of(job, **table[job.key]) for job in jobs if job.key in table}
     again = random.sample(list(done), min(recheck, len(done)))
     unknown = [job for job in jobs if job not in done]
     asked = again + random.sample(unknown, len(unknown))
@@ -343,12 +339,11 @@ def outcomes_of(
     return done
 
 
-def line_of(outcome: Compiled, package: str, max_spill: int) -> str:
+def line_of(outcome: Compiled, max_spill: int) -> str:
     """One row of the table."""
     figures = [outcome.num_registers, outcome.spill_bytes, outcome.shared_bytes]
     shown = " ".join(f"{figure if figure != NO_FIGURE else '?':>8}" for figure in figures)
-    name = f"{outcome.module.removeprefix(package + '.')} {outcome.variant}"
-    verdict = outcome.failure(max_spill)
+    name, verdict = f"{outcome.module} {outcome.variant}", outcome.failure(max_spill)
     return f"{name:<66} sm_{outcome.arch:<4} {outcome.seconds:>7.2f} {shown}  {'ok' if verdict is None else verdict}"
 
 
@@ -359,7 +354,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="each variant for one architecture alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
-    parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
+    parser.add_argument("--cases", metavar="MODULE", default="aot_cases", help="whose CASES launch the kernels")
     parser.add_argument(
         "--launches", type=Path, metavar="FOLDER", help="compile also what a run of the tests noted there"
     )
@@ -375,44 +370,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if interpreted():
         print("aot_compile: TRITON_INTERPRET is set, and interpreted kernels have no compiler; unset it")
         return 2
     start = time.perf_counter()
-    modules = kernel_modules(options.package)
-    if not modules:
-        print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
-        return 0
-    import aot_table
     import triton
 
     table = aot_table.read(options.table) if options.table else {}
     archs = options.arch or ARCHS
-    jobs = jobs_of(modules, archs, only=options.only, quick=True)
-    launched = []
-    if options.launches:
-        launched = jobs_launched(options.launches, archs, only=options.only)
+    variants = variants_of(importlib.import_module(options.cases).CASES)
+    variants = [one for one in variants if not options.only or options.only in f"{one.launched.module}.{one.name}"]
+    jobs = jobs_of(variants, archs, quick=True, table=table)
+    launched = jobs_launched(options.launches, archs, only=options.only) if options.launches else []
     if not jobs and not launched:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2
     print(f"{'kernel':<66} {'arch':<7} {'seconds':>7} {'registers':>8} {'spilled':>7} {'shared':>8}")
 
     def tell(outcome: Compiled) -> None:
-        print(line_of(outcome, options.package, options.max_spill), flush=True)
+        print(line_of(outcome, options.max_spill), flush=True)
 
     how = {"num_processes": options.jobs, "tell": tell, "until": time.monotonic() + options.seconds}
     done = outcomes_of(jobs, table, recheck=options.recheck, **how)
     if not options.quick:
-        every = jobs_of(modules, archs, only=options.only, quick=False)
-        launched = jobs_left(every, done.values()) + launched
+        launched = jobs_left(jobs_of(variants, archs, quick=False, table=table), done) + launched
     done |= outcomes_of(launched, table, recheck=options.recheck, **how)
     outcomes = list(done.values())
     if options.write:
-        rows = {
-            job.key: (f"{one.module.removeprefix(options.package + '.')}.{one.variant}", asdict(one))
-            for job, one in done.items()
-            if one.error is None
-        }
+        rows = {job.key: (f"{one.module}.{one.variant}", asdict(one)) for job, one in done.items() if not one.error}
         aot_table.write(options.write, rows, keep=options.quick)
     failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
     if options.json:
@@ -426,11 +411,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{known} in the table, {len(failed)} failed" + (f", {left} not compiled: --seconds" if left else "")
     )
     for outcome in failed:
-        print("FAILED", line_of(outcome, options.package, options.max_spill))
+        print("FAILED", line_of(outcome, options.max_spill))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(root), str(root / "tests" / "support")]
     sys.exit(main())

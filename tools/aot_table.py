@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,16 @@ FIRST_VERSION = "3.6.0"
 """Part of every hash, so that hashes stay as they were when the table was for one Triton."""
 
 
-def key_of(variant: Any, arch: int, aligned: Iterable[str]) -> str:
-    """A hash of everything that decides what the compiler gives; aligned: arguments taken as multiples of 16."""
-    values = {name: _source(value) if _is_kernel(value) else value for name, value in variant.constexprs.items()}
+@functools.cache
+def key_of(launched: Any, arch: int) -> str:
+    """A hash of everything that decides what the compiler gives for `launches.Launched`."""
     given = (
         FIRST_VERSION,
-        _source(variant.kernel),
-        [(name, variant.signature.get(name)) for name in variant.kernel.arg_names],
-        sorted(values.items()),
-        sorted(variant.options.items()),
-        sorted(aligned),
+        _source(launched.function),
+        list(launched.types),
+        sorted(launched.values),
+        sorted(launched.options),
+        sorted(launched.aligned),
         arch,
     )
     return hashlib.sha256(repr(given).encode()).hexdigest()[:20]

@@ -11,14 +11,14 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_infer.kernels.triton.launch import AotVariant, listening
+from megatron_infer.kernels.triton.launch import listening
 
 ALIGNMENT = 16
 """Triton compiles another specialization for pointers and numbers that are multiples of it."""
@@ -58,28 +58,30 @@ class Launched:
 
     def canonical(self) -> Launched:
         """Without what the kernel's do_not_specialize ignores; only where kernels are not interpreted."""
-        loose = {one.name for one in self._function().params if one.do_not_specialize}
-        unaligned = loose | {one.name for one in self._function().params if one.do_not_specialize_on_alignment}
-        values = dict(self.values)
-        freed = {name for name in loose & values.keys() if values[name] is not None}
+        loose = {one.name for one in self.function.params if one.do_not_specialize}
+        unaligned = loose | {one.name for one in self.function.params if one.do_not_specialize_on_alignment}
+        aligned = tuple(name for name in self.aligned if name not in unaligned)
+        return replace(self._freed(loose), aligned=aligned)
+
+    def at_any_size(self) -> Launched:
+        """No integer is compiled in for being 1; pointers, and integers named for a stride, are multiples of 16, as
+        torch's allocations make them. That turns loads into copies to shared memory, which take the most of a GPU."""
+        freed = self._freed({name for name, _ in self.types} - constexprs_of(self.function))
+        kinds = [(name, kind) for name, kind in freed.types if kind != "constexpr"]
+        strides = [name for name, kind in kinds if kind in ("i32", "i64") and "stride" in name]
+        return replace(freed, aligned=(*strides, *(name for name, kind in kinds if kind.startswith("*"))))
+
+    def _freed(self, names: Collection[str]) -> Launched:
+        """The same where none of these arguments is 1."""
+        freed = {name for name, value in self.values if name in names and value is not None}
         return replace(
             self,
             types=tuple((name, "i32" if name in freed else kind) for name, kind in self.types),
             values=tuple((name, value) for name, value in self.values if name not in freed),
-            aligned=tuple(name for name in self.aligned if name not in unaligned),
         )
 
-    def variant(self) -> AotVariant:
-        return AotVariant(
-            name=self.name,
-            kernel=self._function(),
-            signature=dict(self.types),
-            constexprs=dict(self.values),
-            options=dict(self.options),
-            aligned=frozenset(self.aligned),
-        )
-
-    def _function(self) -> Any:
+    @property
+    def function(self) -> Any:
         return getattr(importlib.import_module(self.module), self.kernel)
 
 

@@ -22,10 +22,11 @@ pytestmark = pytest.mark.triton
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = (80, 90, 100)
 MODULE = """
-from dataclasses import replace
+from functools import partial
+import torch
 import triton
 import triton.language as tl
-from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton.launch import launch
 
 
 FACTOR = tl.constexpr(2)
@@ -50,26 +51,22 @@ def product(x, out, N: tl.constexpr, K: tl.constexpr):
     tl.store(out + rows[:, None] * N + rows[None, :], tl.dot(a, b))
 
 
-def variant(name, kernel, signature, options={}, **constexprs):
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
+def case(label, kernel, dtype, options):
+    x, out = torch.empty(256, dtype=dtype, device="meta"), torch.empty(256, device="meta")
+    launch(kernel, (1,), x, out, *((40, 2) if kernel is scaled else ()), **options)
+    yield label
 
 
-def aot_variants():
-    scaled_types = {"x": "*fp32", "out": "*fp32", "n": "i32", "stride": "i32"}
-    product_types = {"x": "*fp16", "out": "*fp32"}
-    return [VARIANTS]
+CASES = [(200 * 1024 if row[0] == "roomy" else 0, partial(case, *row)) for row in [VARIANTS]]
 """
 VERSION = ".".join(triton.__version__.split(".")[:2])
 PLANTED = """
-    variant("double", scaled, scaled_types, N=64),
-    variant("dot", product, product_types, N=16, K=16),
-    variant("odd", scaled, scaled_types, N=48),
-    variant("wide", product, product_types, N=32, K=2048),
-    variant("spilling", product, product_types, {"maxnreg": 32}, N=64, K=64),
-    variant("hasty", scaled, scaled_types, {"launch_pdl": True}, N=32),
-    replace(variant("newer", scaled, scaled_types, N=128), min_arch=90),
-    replace(variant("roomy", scaled, scaled_types, N=128), min_shared=200 * 1024),
+    ("double", scaled, torch.float32, {"N": 64}),
+    ("dot", product, torch.float16, {"N": 16, "K": 16}),
+    ("odd", scaled, torch.float32, {"N": 48}),
+    ("wide", product, torch.float16, {"N": 32, "K": 2048}),
+    ("spilling", product, torch.float16, {"N": 64, "K": 64, "maxnreg": 32}),
+    ("roomy", scaled, torch.float32, {"N": 128}),
 """
 
 
@@ -80,20 +77,24 @@ def plant(folder, variants, package="planted", replaced=("", "")):
 
 
 def ran(folder, *options, planted=PLANTED, replaced=("", ""), **environment):
-    """tools/aot_compile.py over a package whose one module has these variants, as a user runs it."""
+    """tools/aot_compile.py over a module whose cases launch these variants, as a user runs it."""
     plant(folder, planted, replaced=replaced)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--jobs", "1", "--package", "planted", *options]
+    command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--cases", "planted.kernels", "--jobs=1", *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """(the finished process, variant -> its row of the JSON)."""
+    """(the finished process, label -> its row of the JSON)."""
     folder = tmp_path_factory.mktemp("aot")
     process = ran(folder, "--arch", "80", "--json", str(folder / "out.json"))
-    return process, {row["variant"]: row for row in json.loads((folder / "out.json").read_text())}
+    return process, rows_of(folder / "out.json")
+
+
+def rows_of(report):
+    return {row["variant"].partition("-")[2]: row for row in json.loads(report.read_text())}
 
 
 def test_what_there_is_no_time_for_is_counted(planted, tmp_path):
@@ -114,7 +115,7 @@ def test_kernels_that_compile_pass_with_their_figures(planted):
 def test_a_kernel_the_compiler_refuses_fails_the_check_and_is_named(planted):
     process, rows = planted
     assert process.returncode == 1 and "power of 2" in rows["odd"]["failure"]
-    assert any(line.startswith("FAILED kernels odd") for line in process.stdout.splitlines())
+    assert any(line.startswith("FAILED kernels scaled-odd") for line in process.stdout.splitlines())
 
 
 def test_a_kernel_with_more_shared_memory_than_the_gpu_fails_the_check(planted):
@@ -126,40 +127,43 @@ def test_a_kernel_whose_registers_do_not_suffice_fails_the_check(planted):
     assert row["num_registers"] <= 32 and f"spills {row['spill_bytes']} bytes" in row["failure"]
 
 
-def test_a_kernel_that_may_start_early_and_does_not_wait_first_fails_the_check(planted):
-    assert "before it has waited" in planted[1]["hasty"]["failure"]
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from aot_compile import waits_first
-    finally:
-        sys.path.pop(0)
+def test_a_kernel_that_may_start_early_and_does_not_wait_first_fails_the_check(tmp_path, monkeypatch):
+    """The devices that can start it early are those from compute capability 9.0 on."""
+    hasty = '("hasty", scaled, torch.float32, {"N": 32, "launch_pdl": True}),'
+    process = ran(tmp_path, *("--arch", "80", "--arch", "90", "--json", str(tmp_path / "out.json")), planted=hasty)
+    row = rows_of(tmp_path / "out.json")["hasty"]
+    assert process.returncode == 1 and row["arch"] == 90 and "before it has waited" in row["failure"]
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from aot_compile import waits_first
+
     wait, load = "griddepcontrol.wait; // dummy\n", "@%p1 ld.global.v4.b32 {%r1}, [%rd1];\n"
     assert waits_first("ld.param.b64 %rd1;\n" + wait + load)
     assert not waits_first(load + wait)
 
 
-def test_a_kernel_is_compiled_for_no_architecture_that_it_is_not_for(planted):
-    assert "newer" not in planted[1] and "roomy" not in planted[1]
+def test_a_kernel_is_compiled_for_no_device_that_has_too_little_memory_for_it(planted):
+    assert "roomy" not in planted[1]
 
 
 def test_what_compiles_alike_everywhere_is_compiled_once_and_products_in_bf16_for_every_architecture(tmp_path):
-    both = """
-    variant("double", scaled, scaled_types, N=64),
-    variant("dot", product, product_types, N=16, K=16),
-    variant("dot_bf16", product, product_types | {"x": "*bf16"}, N=16, K=16),
-    variant("dot_fp16", product, product_types, N=16, K=16),
+    some = """
+    ("double", scaled, torch.float32, {"N": 64}),
+    ("dot", product, torch.float16, {"N": 32, "K": 16}),
+    ("dot_bf16", product, torch.bfloat16, {"N": 16, "K": 16}),
+    ("dot_fp16", product, torch.float16, {"N": 16, "K": 16}),
     """
     report = tmp_path / "out.json"
-    process = ran(tmp_path, "--json", str(report), planted=both)
+    process = ran(tmp_path, "--json", str(report), planted=some)
     assert process.returncode == 0, process.stdout
     found = {}
     for row in json.loads(report.read_text()):
         found.setdefault(row["variant"], set()).add(row["arch"])
-    assert {name: len(archs) for name, archs in found.items()} == {"dot": 3, "dot_bf16": 3, "dot_fp16": 1, "double": 1}
+    counts = {name.partition("-")[2]: len(archs) for name, archs in found.items()}
+    assert counts == {"dot": 3, "dot_bf16": 3, "dot_fp16": 1, "double": 1}
 
 
 def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_path):
-    both = 'variant("double", scaled, scaled_types, N=64), variant("dot", product, product_types, N=16, K=16)'
+    both = '("double", scaled, torch.float32, {"N": 64}), ("dot", product, torch.float16, {"N": 16, "K": 16})'
     table = tmp_path / "table.txt"
 
     def told(*options, replaced=("", "")):
@@ -168,7 +172,7 @@ def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_p
     assert "2 compiled" in told("--write", str(table)).stdout
     again = told("--table", str(table), "--recheck", "1", "--write", str(table))
     assert again.returncode == 0 and "1 compiled" in again.stdout and "1 in the table" in again.stdout
-    for change in (("constexpr(2)", "constexpr(3)"), ('"n": "i32', '"n": "i64')):  # of a function that it calls; a type
+    for change in (("constexpr(2)", "constexpr(3)"), ("(40, 2)", "(2**40, 2)")):  # of a function that it calls; a type
         changed = told("--table", str(table), replaced=change)
         assert "1 compiled" in changed.stdout and "1 in the table" in changed.stdout
     head, *lines = table.read_text().splitlines()
@@ -183,7 +187,7 @@ def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_p
 
 
 def test_another_version_of_triton_has_a_column_of_its_own(tmp_path):
-    both = 'variant("double", scaled, scaled_types, N=64), variant("half", scaled, scaled_types, N=32)'
+    both = '("double", scaled, torch.float32, {"N": 64}), ("half", scaled, torch.float32, {"N": 32})'
     table = tmp_path / "table.txt"
     arguments = ("--arch", "90", "--table", str(table), "--write", str(table))
     table.write_text("")
@@ -208,7 +212,8 @@ def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
 def test_what_a_run_launched_and_no_list_names_is_compiled_as_it_was_launched(tmp_path, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("a GPU's launches are compiled when they are made")
-    plant(tmp_path, 'variant("double", scaled, scaled_types, {"num_warps": 4}, N=64)', "launching")
+    double = '("double", scaled, torch.float32, {"N": 64, "num_warps": 4})'
+    plant(tmp_path, double, "launching")
     monkeypatch.syspath_prepend(str(tmp_path))
     kernels = importlib.import_module("launching.kernels")
     x_X = torch.ones(256)
@@ -218,16 +223,26 @@ def test_what_a_run_launched_and_no_list_names_is_compiled_as_it_was_launched(tm
         launch(kernels.scaled, (1,), x_X[1:], torch.empty(256), 16, 1, N=32, num_warps=4)
     report = tmp_path / "out.json"
     process = ran(
-        *(tmp_path, "--package", "launching", "--arch", "90", "--launches", str(tmp_path / "launches")),
+        *(tmp_path, "--cases", "launching.kernels", "--arch", "90", "--launches", str(tmp_path / "launches")),
         *("--json", str(report)),
     )
     assert process.returncode == 1 and "3 specialisations were launched" in process.stdout
     rows = json.loads(report.read_text())
-    assert rows[0]["variant"] == "double"
+    assert rows[0]["variant"] == "scaled-double"
     failures = [row["failure"] for row in rows if "-launched-" in row["variant"]]
     assert failures.count(None) == 2 and len(failures) == 3 and "K >= 16" in str(failures)
     odd = next(one for one in read_lines(tmp_path / "launches") if ["N", 32] in one["values"])
     assert odd["aligned"] == ["out", "n"] and ["stride", 1] in odd["values"] and ["stride", "constexpr"] in odd["types"]
+
+
+def test_cases_launch_every_kernel_that_tests_launch(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from aot_cases import CASES
+    from aot_compile import variants_of
+
+    found = {f"{one.launched.module.rpartition('.')[2]}.{one.launched.kernel}" for one in variants_of(CASES)}
+    tested = set(re.findall(r" (\w+\.\w+)-launched-", (ROOT / "tools/aot_table.txt").read_text()))
+    assert tested and tested <= found, tested - found
 
 
 def read_lines(folder):

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import (
     GELU,
-    KINDS,
     QUICK_GELU,
     RELU,
     SQUARED_RELU,
-    SWIGLU,
     TANH_GELU,
     Form,
 )
-from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
+from megatron_infer.kernels.triton.launch import APART, Launcher, cdiv, power_of_2
 
 TILE = 1024
 """Entries of one program."""
@@ -116,23 +114,3 @@ class Activations:
         constexprs |= {"SCALE_STRIDE": scale_stride, "BLOCK": block}
         kernel = Launcher(_activate, **constexprs, num_warps=4, **self._overlap)
         return width, cdiv(width, block), kernel, float(form.clamp or 0.0), float(form.offset)
-
-
-def aot_variants() -> list[AotVariant]:
-    """Each function alone and gated, in each dtype, and SwiGLU as experts scale it."""
-    variants, activations = [], Activations()
-
-    def add(name: str, dtype: str, form: Form, scale_stride: int = 0) -> None:
-        launcher = activations.made(form, 2 * TILE, scale_stride)[2]
-        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "scale_ptr": "*i32" if scale_stride else f"*{dtype}"}
-        types |= {"clamp": "fp32", "offset": "fp32"}
-        one = AotVariant.of_launcher(f"activate-{name}-{dtype}", launcher, types)
-        variants.extend((one, one.overlapping()) if dtype == "bf16" and form == SWIGLU else (one,))
-
-    for dtype in DTYPES.values():
-        for kind in KINDS.values():
-            add(f"{kind}-plain", dtype, Form(kind))
-            add(f"{kind}-gated", dtype, Form(kind, gated=True))
-            add(f"{kind}-gated-clamped", dtype, Form(kind, gated=True, clamp=7.0))
-        add("scaled", dtype, SWIGLU, 6)
-    return variants

@@ -10,7 +10,7 @@ multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import NO_INDEXER, AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, movable, only_own_dtype
-from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
+from megatron_infer.kernels.triton import launch
 from megatron_infer.kernels.triton.attention_decode import (
     DecodeKernels,
     attend_decode,
@@ -30,7 +30,7 @@ from megatron_infer.kernels.triton.attention_decode import (
 )
 from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, partials
-from megatron_infer.kernels.triton.launch import APART, AotVariant
+from megatron_infer.kernels.triton.launch import APART
 from megatron_infer.kernels.triton.rotary_append import rotary_append
 from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, power_of_2
 
@@ -41,10 +41,6 @@ MAX_FP8_FP32_DIM = 128
 """With larger heads, tiles of keys widened from 8 to 32 bits do not fit the registers."""
 LARGE_KIB, SMALL_KIB = 227, 99
 """Shared memory of a block: on Hopper and datacentre Blackwell, and the least from Ampere on."""
-FP8_VARIANTS = {"h128_g4": ("bf16", "fp16", "fp32")} | dict.fromkeys(
-    ("h64_g8_window_sinks", "h256_g8", "h80_g1", "latent512_g16"), ("bf16",)
-)
-"""Layers and dtypes of queries that are also compiled ahead of time for a cache of 8 bits; merges do not read it."""
 PROGRAMS_PER_CORE = 2
 """Decode programs per multiprocessor, which has room for two or more: all run at once, with even shares."""
 
@@ -275,37 +271,3 @@ class _Planes:
         """Keys of layer 0, its values where these are apart, keys of layer 1, ..."""
         self.bits = movable(kv_cache).flatten(0, 1).unbind() if kv_cache.dtype is FP8 else self.values
         """The same, `movable`."""
-
-
-def aot_variants() -> list[AotVariant]:
-    """Head dims, groups, block sizes, windows and sinks, in each dtype; tiles for large and small memory; FP8."""
-    layers = {
-        "h128_g4": Layer(8, 4, 128, 16, 2),
-        "h128_g4_block256": Layer(8, 4, 128, 256, 2),
-        "h64_g8_window_sinks": Layer(8, 8, 64, 16, 2, window=128, has_sinks=True),
-        "h256_g8": Layer(1, 8, 256, 64, 2),
-        "h256_g2_window_softcap": Layer(4, 2, 256, 16, 2, window=4096, softcap=50.0),
-        "h80_g1": Layer(32, 1, 80, 32, 2),
-        "h112_g3_window": Layer(4, 3, 112, 16, 2, window=1024),
-        "h64_g3": Layer(3, 3, 64, 16, 2),
-        "h128_g128": Layer(1, 128, 128, 128, 2),
-        "h16_g2": Layer(2, 2, 16, 16, 2),
-        "latent512_g16": Layer(1, 16, 512, 64, 2, lead=64),
-        "latent512_g128": Layer(1, 128, 512, 16, 2, lead=64),
-    }
-    variants = []
-    for name, layer in layers.items():
-        for dtype in ("bf16", "fp16", "fp32"):
-            kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
-            variants += attention_decode.layer_variants(kind, name, dtype, LARGE_KIB)
-            variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
-        for dtype in FP8_VARIANTS.get(name, ()):
-            kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
-            decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
-            variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]
-            variants += attention_prefill.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
-        if layer.lead:
-            variants += attention_decode.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
-        if layer.head_dim >= 128:
-            variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
-    return variants

@@ -46,9 +46,8 @@ from megatron_infer.kernels.triton.attention_tiles import (
     mean_of,
     padded,
     power_of_2,
-    variant,
 )
-from megatron_infer.kernels.triton.launch import APART, AotVariant, Launcher, precision
+from megatron_infer.kernels.triton.launch import Launcher, precision
 from megatron_infer.kernels.triton_scratch import (
     DECODE_CHUNK,
     DECODE_SHORT,
@@ -400,13 +399,3 @@ def attend_decode(
     if splits > 1:
         num_heads = spec.num_kv_heads * spec.group_size
         merge((num_rows, num_heads), out_TX, sinks, *parts, step.kv_len_R, splits)
-
-
-def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int = 0) -> list[AotVariant]:
-    """Both kernels for one kind of layer."""
-    kernels = decode_kernels(layer, decode_tiles(layer, shared_kib=shared_kib), APART)
-    made = [
-        variant(f"decode_{name}", kernels.decode, dtype, fp8=layer.fp8),
-        variant(f"merge_{name}", kernels.merge, dtype),
-    ]
-    return made + [one.overlapping() for one in made] if dtype == "bf16" else made

@@ -17,7 +17,7 @@ search after vLLM's unified attention. Legend: `kernels/base.py`.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -34,9 +34,8 @@ from megatron_infer.kernels.triton.attention_tiles import (
     load_tile,
     mean_of,
     padded,
-    variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher
+from megatron_infer.kernels.triton.launch import Launcher
 from megatron_infer.kernels.triton.ragged import find_row
 from megatron_infer.kernels.triton_scratch import LARGE_SHARED_KIB
 
@@ -209,11 +208,3 @@ def attend_prefill(
         num_rows,
         num_decode,
     )
-
-
-def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list[AotVariant]:
-    """The kernel for one kind of layer."""
-    tiles = prefill_tiles(layer, shared_kib)
-    one = variant(f"prefill_{name}", _kernel(layer, tiles), dtype, fp8=layer.fp8)
-    needs_large = tiles != prefill_tiles(layer, 0)
-    return [replace(one, min_shared=LARGE_SHARED_KIB << 10) if needs_large else one]

@@ -8,7 +8,7 @@ other queries of its tile. Source: FlashAttention-2, arXiv:2307.08691.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher, precision
+from megatron_infer.kernels.triton.launch import precision
 from megatron_infer.kernels.triton_scratch import MIN_DOT as MIN_DOT
 from megatron_infer.kernels.triton_scratch import cdiv as cdiv
 from megatron_infer.kernels.triton_scratch import padded as padded
@@ -192,13 +192,3 @@ class Layer:
         sizes, softcap = (spec.num_kv_heads, spec.group_size, spec.value_dim), spec.softcap or 0.0
         lead, unread = spec.value_start or 0, spec.head_dim - spec.query_dim
         return cls(*sizes, block_size, element_bytes, window, sinks, fp8, softcap, lead, unread)
-
-
-def variant(name: str, launcher: Launcher, dtype: str, *, fp8: bool = False) -> AotVariant:
-    """An attention kernel for elements of `dtype` ("bf16"); the names of arguments decide the other types."""
-    of_dtype = dict.fromkeys(("q", "out"), f"*{dtype}")
-    of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
-    of_fp32 = dict.fromkeys(("sinks", "acc_part", "top_part", "total_part"), "*fp32")
-    of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
-    one = AotVariant.of_launcher(f"{name}_{dtype}", launcher, of_dtype | of_fp32 | of_int | {"scale2": "fp32"})
-    return replace(one, min_arch=FP8_ARCH if fp8 else 0)

@@ -10,14 +10,12 @@ Shape legend: kernels/ssm.py, TAPS the power of two above W, BLOCK_C channels an
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import cdiv, launch, power_of_2
 
 MAX_TAPS = 16
 DECODE_CHANNELS = 256
@@ -207,28 +205,3 @@ def keep_inputs(
         x_TC.stride(0), conv_SCW.stride(0), first_row, channels,
         CAPTURES=captures_E3 is not None, WIDTH=width, TAPS=power_of_2(width), BLOCK_C=block, num_warps=4,
     )  # fmt: skip
-
-
-def aot_variants() -> list[AotVariant]:
-    """Inputs and states in each dtype, with and without a bias, 4 taps and 3."""
-    ints = {f"{what}_ptr": "*i32" for what in ("row", "captures", "cu_q", "kv_len", "table_row")}
-    variants = [AotVariant.of("row_of_tokens", _row_of_tokens, ints, {"BLOCK": 1024}, num_warps=4)]
-    for x, conv in (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32")):
-        types = ints | {"x_ptr": f"*{x}", "out_ptr": f"*{x}", "conv_ptr": f"*{conv}"}
-        types |= dict.fromkeys(("weight_ptr", "bias_ptr"), "*fp32")
-
-        def add(
-            name: str, kernel: Any, warps: int, x: str = x, conv: str = conv, types: Any = types, **own: Any
-        ) -> None:
-            name = "-".join([name, x, conv, *(str(int(value)) for value in own.values())])
-            variants.append(AotVariant.of(name, kernel, types, own, num_warps=warps))
-
-        for width, taps in ((4, 4), (3, 4)):
-            channels = {"TAPS": taps, "BLOCK_C": DECODE_CHANNELS}
-            for bias in (True, False):
-                add("convolve_decode", _convolve_decode, 4, WIDTH=width, HAS_BIAS=bias, **channels)
-                block = {"BLOCK_T": SLICE_TOKENS, "BLOCK_C": SLICE_CHANNELS}
-                add("convolve_slices", _convolve_slices, 8, WIDTH=width, HAS_BIAS=bias, **block)
-            for captures in (True, False):
-                add("keep_inputs", _keep_inputs, 4, CAPTURES=captures, WIDTH=width, **channels)
-    return variants

@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.ssm import L2_EPS, DeltaSpec, RecurrentSpec, SsmWeights
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2, precision
+from megatron_infer.kernels.ssm import L2_EPS, RecurrentSpec, SsmWeights
+from megatron_infer.kernels.triton.launch import cdiv, launch, power_of_2, precision
 from megatron_infer.kernels.triton.scan_decode import step_size
 from megatron_infer.kernels.triton.scan_slices import FORGOTTEN, LOG2E, find_segment, place
 from megatron_infer.kernels.triton_scratch import delta_shapes, scan_chunk
@@ -334,27 +334,3 @@ def delta_rule(
         mixed_TC, sums_2HT, products_2HTL, y_TM, ssm_SHPN, kept, step.cu_q_R1, step.kv_len_R, step.table_row_R,
         slot, *lengths, count, **walk, **WARPS,
     )  # fmt: skip
-
-
-def aot_variants() -> list[AotVariant]:
-    """Qwen3-Next's layers, odd ones, small ones; inputs and states in each dtype, with captures and without."""
-    sizes = {"128x128": (32, 16, 128, 128), "80x96": (6, 2, 80, 96), "64x64": (8, 8, 64, 64)}
-    variants = []
-    for name, (heads, groups, head_dim, state_dim) in sizes.items():
-        spec = DeltaSpec(num_heads=heads, num_groups=groups, head_dim=head_dim, state_dim=state_dim, conv_width=4)
-        for dtype, ssm in (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")):
-            torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)
-            pointers = {f"{part}_ptr": f"*{dtype}" for part in ("mixed", "ba", "y", "products")}
-            pointers |= {"ssm_ptr": f"*{ssm}"} | {f"{part}_ptr": "*fp32" for part in ("sums", "decay", "dt_bias")}
-            pointers |= {f"{part}_ptr": "*i32" for part in ("captures", "cu_q", "kv_len", "table_row")}
-            label = f"{name}-{dtype}-{ssm}"
-            constexprs, warps = _decode_constexprs(spec)
-            chunks, walk = _slice_constexprs(spec, torch_dtype, captures=False)
-            made = [AotVariant.of(f"delta_decode-{label}", delta_decode, pointers, constexprs, num_warps=warps)]
-            made.append(AotVariant.of(f"delta_walk-{label}", delta_walk, pointers, walk, **WARPS))
-            kept = walk | {"CAPTURES": True}
-            made.append(AotVariant.of(f"delta_walk_captures-{label}", delta_walk, pointers, kept, **WARPS))
-            if ssm == "fp32":
-                made.append(AotVariant.of(f"delta_chunks-{label}", delta_chunks, pointers, chunks, **WARPS))
-            variants += made
-    return variants

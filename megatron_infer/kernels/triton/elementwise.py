@@ -26,8 +26,6 @@ from megatron_infer.kernels.triton.activations import Activations
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import (
     APART,
-    DTYPES,
-    AotVariant,
     cdiv,
     kernels_unavailable,
     launch,
@@ -107,11 +105,6 @@ def _gated_rms_norm_wide(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def _gated_kernel(width: int) -> Any:
-    """What norms groups of `width` channels."""
-    return _gated_rms_norm if width <= HELD_WIDTH else _gated_rms_norm_wide
-
-
 class TritonOps:
     """Norms and activations as one launch each; linears by cuBLAS, with bits that may depend on the batch."""
 
@@ -177,25 +170,11 @@ class TritonOps:
                 "BLOCK": block,
                 "num_warps": warps,
             }
-            launch(_gated_kernel(group_size), (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
+            kernel = _gated_rms_norm if group_size <= HELD_WIDTH else _gated_rms_norm_wide
+            launch(kernel, (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         """One launch where the function is a known activation: in fp32, rounded once."""
         form = form_of(function)
         return function(x_TX) if form is None or x_TX.ndim != 2 else self._activations.run(form, x_TX)
-
-
-def aot_variants() -> list[AotVariant]:
-    """Each kernel in each dtype and branch, at a narrow width, a usual one and a wide one."""
-    variants = []
-    for dtype in DTYPES.values():
-        types = dict.fromkeys(("y_ptr", "gate_ptr", "weight_ptr", "out_ptr"), f"*{dtype}") | {"eps": "fp32"}
-        for width in (80, 4096, 20480):
-            rows, block, warps = row_tile(width)
-            for branch, silu in ((True, True), (False, True), (False, False)):
-                constexprs = {"HAS_WEIGHT": branch, "SILU": silu, "ROWS": rows, "BLOCK": block, "PDL": False}
-                name = f"gated_rms_norm-{branch}-{dtype}-{width}" if silu else f"sigmoid_mul-{dtype}-{width}"
-                one = AotVariant.of(name, _gated_kernel(width), types, constexprs, num_warps=warps)
-                variants.extend((one, one.overlapping()) if "bf16-4096" in name else (one,))
-    return variants

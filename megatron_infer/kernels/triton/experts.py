@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
 from megatron_infer.kernels.triton.activations import Activations
-from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2, precision
+from megatron_infer.kernels.triton.launch import APART, DTYPES, Launcher, cdiv, power_of_2, precision
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128
 """Pairs of a tile; powers of two."""
@@ -282,22 +282,3 @@ def _product(dtype: torch.dtype, sizes: tuple[int, ...], gather: bool, has_bias:
     branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype.itemsize)}
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": TILE_GROUP}
     return Launcher(_grouped_linear, **branch, **blocks, num_warps=num_warps, num_stages=num_stages)
-
-
-def aot_variants() -> list[AotVariant]:
-    """The sort and the sum, and the product in each dtype, tile and branch."""
-    types = dict.fromkeys(("choice_ptr", "record_ptr"), "*i32")
-    types |= dict.fromkeys(("address_ptr", "bias_address_ptr"), "*i64")
-    sort_pairs, _, _ = _around(8, 128, MIN_HEIGHT, 4096, True)
-    variants = [AotVariant.of_launcher("sort_pairs", sort_pairs, types)]
-    for dtype, kind in DTYPES.items():
-        types |= dict.fromkeys(("x_ptr", "product_ptr", "out_ptr"), f"*{kind}")
-        for starts in (True, False):
-            _, add_up, _ = _around(8, 128, MIN_HEIGHT, 4096, starts)
-            variants.append(AotVariant.of_launcher(f"add_up-{starts}-{kind}", add_up, types))
-        for pairs in (64,) if dtype is torch.float32 else (64, 32 * 64, 64 * 64, 128 * 64):
-            sizes = tile_sizes(pairs, 64, dtype)
-            for gather in (True, False):
-                name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{sizes[0]}"
-                variants.append(AotVariant.of_launcher(name, _product(dtype, sizes, gather, gather, True), types))
-    return variants

@@ -1,4 +1,4 @@
-"""Where Triton kernels can run, the one function that launches them, and descriptions for ahead-of-time compilation.
+"""Where Triton kernels can run, and the one function that launches them.
 
 With TRITON_INTERPRET=1 in the environment, set before a kernel's module is imported, kernels run on a CPU: slowly, for
 tests. The interpreter is correct in float32 and float16 only, and has no autotuning, libdevice or PDL.
@@ -12,7 +12,6 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -165,7 +164,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     A captured graph repeats the numbers among `args`; only the content of tensors may change. The kernel runs on the
     device of the first argument, a tensor, whatever the thread's current device. An empty grid launches nothing; a grid
-    that a GPU does not support raises ValueError, in the interpreter too.
+    that a GPU does not support raises ValueError, in the interpreter too. On meta tensors listeners hear of the launch,
+    and nothing runs.
     """
     key = (id(kernel), *options.items())  # a kernel's own hash takes longer
     if (launcher := _LAUNCHERS.get(key)) is None:
@@ -198,6 +198,8 @@ def _launch_heard(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], opt
     for listener in _LISTENERS:
         listener(launch, kernel, grid, args, options)
     if not where.is_cuda:
+        if where.is_meta:
+            return
         _refuse_what_is_not_compiled(kernel, args)
         options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
     # listeners have seen the launch: hide the interpreter's own torch calls from their dispatch modes
@@ -234,49 +236,3 @@ def listening(
         yield
     finally:
         _LISTENERS.remove(listener)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AotVariant:
-    """One specialisation of a kernel that `tools/aot_compile.py` compiles without a device."""
-
-    name: str
-    kernel: Any
-    """The `triton.jit` function."""
-    signature: dict[str, str]
-    """Argument -> Triton's type of it ("*bf16", "i32", "fp32"); constexpr arguments are "constexpr"."""
-    constexprs: dict[str, Any]
-    options: dict[str, int] = field(default_factory=dict)
-    """num_warps, num_stages, ...: options of the launch."""
-    min_arch: int = 80
-    """Least architecture that has all its instructions."""
-    min_shared: int = 0
-    """Least shared memory of a block in bytes on devices that launch it."""
-    aligned: frozenset[str] | None = None
-    """Arguments that are multiples of 16; None: pointers, and integers named for a stride."""
-
-    @classmethod
-    def of(
-        cls, name: str, kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, Any], **options: int
-    ) -> AotVariant:
-        """types: of arguments that are neither compiled in nor plain integers. options: of the launch."""
-        known = {**types, **dict.fromkeys(constexprs, "constexpr")}
-        signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
-        return cls(name=name, kernel=kernel, signature=signature, constexprs=dict(constexprs), options=options)
-
-    @classmethod
-    def of_launcher(cls, name: str, launcher: Launcher, types: Mapping[str, str]) -> AotVariant:
-        """What this launches, for arguments of these types; see `of`."""
-        compiled_in = {name: value for name, value in launcher.options.items() if name in launcher.kernel.arg_names}
-        options = {name: value for name, value in launcher.options.items() if name not in compiled_in}
-        return cls.of(name, launcher.kernel, types, compiled_in, **options)
-
-    def overlapping(self) -> AotVariant:
-        """The same with programmatic dependent launch."""
-        return replace(
-            self,
-            name=f"{self.name}-pdl",
-            constexprs=self.constexprs | {"PDL": True},
-            options=self.options | {"launch_pdl": True},
-            min_arch=10 * PDL_CAPABILITY[0],
-        )

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.lora import LoRAWeights, PackedPair, PairBlock
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, kernels_unavailable, launch, precision
+from megatron_infer.kernels.triton.launch import cdiv, kernels_unavailable, launch, precision
 from megatron_infer.kernels.triton_scratch import lora_parts
 
 BLOCK_M = 16
@@ -144,18 +144,3 @@ unavailable = kernels_unavailable
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonLoRA:
     return TritonLoRA()
-
-
-def aot_variants() -> list[AotVariant]:
-    """Both kernels in each dtype and tile; few and many parts."""
-    variants = []
-    for dtype, kind in DTYPES.items():
-        types = dict.fromkeys(("slot_ptr", "rank_ptr"), "*i32") | dict.fromkeys(("h_ptr", "scale_ptr"), "*fp32")
-        types |= dict.fromkeys(("x_ptr", "y_ptr", "a_ptr", "b_ptr"), f"*{kind}")
-        for block_r in (16, 32):
-            kernels = [("shrink", _shrink, {"PRECISION": precision(dtype.itemsize), "BLOCK_X": BLOCK_X})]
-            kernels += [(f"expand-{parts}", _expand, {"PARTS": parts, "BLOCK_W": BLOCK_W}) for parts in (2, 8)]
-            for name, kernel, own in kernels:
-                tile = {"BLOCK_M": BLOCK_M, "BLOCK_R": block_r, **own}
-                variants.append(AotVariant.of(f"{name}-{kind}-{block_r}", kernel, types, tile, num_warps=NUM_WARPS))
-    return variants

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
+from megatron_infer.kernels.triton.launch import APART, Launcher, cdiv, power_of_2
 
 TILE = 1024
 """Entries of one program of narrow rows."""
@@ -187,32 +187,3 @@ class TritonNorms:
         options |= {"HAS_BIAS": has_bias, "ADD": adds, "ROWS": rows, "BLOCK": block}
         kernel = _norm if width <= HELD_WIDTH else _norm_wide
         return rows, Launcher(kernel, **options, **self._overlap, num_warps=warps)
-
-
-def aot_variants() -> list[AotVariant]:
-    """RMS and layer norms of narrow and wide rows, of heads, zero-centered ones and behind a sum, in each dtype."""
-    variants, norms = [], TritonNorms()
-    cases: dict[str, tuple[int, bool, bool, bool, bool, bool]] = {
-        # width, centered, zero_centered, weight, bias, add
-        "rms": (4096, False, False, True, False, False),
-        "add_rms": (4096, False, False, True, False, True),
-        "add_rms_narrow": (80, False, False, True, False, True),
-        "add_rms_wide": (20480, False, False, True, False, True),
-        "layer": (4096, True, False, True, True, False),
-        "heads": (128, False, False, True, False, False),
-        "heads_layer": (80, True, False, True, True, False),
-        "l2": (64, False, False, False, False, False),
-        "zero_centered": (4096, False, True, True, False, False),
-        "add_zero_centered": (4096, False, True, True, False, True),
-        "add_layer": (8192, True, False, True, True, True),
-        "add_layer_no_bias": (20480, True, True, True, False, True),
-    }
-    for dtype in DTYPES.values():
-        for name, (width, *flags) in cases.items():
-            _, launcher = norms.made(width, *flags)
-            for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
-                types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-                types |= {"residual_ptr": f"*{residual}", "eps": "fp32"}
-                one = AotVariant.of_launcher(f"norm-{name}-{residual}-{dtype}", launcher, types)
-                variants.extend((one, one.overlapping()) if dtype == "bf16" else (one,))
-    return variants

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.triton.attention_tiles import cdiv, power_of_2
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher
+from megatron_infer.kernels.triton.launch import Launcher
 
 TILE = 2048
 """Most elements of one program's tile."""
@@ -221,25 +221,3 @@ def _kernel(
     q_tiles = cdiv(num_kv * group, heads) if rotary_dim else 0
     kernel = Launcher(rotary_append_kernel, **constexprs, num_warps=NUM_WARPS, num_stages=1)
     return cdiv(num_kv, heads) + q_tiles, kernel
-
-
-def aot_variants() -> list[AotVariant]:
-    """Halves and pairs, whole and part of a head, none; in each dtype, and into a cache of 8 bits."""
-    shapes = [
-        ("h128_rotary", (8, 4, 128, 128, False, True)),
-        ("h128_plain", (8, 4, 128, 0, False, True)),
-        ("h64_interleaved", (3, 3, 64, 64, True, True)),
-        ("h80_partial", (32, 1, 80, 32, False, True)),
-        ("h256_partial_interleaved", (1, 8, 256, 64, True, True)),
-        ("latent576", (1, 16, 576, 64, True, False)),
-    ]
-    variants = []
-    kinds = [(dtype, f"*{dtype}", dtype) for dtype in ("bf16", "fp16", "fp32")]
-    kinds += [(dtype, "*u8", f"fp8_{dtype}") for dtype, _, _ in kinds]
-    for dtype, kept, label in kinds:
-        for name, shape in shapes if kept != "*u8" else [shapes[0], shapes[3], shapes[5]]:
-            pointers = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}")
-            pointers |= dict.fromkeys(("k_cache", "v_cache"), kept)
-            types, launcher = pointers | {"kv_pos": "*i64"}, _kernel(*shape)[1]
-            variants.append(AotVariant.of_launcher(f"rotary_append_{name}_{label}", launcher, types))
-    return variants

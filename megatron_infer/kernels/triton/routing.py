@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.experts import ExpertChoice, RoutingRules
 from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import Launcher, cdiv, launch, power_of_2
 
 DTYPES = COMPUTED | {torch.float64: "fp64"}
 ENTRIES = 2048
@@ -225,29 +225,3 @@ def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
         num_warps=4,
     )
     return choice
-
-
-def aot_variants() -> list[AotVariant]:
-    """Routers as models have them, in each dtype, and the list of another's choice."""
-    grouped = {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5}
-    kinds = {
-        "128-8-softmax": (RoutingRules(top_k=8, score_function="softmax"), 128, False),
-        "60-4-presoftmax": (RoutingRules(top_k=4, score_function="softmax", pre_softmax=True), 60, False),
-        "256-8-groups": (RoutingRules(top_k=8, **grouped), 256, True),
-        "160-6-groups": (
-            RoutingRules(top_k=6, score_function="softmax", pre_softmax=True, num_groups=8, group_topk=3),
-            160,
-            False,
-        ),
-        "16-1-sigmoid": (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
-        "512-10-softmax": (RoutingRules(top_k=10, score_function="softmax"), 512, False),
-    }
-    listed = {"NUM_EXPERTS": 60, "TOP_K": 6, "BLOCK_T": 32, "BLOCK_E": 64, "BLOCK_K": 8}
-    variants = []
-    for kind in DTYPES.values():
-        types = {"choice_ptr": "*i32", "chosen_ptr": "*u8", "bias_ptr": "*fp32"}
-        types |= dict.fromkeys(("logits_ptr", "probs_ptr"), f"*{kind}")
-        for name, rule in kinds.items():
-            variants.append(AotVariant.of_launcher(f"choose-{name}-{kind}", _choosing(*rule)[1], types))
-        variants.append(AotVariant.of(f"list-{kind}", _list, types, listed, num_warps=4))
-    return variants

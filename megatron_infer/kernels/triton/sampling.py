@@ -23,13 +23,11 @@ Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import Column, DrawRoom
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch
+from megatron_infer.kernels.triton.launch import cdiv, kernels_unavailable, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
     best_kernel,
     chunk_masses_kernel,
@@ -171,7 +169,7 @@ class TritonSampling:
             top,
             vocab,
             scratch.num_chunks,
-            **scratch.cuts(self._held, logits_AV.dtype),
+            **scratch.cuts(),
             num_warps=8,
         )
         return logprob, rank, top_ids, top_logprobs
@@ -218,7 +216,7 @@ class TritonSampling:
             scratch.num_chunks,
             STATIC=outputs[-1] is not None,
             MANY=min(MANY, self._held // 2),
-            **scratch.cuts(self._held, scratch.logits.dtype),
+            **scratch.cuts(),
             num_warps=DRAW_WARPS,
         )
 
@@ -286,17 +284,17 @@ class _Scratch:
             num_warps=4,
         )
 
-    def cuts(self, held: int, dtype: torch.dtype) -> dict[str, int]:
-        """Constexprs of the kernels with one program per row, for logits of this dtype."""
+    def cuts(self) -> dict[str, int]:
+        """Constexprs of the kernels with one program per row."""
         return {
             "CHUNK": CHUNK,
             "CHUNKS": self.chunks,
             "GROUP": GROUP,
             "GROUPS": self.groups,
             "TILE": TILE,
-            "HELD": held,
+            "HELD": self.held.shape[2],
             "BLOCK": BLOCK,
-            "SHIFT": SHIFTS[dtype],
+            "SHIFT": SHIFTS[self.logits.dtype],
         }
 
 
@@ -305,68 +303,3 @@ unavailable = kernels_unavailable
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonSampling:
     return TritonSampling()
-
-
-_POINTERS = {
-    f"{argument}_ptr": kind
-    for kind, arguments in {
-        "*fp32": ("maxima", "best", "top", "cut_logit", "own", "raw", "logprob", "top_logprobs", "work"),
-        "*fp64": ("columns",),
-        "*i32": ("best_id", "before", "listed", "held", "row", "position", "pool", "bits"),
-        "*i64": ("mass", "cut_id", "row_mass", "numbers", "model_mass", "token", "known", "rank", "top_ids", "rows"),
-        "*u8": ("bad",),
-    }.items()
-    for argument in arguments
-}
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-
-
-_OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_mass_ptr", "bad_ptr", "raw_ptr")
-"""Arguments that a draw outside of a graph does not have."""
-
-
-def _variant(
-    name: str, kernel: Any, dtype: torch.dtype, warps: int, absent: tuple[str, ...] = (), **constexprs: object
-) -> AotVariant:
-    fixed = {**constexprs, **dict.fromkeys(name for name in absent if name in kernel.arg_names)}
-    return AotVariant.of(name, kernel, {**_POINTERS, "x_ptr": _TYPES[dtype]}, fixed, num_warps=warps)
-
-
-def _cuts_of(chunks: int, dtype: torch.dtype) -> dict[str, int]:
-    """`_Scratch.cuts` of a vocabulary of so many chunks."""
-    logits_SV = torch.empty((1, chunks * CHUNK), dtype=dtype, device="meta")
-    return _Scratch(logits_SV, HELD).cuts(HELD, dtype)
-
-
-def aot_variants() -> list[AotVariant]:
-    """Each kernel for each dtype with the sizes of a vocabulary of 131072; those of a small and a larger one once."""
-    variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
-    for chunks in (1, 64):
-        cuts, name = _cuts_of(chunks, torch.float32), f"{chunks}_chunks"
-        draws = {"STATIC": True, "MANY": MANY, **cuts}
-        variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, (), **draws))
-        variants.append(_variant(f"score_{name}", score_kernel, torch.float32, 8, (), **cuts))
-    for rows in ((), ("rows_ptr",)):
-        variants.append(_variant(f"forbid{'_all' * len(rows)}", forbid_kernel, torch.float32, 4, rows, BLOCK=BLOCK))
-    for dtype in SHIFTS:
-        variants += _variants_of(dtype)
-    return variants
-
-
-def _variants_of(dtype: torch.dtype) -> list[AotVariant]:
-    variants, tag = [], _TYPES[dtype][1:]
-    of_chunk, grouped = {"CHUNK": CHUNK, "CHUNKS": 32}, {"CHUNK": CHUNK, "GROUP": GROUP}
-    cuts = _cuts_of(32, dtype)
-    variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, (), **grouped))
-    for static in (False, True):
-        name, absent = ("static", ()) if static else ("eager", _OF_ROWS)
-        variants.append(
-            _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, absent, STATIC=static, **of_chunk)
-        )
-        draws = {"STATIC": static, "MANY": MANY, **cuts}
-        variants.append(_variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, **draws))
-    for known in (("known_ptr",), ()):
-        name = "fresh" if known else "known"
-        variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))
-        variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **cuts))
-    return variants

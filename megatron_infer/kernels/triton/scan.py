@@ -22,7 +22,6 @@ from megatron_infer.kernels.ssm import LayerStates, RecurrentSpec, SsmSpec, SsmW
 from megatron_infer.kernels.triton import conv, delta
 from megatron_infer.kernels.triton.launch import (
     DTYPES,
-    AotVariant,
     cdiv,
     kernels_unavailable,
     launch,
@@ -275,43 +274,3 @@ class TritonScan:
             conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=0, captures_E3=self._captures)
         if step.num_rows > decode:
             conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=decode)
-
-
-AOT_LAYERS = ((64, 128), (80, 96), (128, 256))
-"""(head_dim, state_dim): a usual pair, one that fills no tile, the largest."""
-WALKING = (scan_segments, scan_states, scan_captures)
-"""Kernels that loop over chunks, with the tiles of `slice_tiles`."""
-
-
-def aot_variants() -> list[AotVariant]:
-    """Every kernel in each dtype, of usual and odd layers, each branch once."""
-    variants = []
-
-    def add(kernel: Any, name: str, dtypes: tuple[str, str], warps: int, stages: int = 1, **constexprs: Any) -> None:
-        types = {argument: "*fp32" for argument in kernel.arg_names if argument.endswith("_ptr")}
-        types |= {f"{part}_ptr": f"*{dtypes[0]}" for part in ("mixed", "dt", "y")} | {"ssm_ptr": f"*{dtypes[1]}"}
-        types |= dict.fromkeys(("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr"), "*i32")
-        types |= {"dt_min": "fp32", "dt_max": "fp32"}
-        name = f"{name}-{'-'.join(dtypes)}"
-        variants.append(AotVariant.of(name, kernel, types, constexprs, num_warps=warps, num_stages=stages))
-
-    for dtype, ssm in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")):
-        torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)
-        for head_dim, state_dim in AOT_LAYERS if ssm == "fp32" else AOT_LAYERS[:1]:
-            name, dtypes = f"{head_dim}x{state_dim}", (dtype, ssm)
-            size = {"HEAD_DIM": head_dim, "STATE_DIM": state_dim}
-            skip = {"CHANNEL_SKIP": head_dim == 80}
-            tiles = decode_tiles(head_dim, state_dim)
-            block = {"BLOCK_P": tiles.block_p, "BLOCK_N": tiles.block_n}
-            add(scan_decode, f"scan_decode-{name}", dtypes, tiles.num_warps, **size, **skip, **block)
-            tiles = slice_tiles(head_dim, state_dim, torch_dtype)
-            spec = SsmSpec(num_heads=24, head_dim=head_dim, state_dim=state_dim, num_groups=2, conv_width=4)
-            layer = layer_constexprs(spec, torch_dtype, tiles, SCAN_SEGMENT) | skip
-            kernels = (scan_segments, scan_scores, scan_states)
-            if (head_dim, state_dim) == AOT_LAYERS[0]:
-                kernels = (scan_segments, scan_captures, scan_carry)  # kernels that depend on the states' dtype
-                kernels += (scan_scores, scan_states, scan_steps) if ssm == "fp32" else ()
-            for kernel in kernels:
-                options = (tiles.num_warps, tiles.num_stages) if kernel in WALKING else (4,)
-                add(kernel, f"{kernel.fn.__name__}-{name}", dtypes, *options, **only(layer, kernel))
-    return variants

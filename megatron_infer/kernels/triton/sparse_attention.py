@@ -21,18 +21,16 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, IndexQueries, IndexSpec, StepMetadata
 from megatron_infer.kernels.torch.sparse_attention import dense_spec, refusal, turn_index, turn_index_keys
-from megatron_infer.kernels.triton import attention, attention_decode
+from megatron_infer.kernels.triton import attention
 from megatron_infer.kernels.triton.attention import TritonPagedAttention
 from megatron_infer.kernels.triton.attention_tiles import (
-    FP8_ARCH,
-    Layer,
     blocks_of,
     key_places,
     load_tile,
     padded,
 )
 from megatron_infer.kernels.triton.conv import rows_of_tokens
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, kernels_unavailable, launch, precision
+from megatron_infer.kernels.triton.launch import cdiv, kernels_unavailable, launch, precision
 from megatron_infer.kernels.triton_scratch import index_queries
 
 KEYS = {2: 64, 4: 16}
@@ -218,20 +216,3 @@ def _constexprs(indexer: IndexSpec, *, width: int, block_size: int, element_byte
         "RELU": indexer.relu,
         "PRECISION": precision(element_bytes),
     }
-
-
-def aot_variants() -> list[AotVariant]:
-    """DeepSeek-V3.2's indexer in each dtype and over a cache of 8 bits, and its attention to chosen keys."""
-    indexer = IndexSpec(num_heads=64, dim=128, top_k=2048, rotary_dim=64, rotary_interleaved=False)
-    variants = []
-    for dtype, kept in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp8e4nv")):
-        size = 4 if dtype == "fp32" else 2
-        constexprs = _constexprs(indexer, width=704, block_size=64, element_bytes=size)
-        types = dict.fromkeys(("q", "weights"), f"*{dtype}") | {"k_cache": f"*{kept}", "out": "*i64"}
-        types |= dict.fromkeys(("row", "table_row", "block_table"), "*i32") | {"positions": "*i64"}
-        one = AotVariant.of(f"index_scores-{dtype}-{kept}", index_scores, types, constexprs, num_warps=4, num_stages=1)
-        variants.append(replace(one, min_arch=FP8_ARCH) if kept != dtype else one)
-        if kept == dtype:
-            layer = Layer(1, 16, 512, 1, size, lead=64, unread=128)
-            variants += attention_decode.layer_variants(layer, "chosen512_g16", dtype, attention.LARGE_KIB)
-    return variants

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.step_gather import Gather, StepTables, StepTokens
-from megatron_infer.kernels.triton.launch import AotVariant, Launcher, cdiv, kernels_unavailable, power_of_2
+from megatron_infer.kernels.triton.launch import Launcher, cdiv, kernels_unavailable, power_of_2
 
 TOKENS = 16
 """Tokens of one program."""
@@ -97,18 +97,3 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
         block_size,
     )
     return StepTokens(ids_T, positions_T, kv_pos_T, cos_TR, sin_TR)
-
-
-def aot_variants() -> list[AotVariant]:
-    """All dtypes and the rotary dims that models have, and none."""
-    ints = dict.fromkeys(("position_ptr", "row_ptr", "table_ptr", "pool_ptr"), "*i32")
-    ints |= dict.fromkeys(("ids_out_ptr", "positions_out_ptr", "kv_pos_out_ptr"), "*i64")
-    angles = ("cos_ptr", "sin_ptr", "cos_out_ptr", "sin_out_ptr")
-    cases = [("step_gather_no_rotary", "i32", 0)]
-    cases += [
-        (f"step_gather_{dtype}_r{dims}", dtype, dims) for dtype in ("bf16", "fp16", "fp32") for dims in (64, 128, 256)
-    ]
-    return [
-        AotVariant.of_launcher(name, _kernel(dims), ints | dict.fromkeys(angles, f"*{dtype}"))
-        for name, dtype, dims in cases
-    ]
