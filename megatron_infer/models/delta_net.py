@@ -15,7 +15,13 @@ from torch import Tensor
 from megatron_infer.kernels.ssm import DeltaSpec
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.core_attention import init_device
-from megatron_infer.models.mamba_mixer import divided, draw_convolution, init_generator, sharded_in_parts
+from megatron_infer.models.mamba_mixer import (
+    build_projection,
+    divided,
+    draw_convolution,
+    init_generator,
+    sharded_in_parts,
+)
 from megatron_infer.models.mamba_scan import mix, over_sequences, training_weights
 from megatron_infer.models.paged_layers import PagedPart
 
@@ -87,17 +93,9 @@ class TorchDeltaNet(mcore.MegatronModule):
         for count, what in ((self.num_key_heads, "key heads"), (self.num_value_heads, "value heads")):
             divided(count, ranks, what, "tensor-parallel ranks")
         local = self.spec
-        shared = {"config": config, "bias": bias, "is_expert": False, "tp_group": pg_collection.tp}
-        self.in_proj = mcore.build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            ranks * sum(projected_parts(self).values()),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
+        parts = {"config": config, "bias": bias, "tp_group": pg_collection.tp}
+        sizes = config.hidden_size, ranks * sum(projected_parts(self).values())
+        self.in_proj = build_projection(submodules.in_proj, sizes, is_first=True, **parts)
         drawn = ranks if config.use_cpu_initialization else 1
         place = pg_collection.tp.rank() if drawn > 1 else 0
         with init_generator(config):
@@ -119,16 +117,8 @@ class TorchDeltaNet(mcore.MegatronModule):
         self.out_norm = mcore.build_module(
             submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
         )
-        self.out_proj = mcore.build_module(
-            submodules.out_proj,
-            ranks * local.inner_width,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
+        sizes = ranks * local.inner_width, config.hidden_size
+        self.out_proj = build_projection(submodules.out_proj, sizes, is_first=False, **parts)
         for parameter in (self.dt_bias, self.A_log, *self.conv1d.parameters()):
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
 

@@ -136,15 +136,8 @@ class TorchMambaMixer(mcore.MegatronModule):
         # In megatron-core's order, so that equal seeds give equal weights.
         ranks, local = self.tp_group.size(), spec_of(self)
         projected = local.inner_width + local.num_channels + local.num_heads  # z, x B C, dt
-        self.in_proj = self._project(
-            submodules.in_proj,
-            (d_model, ranks * projected),
-            bias,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-        )
+        parts = {"config": config, "bias": bias, "tp_group": self.tp_group}
+        self.in_proj = build_projection(submodules.in_proj, (d_model, ranks * projected), is_first=True, **parts)
         with init_generator(config):
             states = self.ngroups_local_tp * self.d_state
             self.conv1d = draw_convolution(
@@ -160,15 +153,8 @@ class TorchMambaMixer(mcore.MegatronModule):
             self._init_scan((dt_min, dt_max, dt_init_floor), A_init_range, D_has_hdim)
         if rmsnorm:
             self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups, norm_epsilon)
-        self.out_proj = self._project(
-            submodules.out_proj,
-            (ranks * local.inner_width, d_model),
-            bias,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-        )
+        sizes = ranks * local.inner_width, d_model
+        self.out_proj = build_projection(submodules.out_proj, sizes, is_first=False, **parts)
         for key, parameter in self.named_parameters():
             if not key.startswith(("in_proj.", "out_proj.")):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -224,12 +210,6 @@ class TorchMambaMixer(mcore.MegatronModule):
         self.ngroups_local_tp = divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
         self.d_inner_local_tp = self.nheads_local_tp * self.headdim
 
-    def _project(self, spec: Any, sizes: tuple[int, int], bias: bool, **options: Any) -> Any:
-        """A linear of the mixer. sizes: (in, out) over all ranks."""
-        return mcore.build_module(
-            spec, *sizes, config=self.config, bias=bias, is_expert=False, tp_group=self.tp_group, **options
-        )
-
     def _init_scan(
         self, dt_range: tuple[float, float, float], decay_range: tuple[float, float], wide_skip: bool
     ) -> None:
@@ -270,6 +250,16 @@ class TorchMambaMixer(mcore.MegatronModule):
 
 class SlottedMambaMixer(PagedPart, TorchMambaMixer):
     """The mixer of `hybrid_spec`: trains as TorchMambaMixer, generates from state slots once adopted."""
+
+
+def build_projection(
+    spec: Any, sizes: tuple[int, int], *, config: mcore.TransformerConfig, bias: bool, tp_group: Any, is_first: bool
+) -> Any:
+    """A recurrent layer's first or last linear. sizes: (in, out) over all ranks."""
+    first = {"init_method": config.init_method, "gather_output": False, "tp_comm_buffer_name": "fc1"}
+    last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "tp_comm_buffer_name": "fc2"}
+    shared = {"config": config, "bias": bias, "is_expert": False, "tp_group": tp_group, "skip_bias_add": not is_first}
+    return mcore.build_module(spec, *sizes, **shared, **(first if is_first else last))
 
 
 def draw_convolution(
