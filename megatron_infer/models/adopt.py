@@ -6,11 +6,11 @@ then. The second gives each stock attention, mixer and layer our subclass and it
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,9 +107,8 @@ class ModelReading:
     """What adoption makes of a model, decided and not yet applied to it."""
 
     shape: ModelShape
-    layers: list[LayerAdoption]
-    ends: tuple[int, ...]
-    """One past the last layer of each chunk; several with virtual pipeline stages."""
+    parts: list[list[LayerAdoption]]
+    """The layers of each chunk; several with virtual pipeline stages."""
     norm: FusedNorm | None
     fp8: Fp8Linears | None
     tp: Reducer | None
@@ -123,6 +122,10 @@ class ModelReading:
     """Final logit soft cap c: logits are c * tanh(logit / c). None: they are not capped."""
     logit_scale: float
     """Multiplies logits."""
+
+    @property
+    def layers(self) -> list[LayerAdoption]:
+        return list(itertools.chain(*self.parts))
 
     @property
     def specs(self) -> list[AttendSpec]:
@@ -169,8 +172,7 @@ class ModelReading:
         """
         if None in self.fused:
             return None
-        parts = [self.layers[first:end] for first, end in pairwise((0, *self.ends))]
-        return [routing_shape([one.experts for one in part if one.experts is not None]) for part in parts]
+        return [routing_shape([one.experts for one in part if one.experts is not None]) for part in self.parts]
 
 
 def _read(
@@ -179,11 +181,12 @@ def _read(
     """The first half of adoption: raises AdoptionError, and changes nothing."""
     tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerAdoption] = []
-    ends: list[int] = []
+    parts: list[list[LayerAdoption]] = []
     num_attention = num_mamba = 0
     for number, chunk in enumerate(chunks_of(live)):
         prefix = f"chunks.{number}." if isinstance(live, ModelChunks) else ""
         check_model(chunk)
+        parts.append([])
         for i, module in enumerate(chunk.decoder.layers):
             layer = LayerAdoption(
                 module,
@@ -195,9 +198,9 @@ def _read(
             )
             num_attention += layer.attention is not None
             num_mamba += layer.mixer is not None
-            layers.append(layer)
-        _check_own_choice(layers[ends[-1] if ends else 0 :])
-        ends.append(len(layers))
+            parts[-1].append(layer)
+        _check_own_choice(parts[-1])
+        layers += parts[-1]
         if all(layer.fused is not None for layer in layers):
             check_called_by_none(chunk.decoder, f"{prefix}decoder")
     _check_one_rotation(layers)
@@ -216,8 +219,7 @@ def _read(
     fp8 = bind_fp8(live.config, layers)
     return ModelReading(
         shape=shape,
-        layers=layers,
-        ends=tuple(ends),
+        parts=parts,
         norm=norm,
         fp8=fp8,
         tp=tp,
@@ -315,26 +317,19 @@ class AdoptedModel:
     @property
     def num_chunks(self) -> int:
         """Parts of the model on this rank, between which other ranks run theirs."""
-        return len(self._reading.ends)
+        return len(self._reading.parts)
 
     def layer_numbers(self) -> list[tuple[int, int]]:
         """Numbers in the whole model, from 1, of the first and last layer of each chunk; (0, 0): it has none."""
-        layers = self._reading.layers
-        parts = [layers[first:end] for first, end in pairwise((0, *self._reading.ends))]
-        return [(part[0].number + 1, part[-1].number + 1) if part else (0, 0) for part in parts]
+        return [(part[0].number + 1, part[-1].number + 1) if part else (0, 0) for part in self._reading.parts]
 
     def _operations_of(self, chunk: int) -> LayerOps:
-        reading = self._reading
-        first, end = self._span_of(chunk)
-        is_last = chunk == self.num_chunks - 1
-        norm = [] if reading.norm is None or not is_last else [reading.norm]
-        each = [operation for layer in reading.fused[first:end] if layer is not None for operation in layer.flat()]
-        return LayerOps(*with_programs([*each, *norm], end_model=bool(norm)))
+        norm, part = self._norm_behind(chunk), self._reading.parts[chunk]
+        each = [operation for layer in part if layer.fused is not None for operation in layer.fused.flat()]
+        return LayerOps(*with_programs([*each, *([] if norm is None else [norm])], end_model=norm is not None))
 
-    def _span_of(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk's layers begin and end among all of this rank."""
-        first, end = (0, *self._reading.ends)[chunk : chunk + 2]
-        return first, end
+    def _norm_behind(self, chunk: int) -> FusedNorm | None:
+        return self._reading.norm if chunk == self.num_chunks - 1 else None
 
     def set_lora(self, weights: Mapping[str, AdapterPairs | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
@@ -471,15 +466,15 @@ class AdoptedModel:
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
         if self._operations is None:
             return self._stock_decoder(step, x_TD, residual_TD)
-        norm = self._reading.norm if chunk == self.num_chunks - 1 else None
+        norm = self._norm_behind(chunk)
         if around is None:
             x_TD, residual_TD = self._operations[chunk].run(step, x_TD, residual_TD)
             if norm is not None:
                 return x_TD
         else:
-            for layer in self._reading.fused[slice(*self._span_of(chunk))]:
-                assert layer is not None
-                x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
+            for layer in self._reading.parts[chunk]:
+                assert layer.fused is not None
+                x_TD, residual_TD = around(layer.fused.run, step, x_TD, residual_TD)
             if norm is not None:
                 return norm.run(step, x_TD, residual_TD)[0]
         if residual_TD is None:
