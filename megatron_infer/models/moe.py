@@ -163,28 +163,16 @@ class FusedExperts(LayerOp):
         if step.tokens_of_ranks is not None and self.exchange is not None:
             return self._exchanged(step, x_TD, step.tokens_of_ranks), residual_TD
         add = self._routed(step, x_TD)
-        if self.down is not None:
-            return self._latent(step, x_TD, add), residual_TD
+        own_TX = x_TD if self.down is None else self.down.run(step, x_TD, None)[0]
         # Each rank goes on with its own part of the experts: autograd adds up the gradients.
-        own_TD = x_TD if self.reduce is None else self.reduce.spread(x_TD)
-        shared_TD = None if self.shared is None else self._shared(step, own_TD if self.shared_with_experts else x_TD)
+        own_TX = own_TX if self.reduce is None else self.reduce.spread(own_TX)
+        shared_TD = None if self.shared is None else self._shared(step, own_TX if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
-        out_TD = add(own_TD, shared_TD if starts else None)
+        sum_TX = add(own_TX, shared_TD if starts else None)
         if self.reduce is not None:
-            out_TD = self.reduce.all_reduce(out_TD)
+            sum_TX = self.reduce.all_reduce(sum_TX)
+        out_TD = sum_TX if self.up is None else self.up.run(step, sum_TX, None)[0]
         return (out_TD if starts or shared_TD is None else out_TD + shared_TD), residual_TD
-
-    def _latent(self, step: StepInputs, x_TD: Tensor, add: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """add: see `_routed`; the ranks' sums are added in the latent space."""
-        assert self.down is not None and self.up is not None
-        own_TL = self.down.run(step, x_TD, None)[0]
-        if self.reduce is not None:
-            own_TL = self.reduce.spread(own_TL)
-        sum_TL = add(own_TL, None)
-        if self.reduce is not None:
-            sum_TL = self.reduce.all_reduce(sum_TL)
-        out_TD: Tensor = self.up.run(step, sum_TL, None)[0]
-        return out_TD if self.shared is None else out_TD + self._shared(step, x_TD)
 
     def _exchanged(self, step: StepInputs, x_TD: Tensor, counts: Sequence[int]) -> Tensor:
         """`run` for tokens that only tensor-parallel ranks have, too. counts: tokens of each rank of the exchange."""
