@@ -434,13 +434,13 @@ class NativePagedAttention:
 
     name = "native"
     graph_safe = False
+    _step: StepMetadata
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._attend = bind(library, f"mi_attend_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
         self.context = bind(library, "mi_context_new", [], _P)()
         weakref.finalize(self, bind(library, "mi_context_free", [_P]), self.context)
-        self._step: StepMetadata | None = None
         self._step_struct = AttentionStep()
         self.step_address = ctypes.addressof(self._step_struct)
         self._call = ctypes.create_string_buffer(CALL.size)

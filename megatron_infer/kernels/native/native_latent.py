@@ -125,7 +125,6 @@ class NativeLatentAttention(NativePagedAttention):
     def _attend_to(self, row: _LongRow, q_tKH: Tensor, keys_CKW: Tensor, spec: AttendSpec, head_dim: int) -> Tensor:
         """keys: a head's key, whose rotary part is first, and its value -> [t, K, V]."""
         step = self._step
-        assert step is not None
         count, heads, width, item = row.count, keys_CKW.shape[1], keys_CKW.shape[2], self._dtype.itemsize
         own = AttentionStep(num_tokens=count, num_rows=1, threads=self._step_struct.threads, table_stride=1)
         point_at(own, row, ("q_len", "kv_len", "cu_q", "table_row"))

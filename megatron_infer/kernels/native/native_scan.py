@@ -61,13 +61,13 @@ class NativeScan:
 
     name = "native"
     graph_safe = False
+    _step: StepMetadata
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._scan = bind(library, f"mi_scan_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
         self._context = bind(library, "mi_scan_context_new", [], _P)()
         weakref.finalize(self, bind(library, "mi_scan_context_free", [_P]), self._context)
-        self._step: StepMetadata | None = None
         self._step_struct = _ScanStep()
         self._step_address = ctypes.addressof(self._step_struct)
         self._call = ctypes.create_string_buffer(_CALL.size)
@@ -101,7 +101,6 @@ class NativeScan:
         self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
     ) -> Tensor:
         step = self._step
-        assert step is not None, "run() before plan()"
         kind = self._kinds.get(id(spec)) or self._new_kind(spec)
         assert xBC_TC.dtype is self._dtype and dt_TX.dtype is self._dtype
         x_stride, x_last = xBC_TC.stride()

@@ -180,9 +180,9 @@ class TorchPagedAttention:
 
     name = "torch"
     graph_safe = False
+    _step: StepMetadata
 
     def __init__(self) -> None:
-        self._step: StepMetadata | None = None
         self._groups: dict[int | None, list[_DecodeGroup]] = {}
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._workspace: Tensor | None = None
@@ -201,7 +201,6 @@ class TorchPagedAttention:
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
         step = self._step
-        assert step is not None, "run() before plan()"
         q_TKGH, k_TKH, v_TKH = rotate_and_append(q_TKGH, k_TKH, v_TKH, kv_cache[layer], step, spec)
         out_TNH = torch.empty(
             q_TKGH.shape[0],
@@ -235,7 +234,6 @@ class TorchPagedAttention:
         k and v are rounded as in the cache.
         """
         step = self._step
-        assert step is not None
         kv_len, first, stop = int(step.kv_len[row]), int(step.cu_q[row]), int(step.cu_q[row + 1])
         q_len = stop - first
         windowed = spec.window is not None and spec.window < kv_len

@@ -127,6 +127,7 @@ class SparseAttention:
     """kernels.base.SparseAttentionBackend around a dense backend that does not run in captured steps."""
 
     graph_safe = False
+    _step: StepMetadata
 
     def __init__(self, dense: AttentionBackend, *, top_k: int, chosen: ChosenKeys | None = None) -> None:
         """chosen: None: in torch."""
@@ -134,7 +135,6 @@ class SparseAttention:
         self._dense = dense
         self._top_k = top_k
         self._chosen: ChosenKeys = chosen or TorchChosenKeys()
-        self._step: StepMetadata | None = None
         self._sparse: SparseQueries | None = None
         """None: every query attends to all keys."""
         self._dense_T: Tensor | None = None
@@ -193,7 +193,7 @@ class SparseAttention:
         index: IndexQueries | None,
     ) -> Tensor:
         step, indexer = self._step, spec.index
-        assert step is not None and indexer is not None, "run() before plan()"
+        assert indexer is not None
         if index is not None:
             turn_index_keys(k_TKH, step, spec)
         pair = self._specs.get(id(spec))
@@ -222,7 +222,6 @@ class SparseAttention:
 
     def choice_of_step(self, most: int) -> Tensor:
         step = self._step
-        assert step is not None, "choice_of_step() before plan()"
         position_C = torch.arange(min(self._top_k, most), dtype=torch.int32, device=step.positions_T.device)
         chosen_TC = position_C.where(position_C <= step.positions_T[:, None], -1)
         if self._sparse is not None:

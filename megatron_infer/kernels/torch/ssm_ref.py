@@ -21,9 +21,7 @@ class ReferenceScan:
 
     name = "reference"
     graph_safe = False
-
-    def __init__(self) -> None:
-        self._step: StepMetadata | None = None
+    _step: StepMetadata
 
     def supports(
         self, spec: RecurrentSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
@@ -37,7 +35,6 @@ class ReferenceScan:
         self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
     ) -> Tensor:
         step = self._step
-        assert step is not None, "run() before plan()"
         row_T, has_row_T = rows_of_tokens(step)
         q_len_R, slot_R = step.q_len_R[: step.num_rows], step.table_row_R[: step.num_rows].long()
         is_fresh_R = step.kv_len_R[: step.num_rows] == q_len_R

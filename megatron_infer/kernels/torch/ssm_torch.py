@@ -189,9 +189,9 @@ class TorchScan:
 
     name = "torch"
     graph_safe = False
+    _step: StepMetadata
 
     def __init__(self) -> None:
-        self._step: StepMetadata | None = None
         self._singles: _DecodeRows | None = None
         self._rows = np.empty(0, dtype=np.int64)
         self._slices: dict[tuple[int, int], _Slices] = {}
@@ -212,7 +212,6 @@ class TorchScan:
         self, xBC_TC: Tensor, dt_TX: Tensor, states: LayerStates, weights: SsmWeights, spec: RecurrentSpec
     ) -> Tensor:
         step = self._step
-        assert step is not None, "run() before plan()"
         num_tokens = step.num_tokens
         # One row more than tokens, for what is computed behind the end of a chunk.
         y_TM = xBC_TC.new_empty(num_tokens + 1, spec.inner_width)

@@ -112,9 +112,7 @@ class ReferenceAttention:
 
     name = "reference"
     graph_safe = False
-
-    def __init__(self) -> None:
-        self._step: StepMetadata | None = None
+    _step: StepMetadata
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
@@ -128,7 +126,6 @@ class ReferenceAttention:
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
     ) -> Tensor:
         step, cache = self._step, kv_cache[layer]
-        assert step is not None, "run() before plan()"
         if (rotation := step.rotation(spec)) is not None:
             turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
             q_TKGH, k_TKH = (rotate(x, *rotation, **turn) for x in (q_TKGH, k_TKH))
