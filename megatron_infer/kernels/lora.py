@@ -143,8 +143,9 @@ class TorchLoRA:
     name = "torch"
     graph_safe = True
 
+    _slot_T1: Tensor
+
     def __init__(self) -> None:
-        self._slot_T1: Tensor | None = None
         self._columns: dict[tuple[int, int], Tensor] = {}
 
     def pairs(
@@ -159,7 +160,6 @@ class TorchLoRA:
         self._slot_T1 = slot_T.unsqueeze(1)
 
     def run(self, y_TW: Tensor, x_TX: Tensor, weights: LoRAWeights) -> Tensor:
-        assert self._slot_T1 is not None, "plan comes first"
         num_slots, max_rank, _ = weights.a_SRX.shape
         h_TC = x_TX.float() @ weights.a_SRX.flatten(0, 1).float().T
         own_TC = self._slot_of_column(num_slots, max_rank, x_TX.device) == self._slot_T1

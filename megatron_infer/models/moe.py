@@ -191,8 +191,7 @@ class FusedExperts(LayerOp):
         """This rank's part of a step in which only other ranks have tokens. counts: tokens of each rank."""
         if self.exchange is None:
             return
-        weight = self.experts[0].fc1.parameters["weight"]
-        assert weight is not None
+        weight = self.experts[0].fc1.weight()
         x_TX = torch.empty(0, self.grouped.shape("fc1")[1], dtype=dtype, device=weight.device)
         pairs = torch.empty(0, self.router.topk, dtype=torch.int32, device=weight.device)
         self._answered(ops, x_TX, pairs, pairs, counts)
@@ -364,18 +363,17 @@ class FusedExperts(LayerOp):
         """
         if self.router.routing_type == "sinkhorn":
             return True
-        weight = self.experts[0].fc1.parameters["weight"]
-        if weight is not None and self._grouped_backend(ops, weight.dtype) is not None:
+        if self._grouped_backend(ops, self.experts[0].fc1.weight().dtype) is not None:
             return False
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
 
     def token_counts(self, ops: Ops) -> Sequence[int]:
         """Numbers of tokens from which on a step runs other kernels than a smaller step does."""
-        weight = self.experts[0].fc1.parameters["weight"]
-        if weight is None or (grouped := self._grouped_backend(ops, weight.dtype)) is None:
+        dtype = self.experts[0].fc1.weight().dtype
+        if (grouped := self._grouped_backend(ops, dtype)) is None:
             return ()
-        return grouped.token_counts(self.router.config.num_moe_experts, self.router.topk, weight.dtype)
+        return grouped.token_counts(self.router.config.num_moe_experts, self.router.topk, dtype)
 
     def _logits(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The router's scores of all experts, in its dtype."""

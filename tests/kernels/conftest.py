@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_infer.kernels.base import AttentionBackend, Ops
 from megatron_infer.kernels.native import native_build
 from megatron_infer.kernels.native.cpu_native import NativeOps, NativePagedAttention
 from megatron_infer.kernels.native.native_scan import NativeScan
-from megatron_infer.kernels.ssm import ScanBackend
 from megatron_infer.kernels.torch.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.torch.ssm_torch import TorchScan
 
@@ -30,28 +30,20 @@ def _native_library():
         pytest.skip(f"native kernels: {error}")
 
 
-@pytest.fixture(params=["torch", "native"])
-def make_attention(request) -> Callable[[torch.dtype], AttentionBackend]:
-    if request.param == "torch":
-        return lambda dtype: TorchPagedAttention()
-    library = _native_library()
-    return lambda dtype: NativePagedAttention(library, dtype)
+def _maker(of_torch: Callable[[], Any], of_native: Callable[[Any, torch.dtype], Any]) -> Any:
+    """A fixture that gives, in turn, functions of a dtype that make one and the other."""
+
+    def make(request) -> Callable[[torch.dtype], Any]:
+        if request.param == "torch":
+            return lambda dtype: of_torch()
+        return partial(of_native, _native_library())
+
+    return pytest.fixture(make, params=["torch", "native"])
 
 
-@pytest.fixture(params=["torch", "native"])
-def make_ops(request) -> Callable[[torch.dtype], Ops]:
-    if request.param == "torch":
-        return lambda dtype: TorchOps()
-    library = _native_library()
-    return lambda dtype: NativeOps(library, dtype)
-
-
-@pytest.fixture(params=["torch", "native"])
-def make_scan(request) -> Callable[[torch.dtype], ScanBackend]:
-    if request.param == "torch":
-        return lambda dtype: TorchScan()
-    library = _native_library()
-    return lambda dtype: NativeScan(library, dtype)
+make_attention = _maker(TorchPagedAttention, NativePagedAttention)
+make_ops = _maker(TorchOps, NativeOps)
+make_scan = _maker(TorchScan, NativeScan)
 
 
 @pytest.fixture
