@@ -20,7 +20,6 @@ from megatron_infer.kernels.experts import RoutingRules
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.native.native_call import bind, bind_threaded
 from megatron_infer.kernels.native.native_experts import NativeRouter
-from megatron_infer.kernels.packed_embedding import PackedEmbedding
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears
 from megatron_infer.kernels.torch.cpu_torch import TorchOps
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
@@ -191,7 +190,19 @@ class NativeOps(TorchOps):
         self._fp32 = LinearKernels(library, FP32_SUFFIXES[dtype], self._copies, torch.float32)
         self.argmax_linear = argmax_linear(library, suffix, packed)
         self._router = NativeRouter(library)
-        self.embedding = PackedEmbedding(library, suffix, self._copies)
+        self._select = bind_threaded(library, f"mi_select_rows_{suffix}", [_P, _P, _P, _I, _I, _I], ctypes.c_int)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """From the packed copy where the weight is freed. Raises IndexError for ids beyond its rows."""
+        data = weight.detach()  # which keeps its memory meanwhile
+        packed = None if any(data.stride()) else self._copies.get(id(weight))
+        if packed is None:
+            return super().embedding(ids, data)
+        which, (rows, width) = ids.to(torch.int64).contiguous(), weight.shape
+        out = torch.empty(*ids.shape, width, dtype=weight.dtype)
+        if not self._select(packed, which, out, which.numel(), width, rows):
+            raise IndexError(f"token ids of {int(which.min())} to {int(which.max())}, the embedding has {rows:,} rows")
+        return out
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
