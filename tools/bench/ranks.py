@@ -1,7 +1,7 @@
 """Ranks on one machine, each a gloo process: weights that change their layout, stages that wait for each other, and
 experts on two ranks whose requests are shared or each rank's own.
 
-    python tools/bench/ranks.py --part reshard [--model smollm2] [--dtype bfloat16] [--bucket-mib 16] [--rounds 5]
+    python tools/bench/ranks.py --part reshard [--model smollm2] [--dtype bfloat16] [--rounds 5]
     python tools/bench/ranks.py --part generation [--model smollm2] [--dtype bfloat16] [--requests 32] [--tokens 24]
     python tools/bench/ranks.py --part stages [--stages 2] [--requests 32] [--tokens 24]
         [--device-ms 4 --per-token-us 4000]
@@ -43,19 +43,66 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.distributed.generation_groups import generation_groups
+from megatron_infer.engine import build_engine
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.models.loading.build_model import build_model
+from megatron_infer.models.loading.sources import open_source
+from megatron_infer.models.mcore_compat import parallel_state
+from megatron_infer.rl import shared_prefill
+from megatron_infer.rl.rollout import Rollout
+from megatron_infer.rl.session import RolloutSession
+from megatron_infer.rl.updates import ReshardSource, apply, verify_update
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.utils.host import cpu_name
+
+RANKS, MIB, BUCKET_MIB = 2, 2**20, 16.0
+Name = TypeVar("Name")
+Figures = TypeVar("Figures")
+
+
+def in_turns(runs: Mapping[Name, Callable[[int], Figures]], rounds: int) -> dict[Name, list[Figures]]:
+    """What each run gives in each round, by the number of the round. The first round, 0, warms up and is left out."""
+    found: dict[Name, list[Figures]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            figures = run(turn)
+            if turn:
+                found[name].append(figures)
+    return found
+
+
+def medians(rows: Iterable[Iterable[float]]) -> list[float]:
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def random_prompts(count: int, length: int, *, seed: int = 1) -> list[list[int]]:
+    return torch.randint(0, 128, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def train(model: torch.nn.Module) -> None:
+    """Change every weight, as a training step does."""
+    for parameter in model.parameters():
+        parameter.mul_(1.001)
+
+
 # ---------------------------------------------------------------------- reshard
 
-RANKS, MIB = 2, 2**20
 Layout = dict[str, int]
 MOVES: tuple[tuple[str, Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = (
     ("TP2 -> TP1 on rank 0", {"tensor": 2}, {}, (0, 1), (0,)),
@@ -70,10 +117,6 @@ EXPERTS = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_mo
 
 def build_layout(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
     """MODEL, or one of `EXPERTS` with random weights, as this rank has it."""
-    from megatron_infer.models.loading.build_model import build_model
-    from megatron_infer.models.loading.sources import open_source
-    from megatron_infer.models.mcore_compat import parallel_state
-    from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**{f"{name}_model_parallel_size": size for name, size in layout.items()})
@@ -86,14 +129,11 @@ def build_layout(args: argparse.Namespace, layout: Layout, *, experts: bool) -> 
 
 def measure_updates(args: argparse.Namespace, trainer: Any, target: Any) -> tuple[list[float], Any]:
     """Seconds of every update on this rank (the first one plans), and the last report."""
-    from megatron_infer.rl.updates import ReshardSource, apply, verify_update
 
-    source, seconds = ReshardSource(trainer, bucket_mib=args.bucket_mib), []
+    source, seconds = ReshardSource(trainer, bucket_mib=BUCKET_MIB), []
     for _ in range(args.rounds + 1):
         if trainer is not None:
-            with torch.no_grad():
-                for parameter in trainer.parameters():
-                    parameter.mul_(1.001)
+            train(trainer)
         dist.barrier()
         start = time.perf_counter()
         if target is None:
@@ -111,7 +151,7 @@ def measure_updates(args: argparse.Namespace, trainer: Any, target: Any) -> tupl
 
 def plain_gloo(args: argparse.Namespace, report: Any) -> float:
     """Seconds for this rank's bytes, sent and received with nothing packed or unpacked."""
-    size = int(args.bucket_mib * MIB)
+    size = int(BUCKET_MIB * MIB)
     out, back = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     peer, samples = 1 - dist.get_rank(), []
     for _ in range(args.rounds):
@@ -130,7 +170,7 @@ def plain_gloo(args: argparse.Namespace, report: Any) -> float:
 def reshard(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
     if rank == 0:
-        print(f"{args.model}, {args.dtype}, {RANKS} ranks, buckets of {args.bucket_mib:g} MiB, {args.rounds} rounds")
+        print(f"{args.model}, {args.dtype}, {RANKS} ranks, buckets of {BUCKET_MIB:g} MiB")
         print(f"{'':<26}{'must':>8}{'moved':>8}{'messages':>10}{'first':>8}{'update':>8}{'gloo':>8}  of the ceiling")
         print(f"{'':<26}{'MiB':>8}{'MiB':>8}{'':>10}{'ms':>8}{'ms':>8}{'ms':>8}")
     for name, before, after, trains, infers in MOVES:
@@ -157,12 +197,10 @@ def weights_mib(*models: Any) -> float:
     return sum(storages.values()) / MIB
 
 
-def timed_block(session: Any, args: argparse.Namespace, models: Any) -> dict[str, float]:
+def timed_block(_: int, session: Any, args: argparse.Namespace, models: list[Any]) -> dict[str, float]:
     """Seconds and MiB of one block of generating()."""
-    from megatron_infer.config.sampling_params import SamplingParams
 
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 1000, (16,), generator=generator).tolist() for _ in range(args.requests)]
+    prompts = random_prompts(args.requests, 16)
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     at, figures = [], {}
     dist.barrier()
@@ -177,9 +215,7 @@ def timed_block(session: Any, args: argparse.Namespace, models: Any) -> dict[str
     dist.barrier()
     at.append(time.perf_counter())
     with session.training():
-        with torch.no_grad():
-            for parameter in session.model.parameters():
-                parameter.mul_(1.001)
+        train(session.model)
         session.update_weights()
     begins, rollout, ends = (later - earlier for earlier, later in zip(at, at[1:], strict=False))
     report = session.reshard_report
@@ -191,31 +227,21 @@ def timed_block(session: Any, args: argparse.Namespace, models: Any) -> dict[str
 
 def generation(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
-    from megatron_infer.distributed.generation_groups import generation_groups
-    from megatron_infer.models.loading.build_model import build_model
-    from megatron_infer.models.loading.sources import open_source
-    from megatron_infer.rl.session import RolloutSession
 
     options = {"buffer_size_gb": 0.5, "max_requests": args.requests, "max_sequence_length": 512}
     trainers = {name: build_layout(args, {"tensor": RANKS}, experts=False) for name in ("TP2", "TP1 on each rank")}
     other = build_model(
         open_source(args.model).config(), dtype=args.dtype, pg_collection=generation_groups(trainers["TP2"])
     )
-    models = {"TP2": [trainers["TP2"]], "TP1 on each rank": [trainers["TP1 on each rank"], other]}
-    sessions = {
-        name: RolloutSession(
-            trainers[name], options, meter=None, suspend_mode="recompute", generation_model=own[1] if own[1:] else None
-        )
-        for name, own in models.items()
-    }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in sessions}
-    for turn in range(args.rounds + 1):
-        for name, session in sessions.items():
-            figures = timed_block(session, args, models[name])
-            if turn:  # the first round plans and warms up
-                found[name].append(figures)
+    runs = {}
+    for name, generates in (("TP2", None), ("TP1 on each rank", other)):
+        how = {"meter": None, "suspend_mode": "recompute", "generation_model": generates}
+        session = RolloutSession(trainers[name], options, **how)
+        models = [one for one in (trainers[name], generates) if one is not None]
+        runs[name] = partial(timed_block, session=session, args=args, models=models)
+    found = in_turns(runs, args.rounds)  # the first round also plans
     if rank == 0:
-        print(f"{args.model}, {args.dtype}, {args.requests} requests of 16 and {args.tokens} tokens, rank 0, medians")
+        print(f"{args.model}, {args.dtype}, {args.requests} requests of 16 and {args.tokens} tokens, rank 0")
         for figure in found["TP2"][0]:
             values = [
                 f"{name} {statistics.median(one[figure] for one in rounds):9.3f}" for name, rounds in found.items()
@@ -247,9 +273,6 @@ class Busy:
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:
-    from megatron.core import parallel_state
-
-    from megatron_infer.testing.tiny import tiny_gpt
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     size = {} if args.device_ms else {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}
@@ -265,11 +288,6 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
 
 def measure_stages(model: torch.nn.Module, args: argparse.Namespace, num_micro_batches: int) -> dict[str, float]:
     """Tokens a second, and the share of the time that this stage did nothing."""
-    from megatron_infer.config.inference import InferenceConfig
-    from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.engine import build_engine
-    from megatron_infer.engine.engine import DynamicInferenceEngine
-    from megatron_infer.testing.inspect import inspect
 
     build_engine.num_micro_batches_of = lambda groups, config: num_micro_batches
     engine = DynamicInferenceEngine(
@@ -288,10 +306,7 @@ def measure_stages(model: torch.nn.Module, args: argparse.Namespace, num_micro_b
         inspect(engine).adopted.hidden = asleep
     runner._compute, runner._draw = busy.work(runner._compute), busy.work(runner._draw)
     runner.link.receive = busy.wait(runner.link.receive)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
-        {"prompt_token_ids": torch.randint(0, 128, (16,), generator=generator).tolist()} for _ in range(args.requests)
-    ]
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(args.requests, 16)]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     engine.generate(prompts[:2], params)
     busy.seconds, started = 0.0, time.perf_counter()
@@ -302,7 +317,6 @@ def measure_stages(model: torch.nn.Module, args: argparse.Namespace, num_micro_b
 
 def stages(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
-    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=args.stages)
     model = make_model(args)
@@ -312,8 +326,7 @@ def stages(rank: int, args: argparse.Namespace) -> None:
     if rank > 0:
         return
     kind = f"asleep, {args.device_ms:g} ms + {args.per_token_us:g} us/token" if args.device_ms else "fp32"
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.stages} stages, {kind}")
-    print(f"{args.requests} requests, 16 prompt and {args.tokens} output tokens each")
+    print(f"{args.stages} stages, {kind}; {args.requests} requests, 16 prompt and {args.tokens} output tokens each")
     for count, first in found.items():
         idle = "  ".join(f"stage {number} {one[count]['idle']:5.1%}" for number, one in enumerate(by_rank))
         rate = first["tokens_per_s"]
@@ -336,7 +349,6 @@ MOE = EXPERTS | {
 def decode_costs(engine: Any, prompts: list[dict[str, Any]], args: argparse.Namespace) -> list[float]:
     """Seconds, and seconds of this rank's core, from when all requests have drawn a token until each has drawn
     args.tokens more."""
-    from megatron_infer.config.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens + 1, ignore_eos=True)
     if engine.relay.is_leader:
@@ -353,22 +365,14 @@ def decode_costs(engine: Any, prompts: list[dict[str, Any]], args: argparse.Name
 
 def experts(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
-    from megatron.core import parallel_state
-
-    from megatron_infer.config.inference import InferenceConfig
-    from megatron_infer.engine.engine import DynamicInferenceEngine
-    from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     model = tiny_gpt(**MOE, max_sequence_length=2048, expert_model_parallel_size=RANKS)
     model = model.to(getattr(torch, args.dtype))
-    generator = torch.Generator().manual_seed(1)
     if rank == 0:
-        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.dtype}, {RANKS} ranks")
-        print(f"{args.prompt} prompt and {args.tokens} timed tokens a request; ms a token of any rank, wall and core")
+        print(f"{args.dtype}; {args.prompt} prompt and {args.tokens} timed tokens a request; ms a token of any rank")
     for count in REQUESTS:
-        ids = torch.randint(0, 128, (RANKS * count, args.prompt), generator=generator).tolist()
-        every = [{"prompt_token_ids": one} for one in ids]
+        every = [{"prompt_token_ids": ids} for ids in random_prompts(RANKS * count, args.prompt, seed=count)]
         kv_bytes = RANKS * count * (args.prompt + args.tokens + 64) * MOE["num_layers"] * 2 * MOE["hidden_size"] * 4
         how = {
             "buffer_size_gb": kv_bytes / 2**30 + 0.1,
@@ -379,19 +383,19 @@ def experts(rank: int, args: argparse.Namespace) -> None:
             "max_tokens": RANKS * count * args.prompt,
             "overlap": False,
         }
-        engines = {
-            own: DynamicInferenceEngine(model, InferenceConfig(**how, dp_attention=own)) for own in (False, True)
+
+        def run(_: int, engine: Any, prompts: list[dict[str, Any]], most: int = RANKS * count) -> list[float]:
+            costs = torch.tensor(decode_costs(engine, prompts, args))
+            dist.all_reduce(costs, dist.ReduceOp.MAX)
+            return (costs * 1e3 / (most * args.tokens)).tolist()
+
+        engines = [DynamicInferenceEngine(model, InferenceConfig(**how, dp_attention=own)) for own in (False, True)]
+        runs = {
+            "shared": partial(run, engine=engines[0], prompts=every),
+            "own": partial(run, engine=engines[1], prompts=every[rank::RANKS]),
         }
-        found: dict[bool, list[list[float]]] = {False: [], True: []}
-        for _ in range(args.rounds + 1):
-            for own, engine in engines.items():
-                costs = torch.tensor(decode_costs(engine, every[rank::RANKS] if own else every, args))
-                dist.all_reduce(costs, dist.ReduceOp.MAX)
-                found[own].append((costs * 1e3 / (RANKS * count * args.tokens)).tolist())
-        # the first round has more to do
-        (shared, shared_core), (own, own_core) = (
-            map(statistics.median, zip(*found[key][1:], strict=True)) for key in (False, True)
-        )
+        found = in_turns(runs, args.rounds)
+        (shared, shared_core), (own, own_core) = (medians(found[name]) for name in runs)
         if rank == 0:
             print(
                 f"{count:3} requests a rank: wall shared {shared:7.3f} own {own:7.3f} ({shared / own:4.2f}x)   "
@@ -408,9 +412,6 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 def make_session(num_ranks: int, args: argparse.Namespace, longest: int = 1024, **how: Any) -> Any:
     """A session of a model that trains with as many context-parallel ranks."""
-    from megatron_infer.models.mcore_compat import parallel_state
-    from megatron_infer.rl.session import RolloutSession
-    from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=num_ranks)
@@ -422,7 +423,6 @@ def make_session(num_ranks: int, args: argparse.Namespace, longest: int = 1024, 
 
 def timed_rollout(session: Any, prompts: list[list[int]], num_tokens: int, *, draws: bool) -> tuple[float, float]:
     """Seconds of the clock until all ranks are done, and CPU seconds of the busier one."""
-    from megatron_infer.config.sampling_params import SamplingParams
 
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     dist.barrier()
@@ -439,47 +439,40 @@ def timed_rollout(session: Any, prompts: list[list[int]], num_tokens: int, *, dr
 
 def context(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
+    prompts = random_prompts(args.requests, 16)
     sessions = {count: make_session(count, args) for count in (1, RANKS)}
-    found: dict[int, list[tuple[float, float]]] = {count: [] for count in sessions}
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 128, (16,), generator=generator).tolist() for _ in range(args.requests)]
-    for turn in range(args.rounds + 1):
-        for count, session in sessions.items():
-            times = timed_rollout(session, prompts, args.tokens, draws=rank < count)
-            if turn:  # the first round warms up
-                found[count].append(times)
+
+    def run(_: int, count: int) -> tuple[float, float]:
+        return timed_rollout(sessions[count], prompts, args.tokens, draws=rank < count)
+
+    found = in_turns({count: partial(run, count=count) for count in sessions}, args.rounds)
     if rank > 0:
         return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a rank, fp32")
-    print(f"{args.requests} requests, 16 prompt and {args.tokens} output tokens each; medians of {args.rounds} rounds")
+    print(f"fp32; {args.requests} requests, 16 prompt and {args.tokens} output tokens each")
     first: dict[str, float] = {}
     for count, rounds in found.items():
-        for kind, values in zip(("clock", "CPU"), zip(*rounds, strict=True), strict=True):
-            median = statistics.median(values)
+        for kind, median in zip(("clock", "CPU"), medians(rounds), strict=True):
             first.setdefault(kind, median)
             print(f"{count} rank(s): {median:7.3f} s {kind} ({first[kind] / median:4.2f}x)")
 
 
 def shared(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
-    from megatron_infer.rl import shared_prefill
 
     shared_prefill.LEAST_TOKENS = 1
     how = {"longest": LENGTHS[-1] + 16}
-    sessions = [make_session(RANKS, args, **how), make_session(RANKS, args, **how, context_parallel="prompt")]
+    sessions = {"without": make_session(RANKS, args, **how)}
+    sessions["with"] = make_session(RANKS, args, **how, context_parallel="prompt")
     if rank == 0:
-        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a rank, fp32")
-        print(f"medians of {args.rounds} rounds: without, with")
+        print("fp32: without, with")
     for length in LENGTHS:
-        found: list[list[tuple[float, float]]] = [[], []]
-        for turn in range(args.rounds + 1):
-            prompt = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(turn)).tolist()
-            for session, times in zip(sessions, found, strict=True):
-                session.engine.reset_prefix_cache()
-                times.append(timed_rollout(session, [prompt], 1, draws=True))
-        without, with_option = (
-            [statistics.median(column) for column in zip(*times[1:], strict=True)] for times in found
-        )
+
+        def run(turn: int, session: Any, length: int = length) -> tuple[float, float]:
+            session.engine.reset_prefix_cache()
+            return timed_rollout(session, random_prompts(1, length, seed=turn), 1, draws=True)
+
+        found = in_turns({name: partial(run, session=one) for name, one in sessions.items()}, args.rounds)
+        without, with_option = (medians(found[name]) for name in sessions)
         if rank == 0:
             pairs = zip(("clock", "CPU"), without, with_option, strict=True)
             texts = [f"{kind} {one * 1e3:8.1f} {two * 1e3:8.1f} ms ({one / two:4.2f}x)" for kind, one, two in pairs]
@@ -491,52 +484,36 @@ def shared(rank: int, args: argparse.Namespace) -> None:
 
 def prompts_of_ranks(rank: int, args: argparse.Namespace) -> None:
     """The part on a rank; the first one prints."""
-    from megatron.core import parallel_state
-
-    from megatron_infer.config.inference import InferenceConfig
-    from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.engine.engine import DynamicInferenceEngine
-    from megatron_infer.rl.rollout import Rollout
-    from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
     model = tiny_gpt(**EXPERTS, expert_model_parallel_size=args.ranks, max_sequence_length=1024)
     roll = Rollout(DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.25, max_requests=64)))
     how = SamplingParams(n=4, max_tokens=args.tokens, ignore_eos=True)
-    compare, spent = roll.engine.relay.exchange, [0.0]
+    busy = Busy()
+    roll.engine.relay.exchange = busy.work(roll.engine.relay.exchange)
 
-    def timed(*given: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return compare(*given)
-        finally:
-            spent[0] = time.perf_counter() - started
+    def run(turn: int, gathers: bool) -> list[float]:
+        own, gathering = random_prompts(args.requests, 512, seed=100 * turn + rank), 0.0
+        busy.seconds = 0.0
+        dist.barrier()
+        started, given = time.perf_counter(), own
+        if gathers:
+            parts: list[Any] = [None] * args.ranks
+            dist.all_gather_object(parts, own)
+            given = [prompt for part in parts for prompt in part] if rank == 0 else []
+            gathering = time.perf_counter() - started
+        roll.generate(given, how)
+        mine: list[Any] = [None] * args.ranks
+        dist.all_gather_object(mine, (time.perf_counter() - started, busy.seconds, gathering))
+        return [max(one[0] for one in mine), *(min(one[at] for one in mine) for at in (1, 2))]
 
-    roll.engine.relay.exchange = timed
-    found: dict[str, list[list[float]]] = {"each its own": [], "gathered": []}
-    for turn in range(args.rounds + 1):
-        generator = torch.Generator().manual_seed(100 * turn + rank)
-        own = torch.randint(0, 128, (args.requests, 512), generator=generator).tolist()
-        for name, figures in found.items():
-            dist.barrier()
-            started, gathering = time.perf_counter(), 0.0
-            given = own
-            if name == "gathered":
-                parts: list[Any] = [None] * args.ranks
-                dist.all_gather_object(parts, own)
-                given = [prompt for part in parts for prompt in part] if rank == 0 else []
-                gathering = time.perf_counter() - started
-            roll.generate(given, how)
-            mine: list[Any] = [None] * args.ranks
-            dist.all_gather_object(mine, (time.perf_counter() - started, spent[0], gathering))
-            if turn:
-                figures.append([max(one[0] for one in mine), *(min(one[at] for one in mine) for at in (1, 2))])
+    runs = {"each its own": partial(run, gathers=False), "gathered": partial(run, gathers=True)}
+    found = in_turns(runs, args.rounds)
     if rank:
         return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.ranks} expert-parallel ranks")
-    print(f"{args.requests} prompts of 512 tokens a rank, 4 samples of {args.tokens} tokens; {args.rounds} rounds")
+    print(f"{args.ranks} expert-parallel ranks, {args.requests} prompts of 512 tokens each, 4 samples of {args.tokens}")
     for name, figures in found.items():
-        total, comparing, gathering = (statistics.median(column) for column in zip(*figures, strict=True))
+        total, comparing, gathering = medians(figures)
         print(
             f"{name:<14} rollout {total:7.2f} s   compare {comparing * 1e3:7.2f} ms ({comparing / total:.3%})   "
             f"gather {gathering * 1e3:7.2f} ms ({gathering / total:.3%})"
@@ -559,6 +536,8 @@ PARTS = {
 
 def run_rank(rank: int, folder: str, num_ranks: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    if rank == 0:
+        print(f"{cpu_name()}, {os.cpu_count()} cores, one thread a rank; medians of {args.rounds} rounds")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
     PARTS[args.part](rank, args)
     dist.barrier()
@@ -570,7 +549,6 @@ def main() -> None:
     parser.add_argument("--part", choices=list(PARTS), required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--bucket-mib", type=float, default=16.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
