@@ -27,6 +27,7 @@ RUNS = {
     "simulate.py --replicas 8 --requests 20 --chaos --roles": "lost 1",
     "speech.py --rounds 1 --streams 2 --seconds 1 --threads 1": "second request of a voice",
     "variants.py moves --rounds 1 --lengths 40": "moved to a hit",
+    "variants.py kinds --rounds 1 --kinds experts --rows 2 --context 8 --steps 1": "experts, decode of 2 rows",
     "serve_load.py --part overhead --clients 2 --requests 4 --rounds 1 --threads 1": "of offline",
     "serve_load.py --part workers --http-workers 2 --clients 4 --seconds 3": "tokens_per_cpu_s_of_http",
     "weight_updates.py --rounds 1": "file",

@@ -71,10 +71,10 @@ def parse_args() -> tuple[Case, argparse.Namespace]:
     return load(args.case), args
 
 
-def run_rounds(measures: list[Measure], rounds: int, *, warm_up: bool) -> list[dict[str, list[tuple[Clock, Done]]]]:
-    """For each measure and variant, the clock and the result of each round; a round of warm-up is left out."""
+def run_rounds(measures: list[Measure], rounds: int) -> list[dict[str, list[tuple[Clock, Done]]]]:
+    """For each measure and variant, the clock and the result of each round; a round before them warms up."""
     found: list[dict[str, list[tuple[Clock, Done]]]] = [{name: [] for name in one.variants} for one in measures]
-    for index in range(0 if warm_up else 1, rounds + 1):
+    for index in range(rounds + 1):
         for one, taken in zip(measures, found, strict=True):
             names = list(one.variants)
             for name in names if index % 2 else names[::-1]:
@@ -148,7 +148,7 @@ def main() -> None:
     print(f"{args.case}: {shown}; {args.rounds} rounds; {cpu_name()}, load average {os.getloadavg()[0]:.0f}")
     rows = []
     with case.prepare(args) as measures:
-        found = run_rounds(measures, args.rounds, warm_up=case.warms_up)
+        found = run_rounds(measures, args.rounds)
         for measure, taken in zip(measures, found, strict=True):
             rows.append(rows_of(measure, taken))
             show(measure, rows[-1])

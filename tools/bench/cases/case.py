@@ -55,6 +55,5 @@ class Case:
     prepare: Callable[[argparse.Namespace], AbstractContextManager[list[Measure]]]
     """Makes the measures; what follows its yield runs after the rounds."""
     rounds: int = 3
-    warms_up: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Option -> default."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cases.case import Case, Clock, Done, Measure
-from cases.modes import greedy, random_ids
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.loading.build_model import build_model
 from megatron_infer.models.loading.sources import open_source
@@ -48,9 +48,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 STEADY = 2
 
 
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(10, 2000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def ours(clock: Clock, engine: DynamicInferenceEngine, args: argparse.Namespace) -> Done:
+    params = SamplingParams(max_tokens=args.steps + STEADY + 4, temperature=0.0, ignore_eos=True, detokenize=False)
     for number in range(args.rows):
-        engine.add_request(random_ids(args.context, number), greedy(args.steps + STEADY + 4))
+        engine.add_request(random_ids(args.context, number), params)
     for _ in range(STEADY):
         engine.step()
     with clock:
