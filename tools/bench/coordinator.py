@@ -17,16 +17,16 @@ import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
+
+import psutil
+from serve_case import serve_echo
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.utils.child_process import end_with_parent
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
-
-from echo import echo_tokens
+from echo import echo_tokens  # isort: skip  (serve_case puts its folder into the path)
 
 BLOCK, KEY = 16, b"a key for a benchmark"
 
@@ -41,15 +41,6 @@ def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
         coordinator.run()
 
 
-def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
-    end_with_parent()
-    from echo import EchoEngine
-
-    from megatron_infer.coordinator.replica import Replica
-
-    Replica(EchoEngine(**settings), address, name=name, key=KEY).run()
-
-
 class Cluster:
     """Processes of a coordinator and its replicas, and a client of theirs."""
 
@@ -62,8 +53,8 @@ class Cluster:
         self._processes[0].start()
         address = ours.recv()
         for index in range(num_replicas):
-            arguments = (address, f"r{index}", settings)
-            self._processes.append(context.Process(target=serve_replica, args=arguments, daemon=True))
+            arguments = (address, f"r{index}", settings, KEY)
+            self._processes.append(context.Process(target=serve_echo, args=arguments, daemon=True))
             self._processes[-1].start()
         self.client = InferenceClient(address, key=KEY)
         while len(self.client.stats()["replicas"]) < num_replicas:
@@ -71,9 +62,7 @@ class Cluster:
 
     def cpu_s(self) -> float:
         """CPU seconds of the coordinator's process."""
-        with open(f"/proc/{self._processes[0].pid}/stat", encoding="ascii") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return sum(psutil.Process(self._processes[0].pid).cpu_times()[:2])
 
     def __enter__(self) -> Cluster:
         return self

@@ -22,7 +22,6 @@ import contextlib
 import http.client
 import itertools
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -34,7 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from serve_case import Heard, Server, quantile, served, stream
+from serve_case import HEAD, SPAWN, Heard, Server, quantile, served, stream
+
+from megatron_infer.utils.host import resident_mib
 
 JSON = {"Content-Type": "application/json"}
 
@@ -73,21 +74,16 @@ def asking(server: Server, method: str, path: str, body: bytes | None = None) ->
         thread.join()
 
 
-def rss_mib(server: Server) -> int:
-    with open(f"/proc/{server.pid}/status") as status:
-        return int(next(line for line in status if line.startswith("VmRSS")).split()[1]) // 1024
-
-
 def attacked(server: Server, name: str, attack: Callable[[], str]) -> None:
     """Print a row of the table."""
-    before = rss_mib(server)
+    before = resident_mib(server.pid)
     token = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}).encode()
     with asking(server, "GET", "/health") as health, asking(server, "POST", "/v1/completions", token) as tokens:
         time.sleep(1.0)
         outcome = attack()
         time.sleep(0.5)
     time.sleep(5.0)
-    shown = f"{1e3 * max(health):,.0f} | {1e3 * max(tokens):,.0f} | {before} -> {rss_mib(server)}"
+    shown = f"{1e3 * max(health):,.0f} | {1e3 * max(tokens):,.0f} | {before:.0f} -> {resident_mib(server.pid):.0f}"
     print(f"| {name} | {outcome} | {shown} |", flush=True)
 
 
@@ -149,7 +145,6 @@ async def stopped(server: Server, seconds: float) -> str:
 # ---------------------------------------------------------------------- callers
 
 TURN_S, NUM_TURNS, PATIENCE_S = 9.0, 4, 15.0
-SPAWN = multiprocessing.get_context("spawn")
 ATTACKS = (
     "n=128, 8 at once",
     "150 schemas at once",
@@ -182,14 +177,13 @@ async def unread(url: str, source: str) -> None:
     """Streams that are asked for and not read, until it is cancelled."""
     body = {"prompt": "Tell me", "n": 16, "stream": True, "logprobs": 5, **LONG}
     parts, data = urlsplit(url), json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     writers: list[asyncio.StreamWriter] = []
     try:
         while True:
             while len(writers) < 6:
                 address = {"limit": 256, "local_addr": (source, 0)}
                 _, writer = await asyncio.open_connection(parts.hostname, parts.port, **address)
-                writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                writer.write(f"{HEAD}{len(data)}\r\n\r\n".encode() + data)
                 writers.append(writer)
             await asyncio.sleep(0.5)
             writers = [writer for writer in writers if not writer.transport.is_closing()]

@@ -65,11 +65,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(*arguments: str) -> Iterator[Server]:
-    """A server of `arguments` at a free port; ended by SIGTERM."""
+def served(*arguments: str, command: str = "serve") -> Iterator[Server]:
+    """A server of `arguments` at a free port; ended by SIGTERM. command: of megatron-infer."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megatron_infer", "serve", *arguments, "--port", "0", "--no-log-requests"]
-    process = ChildProcess(command, env=environment, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "megatron_infer", command, *arguments, "--port", "0", "--no-log-requests"]
+    process = ChildProcess(words, env=environment, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)
     reader.start()
@@ -114,6 +114,16 @@ def vllm_served(python: str, directory: str, dtype: str, threads: int, *more: st
 
 def flags(config: dict[str, Any]) -> list[str]:
     return [word for name, value in config.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def serve_echo(address: str, name: str, settings: dict[str, Any], key: bytes | None = None) -> None:
+    """A replica whose engine has no model, until its process is ended."""
+    end_with_parent()
+    from echo import EchoEngine
+
+    from megatron_infer.coordinator.replica import Replica
+
+    Replica(EchoEngine(**settings), address, name=name, key=key).run()
 
 
 class Offline:

@@ -66,6 +66,7 @@ from serve_case import (
     cpu_seconds,
     flags,
     quantile,
+    serve_echo,
     served,
     stream,
     vllm_served,
@@ -484,17 +485,6 @@ STREAM_TOKENS, STEP_S = 100, 0.02
 """Tokens of a stream, and seconds between two of them."""
 
 
-def _echo_engine(address: str, name: str) -> None:
-    """A replica without a model, until it is killed."""
-    end_with_parent()
-    from echo import EchoEngine
-
-    from megatron_infer.coordinator.replica import Replica
-
-    with Replica(EchoEngine(num_blocks=1 << 16, max_requests=512, step_s=STEP_S), address, name=name) as one:
-        one.run()
-
-
 def _counting_clients(url: str, count: int, seconds: float, pipe: Any) -> None:
     """Streams one after the other on `count` connections, whose bytes are counted and not parsed."""
     end_with_parent()
@@ -578,7 +568,10 @@ def carried_by(count: int, args: argparse.Namespace, tokenizer: dict[str, Any], 
     address = f"ipc://{folder}/coordinator{count}"
     settings = ServerConfig(port=0, log_requests=False, max_queue=1 << 14, http_workers=count)
     options = HttpOptions(settings=settings, coordinator=address, tokenizer=tokenizer, folder=folder, model="echo")
-    engines = [SPAWN.Process(target=_echo_engine, args=(address, f"e{number}"), daemon=True) for number in range(2)]
+    engine = {"num_blocks": 1 << 16, "max_requests": 512, "step_s": STEP_S}
+    engines = [
+        SPAWN.Process(target=serve_echo, args=(address, f"e{number}", engine), daemon=True) for number in range(2)
+    ]
     coordinator = Process(coordinator_process({"bind": address, "max_queue": 1 << 14}))
     http = Process(options.process())
     try:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
+from serve_case import flags, served
 
 from cases.case import Case, Clock, Done, Measure
 from megatron_infer import RolloutSession, SamplingParams, attach_lora, open_source
@@ -125,31 +122,16 @@ class OverHttp:
 
 
 @contextlib.contextmanager
-def served(args: argparse.Namespace, folder: str) -> Iterator[str]:
-    flags = ["--dtype", args.dtype, "--threads", str(args.threads), "--lora-rank", str(args.rank)]
-    flags += ["--served-model-name", "bench", "--state-dir", folder, "--buffer-size-gb", "0.5", "--port", "0"]
-    flags += ["--durable" if args.durable else "--no-durable"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_infer", "tinker", args.model, *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-    )
-    try:
-        assert process.stderr is not None
-        yield next(found[0] for line in process.stderr if (found := re.search(r"http://[\d.:]+", line)))
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-@contextlib.contextmanager
 def steps(args: argparse.Namespace) -> Iterator[list[Measure]]:
     torch.set_num_threads(args.threads)
+    options = {"dtype": args.dtype, "threads": args.threads, "lora_rank": args.rank, "buffer_size_gb": 0.5}
+    durable = "--durable" if args.durable else "--no-durable"
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(args, folder) as url,
-        httpx.Client(base_url=url, timeout=600) as http,
+        served(
+            args.model, *flags(options | {"served_model_name": "bench", "state_dir": folder}), durable, command="tinker"
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=600) as http,
     ):
         variants = {"session": InProcess(args).step, "over HTTP": OverHttp(args, http).step}
         what = f"{args.sequences} x {args.length} tokens trained, {NUM_OUTPUT} sampled"
