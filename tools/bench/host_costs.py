@@ -1,6 +1,6 @@
 """What a decode step costs the host for each layer on a GPU without CUDA graphs, measured without a GPU.
 
-    python tools/bench/host_costs.py [--batch 1] [--experts 128] [--layers 4 12] [--profile llama] [--json out.json]
+    python tools/bench/host_costs.py [--batch 1] [--experts 128] [--layers 4 12] [--json out.json]
 
 Kernels are compiled for an H100 and launched on a driver that does nothing (tests/support/stub_driver.py). A
 layer's cost is the difference between a deep and a shallow decoder over the difference of their depths, in CPU time of
@@ -11,9 +11,7 @@ remain: CUDA's own (cuBLAS, a caching allocator) and the driver's part of a laun
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import sys
 import tempfile
 import time
@@ -147,7 +145,6 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 12], help="a shallow and a deep decoder")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--profile", choices=KINDS, help="show where the time of a step goes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,11 +157,6 @@ def main() -> None:
                 forward_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
                 for depth in (shallow, deep)
             ]
-            if options.profile == kind:
-                profile = cProfile.Profile()
-                runs[1]()
-                profile.runcall(lambda run=runs[1]: [run() for _ in range(50)])
-                pstats.Stats(profile).sort_stats("tottime").print_stats(35)
             few, many = (microseconds(run, options.repeats) for run in runs)
             fewer, more = map(launches, runs)
             row = found[kind] = {"us": (many - few) / (deep - shallow), "launches": (more - fewer) / (deep - shallow)}

@@ -102,9 +102,7 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_peer(
-    name: str, device: torch.device, sizes: Sizes, ours: dict[int, float], *, continuous: bool = False
-) -> list[Any]:
+def measure_peer(name: str, device: torch.device, sizes: Sizes, ours: dict[int, float]) -> list[Any]:
     """transformers on the same shape: a decode step's time, and ours over it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, rows = peer.llama(PLANS[name], dtype, device), []
@@ -112,12 +110,6 @@ def measure_peer(
         taken = peer.decode_seconds(model, device, batch=batch, context=sizes.context, steps=sizes.steps)
         row = {"what": f"transformers generate batch {batch}", "ms": taken * 1e3, "tokens_s": batch / taken}
         rows.append(row | {"shape": name, "peer": True, "faster": taken * 1e3 / ours[batch]})
-    if continuous:
-        batch = max(batch for batch in ours if batch <= 64)
-        rate = peer.continuous_tokens_s(model, batch=batch, context=sizes.context, steps=sizes.steps)
-        if rate is not None:
-            what = f"transformers continuous batching {batch}, prompts too"
-            rows.append({"what": what, "tokens_s": rate, "shape": name, "peer": True})
     return rows
 
 
@@ -126,7 +118,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", action="append", choices=[*PLANS, "tiny"], help="default: both of 8B")
     parser.add_argument("--peer", action="store_true", help="measure transformers' generate, too")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--continuous", action="store_true", help="its continuous batching, too (minutes on a CPU)")
     return parser.parse_args(arguments)
 
 
@@ -148,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.peer and PLANS[name].architecture == "LlamaForCausalLM":
             give_back()
             ours = {row["batch"]: row["ms"] for row in made if "batch" in row}
-            made += measure_peer(name, device, sizes, ours, continuous=options.continuous)
+            made += measure_peer(name, device, sizes, ours)
         give_back()
         print(f"\n{name}")
         print("\n".join(measures.lines(made)), flush=True)

@@ -7,8 +7,7 @@ vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed b
 layers times its operations ("experts": routers and shared experts too); "python" is all else within a forward:
 dispatch, allocation, and what torch computes. "sampling" is all between logits and tokens, "rest" is scheduling, commit
 and outputs; of a chunk alone also the check of all weights by an engine that was idle. Medians of the steps in ms.
---chunk: a step of 16 rows and so many tokens of a prompt, and the two apart. --temperature and --logprobs: of every
-request.
+--chunk: a step of 16 rows and so many tokens of a prompt, and the two apart.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import ctypes
 import gc
 import json
 import platform
-import random
 import statistics
 import time
 from collections import defaultdict
@@ -39,16 +37,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from light.engine import pool_gib
-from light.shapes import PLANS, layout_of, random_model
+from light.engine import Bench, pool_gib
+from light.shapes import PLANS, random_model
 
-from megatron_infer.config.inference import WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
-from megatron_infer.config.model_shape import ModelShape
-from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.step_work import StepCounter
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.loading.build_model import build_model
-from megatron_infer.models.loading.description_shape import shape_of
+from megatron_infer.models.loading.description_shape import step_counter
 from megatron_infer.models.loading.sources import open_source
 from megatron_infer.testing.inspect import inspect
 
@@ -138,33 +134,13 @@ def clock_of(engine: DynamicInferenceEngine) -> PartClock:
     return clock
 
 
-def load(name: str, dtype: torch.dtype) -> tuple[Any, ModelShape]:
+def load(name: str, dtype: torch.dtype) -> tuple[Any, StepCounter]:
+    """A model and what its steps are known to take."""
+    device, text = torch.device("cpu"), str(dtype).removeprefix("torch.")
     if name in PLANS:
-        return random_model(PLANS[name], dtype, torch.device("cpu")), layout_of(PLANS[name], dtype)
+        return random_model(PLANS[name], dtype, device), step_counter(PLANS[name], dtype=text)
     source = open_source(name)
-    shape = shape_of(source.config(), dtype=str(dtype).removeprefix("torch."))
-    return build_model(source, dtype=dtype, device="cpu"), shape
-
-
-def add(engine: DynamicInferenceEngine, length: int, new_tokens: int, seed: int, args: argparse.Namespace) -> None:
-    """A request of random ids; no two share a prefix."""
-    rng = random.Random(seed)
-    ids = [rng.randrange(engine.shape.vocab_size) for _ in range(length)]
-    params = SamplingParams(
-        max_tokens=new_tokens,
-        temperature=args.temperature,
-        logprobs=0 if args.logprobs else None,
-        ignore_eos=True,
-        detokenize=False,
-        seed=seed,
-    )
-    engine.add_request(ids, params, stream="final")
-
-
-def fill(engine: DynamicInferenceEngine) -> None:
-    """Step until every request decodes."""
-    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
-        engine.step()
+    return build_model(source, dtype=dtype, device="cpu"), step_counter(source.config(), dtype=text)
 
 
 def medians(splits: list[dict[str, float]]) -> dict[str, float]:
@@ -173,42 +149,32 @@ def medians(splits: list[dict[str, float]]) -> dict[str, float]:
     return parts | {"step": statistics.median(sum(split.values()) for split in splits) * 1e3}
 
 
-def split_decode(engine: DynamicInferenceEngine, clock: PartClock, args: argparse.Namespace) -> list[dict[str, Any]]:
+def split_decode(bench: Bench, clock: PartClock, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode steps with more and more rows, and one with a chunk of a prompt."""
     found, running = [], 0
     new_tokens = (len(args.rows) + 1) * (args.steps + STEADY) + sum(args.rows) + 8  # fills of others take steps, too
     for rows in sorted(args.rows):
-        while running < rows:
-            add(engine, args.context, new_tokens, running, args)
-            running += 1
-        fill(engine)
-        for _ in range(STEADY):
-            engine.step()
-        splits = [clock.measure(engine.step) for _ in range(args.steps)]
+        for seed in range(running, rows):
+            bench.add(args.context, new_tokens, seed)
+        running = rows
+        bench.prefill()
+        bench.steps(STEADY)
+        splits = [clock.measure(bench.engine.step) for _ in range(args.steps)]
         found.append({"what": f"{rows} rows", "rows": rows, **medians(splits)})
         if args.chunk and rows == MIXED_ROWS:
-            found += split_mixed(engine, clock, args)
+            found.append(split_chunk(bench, clock, args, rows))
     return found
 
 
-def split_mixed(engine: DynamicInferenceEngine, clock: PartClock, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps of the rows that decode and a whole prompt of args.chunk tokens."""
-    splits = []
-    for number in range(args.steps // 4 + 1):
-        add(engine, args.chunk, 1, 10_000 + number, args)
-        splits.append(clock.measure(engine.step))
-        engine.step()
-    return [{"what": f"{MIXED_ROWS} rows + {args.chunk}", "rows": MIXED_ROWS, "chunk": args.chunk, **medians(splits)}]
-
-
-def split_chunk(engine: DynamicInferenceEngine, clock: PartClock, args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of args.chunk tokens of a prompt alone."""
+def split_chunk(bench: Bench, clock: PartClock, args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Steps of a whole prompt of args.chunk tokens, and of `rows` rows that decode."""
     splits = []
     for number in range(args.steps // 4 + 2):
-        add(engine, args.chunk, 1, 20_000 + number, args)
-        splits.append(clock.measure(engine.step))
-        engine.step()
-    return {"what": f"chunk {args.chunk}", "rows": 0, "chunk": args.chunk, **medians(splits[1:])}
+        bench.add(args.chunk, 1, 10_000 * (rows + 1) + number)
+        splits.append(clock.measure(bench.engine.step))
+        bench.engine.step()
+    what = f"{rows} rows + {args.chunk}" if rows else f"chunk {args.chunk}"
+    return {"what": what, "rows": rows, "chunk": args.chunk, **medians(splits[1:])}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -224,24 +190,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure_shape(name: str, dtype: torch.dtype, args: argparse.Namespace) -> list[dict[str, Any]]:
-    model, shape = load(name, dtype)
+    model, counter = load(name, dtype)
     most, longest = max(args.rows) + 1, args.context + 2 * sum(args.rows) + 40 * args.steps + args.chunk
-    room = pool_gib(shape, max_requests=most, max_tokens=args.context + sum(args.rows) + 8 * args.steps)
+    room = pool_gib(counter.shape, max_requests=most, max_tokens=args.context + sum(args.rows) + 8 * args.steps)
     asked = {
         "buffer_size_gb": room,
         "max_requests": most,
         "max_tokens": max(512, most + args.chunk),
         "max_sequence_length": longest,
         "enable_prefix_caching": False,
-        "weight_dtype": args.weight_dtype,
     }
-    config = machine_config(asked, shape, is_cuda=False, available_bytes=2**34)
+    config = machine_config(asked, counter.shape, is_cuda=False, available_bytes=2**34)
     engine = DynamicInferenceEngine(model, config, eos_ids=(), device="cpu", owns_weights=True)
-    clock = clock_of(engine)
-    rows = [split_chunk(engine, clock, args)] if args.chunk else []
-    rows += split_decode(engine, clock, args)
-    weights = "" if args.weight_dtype == "auto" else f", weights {args.weight_dtype}"
-    print(f"\n{name}, {str(dtype).removeprefix('torch.')}{weights}, context {args.context}")
+    bench, clock = Bench(engine, counter, torch.device("cpu")), clock_of(engine)
+    rows = [split_chunk(bench, clock, args, 0)] if args.chunk else []
+    rows += split_decode(bench, clock, args)
+    print(f"\n{name}, {str(dtype).removeprefix('torch.')}, context {args.context}")
     print(table(rows), flush=True)
     return [{"shape": name, **row} for row in rows]
 
@@ -253,11 +217,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=192, help="prompt tokens of each row")
     parser.add_argument("--steps", type=int, default=24, help="steps measured for each number of rows")
     parser.add_argument("--chunk", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--weight-dtype", choices=[kind.value for kind in WeightDtype], default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

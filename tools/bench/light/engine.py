@@ -46,6 +46,10 @@ class Bench:
         """`batch` requests of `context` prompt tokens, all of them decoding when this returns."""
         for seed in range(batch):
             self.add(context, new_tokens, seed)
+        self.prefill()
+
+    def prefill(self) -> None:
+        """Step until every request decodes."""
         while self.engine.stats().num_waiting or inspect(self.engine).scheduler.admitted_requests.prefilling:
             self.engine.step()
 

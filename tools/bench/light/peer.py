@@ -56,18 +56,3 @@ def decode_seconds(model: Any, device: torch.device, *, batch: int, context: int
     taken(2)
     short, long = min(taken(2) for _ in range(2)), min(taken(2 + steps) for _ in range(2))
     return max(long - short, 1e-9) / steps
-
-
-def continuous_tokens_s(model: Any, *, batch: int, context: int, steps: int) -> float | None:
-    """Output tokens a second of its continuous batching, prompts included; None where this version has none."""
-    if not hasattr(model, "generate_batch"):
-        return None
-    from transformers import GenerationConfig
-
-    vocabulary = model.config.vocab_size
-    prompts = torch.randint(0, vocabulary, (batch, context)).tolist()
-    config = GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    begun = time.perf_counter()
-    outputs = model.generate_batch(inputs=prompts, generation_config=config)
-    wait(model.device)
-    return sum(len(one.generated_tokens) for one in outputs.values()) / (time.perf_counter() - begun)

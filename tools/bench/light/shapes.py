@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.models.loading.build_model import build_model
-from megatron_infer.models.loading.description_shape import shape_of
 from megatron_infer.models.loading.model_description import HybridDescription, ModelDescription
 
 PATTERN_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
@@ -103,8 +101,3 @@ def random_model(plan: ModelDescription, dtype: torch.dtype, device: torch.devic
             else:
                 parameter.fill_(1.0)
     return model
-
-
-def layout_of(plan: ModelDescription, dtype: torch.dtype) -> ModelShape:
-    """Sizes that follow from the plan, without building it."""
-    return shape_of(plan, dtype=str(dtype).removeprefix("torch."))
