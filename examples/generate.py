@@ -147,14 +147,8 @@ def in_order(lines: list[dict[str, Any]], count: int, rank_group: Any) -> list[d
         return lines if torch.distributed.get_rank() == 0 else None
     if not rank_group.is_leader:
         return None
-    text = json.dumps(lines).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(rank_group.dp_size)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(text)]), group=rank_group.dp)
-    width = int(max(sizes))
-    mine = torch.tensor([*text, *bytes(width - len(text))], dtype=torch.uint8)
-    parts = [torch.empty_like(mine) for _ in sizes]
-    torch.distributed.all_gather(parts, mine, group=rank_group.dp)
-    gathered = [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    gathered: list[Any] = [None] * rank_group.dp_size
+    torch.distributed.all_gather_object(gathered, lines, group=rank_group.dp)
     if torch.distributed.get_rank() != 0:
         return None
     return [gathered[index % rank_group.dp_size][index // rank_group.dp_size] for index in range(count)]

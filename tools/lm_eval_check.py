@@ -76,20 +76,10 @@ def write_model(model: str, folder: Path) -> Path:
     """An HF directory of a model, float32."""
     if Path(model).is_dir():
         return Path(model)
-    import torch
-    import transformers
-
+    from megatron_infer.models.loading.hf_export import write_hugging_face
     from megatron_infer.models.loading.sources import open_source
 
-    path = Path(open_source(model).path)
-    given: dict[str, Any] = {"gguf_file": path.name}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **given)
-    config = loaded.config.to_dict()
-    config.pop("quantization_config", None)  # what was read as GGUF is not saved; a model of the same numbers is
-    plain = transformers.AutoModelForCausalLM.from_config(type(loaded.config).from_dict(config), dtype=torch.float32)
-    plain.load_state_dict(loaded.state_dict())
-    plain.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(path.parent, **given).save_pretrained(folder)
+    write_hugging_face(open_source(model), folder, dtype="float32")
     return folder
 
 
@@ -121,7 +111,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         tasks, folder = Path(name) / "tasks", Path(name) / "model"
         tasks.mkdir()
-        folder.mkdir()
         write_tasks(tasks)
         model = write_model(args.model, folder)
         theirs = evaluate("hf", tasks, pretrained=str(model), dtype="float32", device="cpu", batch_size=1)
