@@ -260,14 +260,23 @@ async def stream(
     return heard
 
 
+@contextlib.asynccontextmanager
+async def connected(url: str, **options: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server. options: of `asyncio.open_connection`."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, **options)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
 async def events(
     url: str, body: dict[str, Any], pause_s: float, limit: int, source: str | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    parts = urlsplit(url)
     local = None if source is None else (source, 0)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit, local_addr=local)
-    try:
-        data = json.dumps(body).encode()
+    data = json.dumps(body).encode()
+    async with connected(url, limit=limit, local_addr=local) as (reader, writer):
         writer.write(f"{HEAD}{len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
         await writer.drain()
         status = await reader.readline()
@@ -285,8 +294,6 @@ async def events(
             if pause_s:
                 await asyncio.sleep(pause_s)
         raise EOFError("the connection was cut before [DONE]")
-    finally:
-        writer.close()
 
 
 def quantile(values: list[float], q: float) -> float:

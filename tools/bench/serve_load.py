@@ -47,12 +47,11 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from serve_case import (
     HEAD,
@@ -63,6 +62,7 @@ from serve_case import (
     Memory,
     Offline,
     Server,
+    connected,
     cpu_seconds,
     flags,
     quantile,
@@ -308,7 +308,7 @@ class Kills:
 
     async def annoy(self) -> None:
         data = next(self._bad)
-        async with self._connected() as (reader, writer):
+        async with connected(self.server.url) as (reader, writer):
             writer.write(f"{HEAD}{len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
             status = await reader.readline()
         await asyncio.sleep(0.2)
@@ -317,17 +317,11 @@ class Kills:
         assert status.split()[1][:1] == b"4", status
 
     async def idle(self) -> None:
-        async with self._connected() as (reader, _), asyncio.timeout(max(0.1, self.until - time.perf_counter())):
+        async with (
+            connected(self.server.url) as (reader, _),
+            asyncio.timeout(max(0.1, self.until - time.perf_counter())),
+        ):
             await reader.read()
-
-    @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        parts = urlsplit(self.server.url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
 
     async def kill(self) -> None:
         roles = [role for role in ROLES if role != "http_worker" or self.args.http_workers[0] > 1]
@@ -491,25 +485,24 @@ def _counting_clients(url: str, count: int, seconds: float, pipe: Any) -> None:
     until, found = time.perf_counter() + seconds, {"events": 0, "seconds": [], "gaps": []}
 
     async def one(number: int) -> None:
-        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
         body = {"prompt": [number % 900, 1, 2], "max_tokens": STREAM_TOKENS, "temperature": 0, "stream": True}
         data = json.dumps(body).encode()
-        while time.perf_counter() < until:
-            began = time.perf_counter()
-            writer.write(f"{HEAD}{len(data)}\r\n\r\n".encode() + data)
-            last, tail = 0.0, b""
-            while b"[DONE]" not in tail:
-                piece = await reader.read(1 << 16)
-                assert piece, "the connection was cut"
-                now, num_events = time.perf_counter(), piece.count(b"data: {")
-                found["events"] += num_events
-                if last and num_events:
-                    found["gaps"].append(now - last)
-                last, tail = now, (tail + piece)[-64:]
-            if not tail.endswith(b"0\r\n\r\n"):
-                await reader.readuntil(b"0\r\n\r\n")
-            found["seconds"].append(time.perf_counter() - began)
-        writer.close()
+        async with connected(url) as (reader, writer):
+            while time.perf_counter() < until:
+                began = time.perf_counter()
+                writer.write(f"{HEAD}{len(data)}\r\n\r\n".encode() + data)
+                last, tail = 0.0, b""
+                while b"[DONE]" not in tail:
+                    piece = await reader.read(1 << 16)
+                    assert piece, "the connection was cut"
+                    now, num_events = time.perf_counter(), piece.count(b"data: {")
+                    found["events"] += num_events
+                    if last and num_events:
+                        found["gaps"].append(now - last)
+                    last, tail = now, (tail + piece)[-64:]
+                if not tail.endswith(b"0\r\n\r\n"):
+                    await reader.readuntil(b"0\r\n\r\n")
+                found["seconds"].append(time.perf_counter() - began)
 
     async def every() -> None:
         await asyncio.gather(*(one(number) for number in range(count)))
