@@ -79,6 +79,11 @@ DEEPSEEK = LATENT | EXPERTS | SIGMOID | GROUPS | {
     "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
     "aux_loss_alpha": 0.001, "seq_aux": True, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+DEEPSEEK_V2 = LATENT | EXPERTS | ONE_GROUP | {
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "moe_layer_freq": 1,
+    "aux_loss_alpha": 0.001,
+}  # fmt: skip
 DEEPSEEK_YARN = {
     "type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
@@ -264,19 +269,12 @@ FAMILIES: dict[str, Family] = {
         )
     ),
     "deepseek_v2": Family(
-        _of(
-            "deepseek_v2", "DeepseekV2ForCausalLM", "head_dim", "num_key_value_heads", n_routed_experts=4,
-            n_shared_experts=1, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax",
-            norm_topk_prob=False, routed_scaling_factor=1.0, moe_layer_freq=1, aux_loss_alpha=0.001,
-            **LATENT, **EXPERTS, **ONE_GROUP,
-        )
+        _of("deepseek_v2", "DeepseekV2ForCausalLM", "head_dim", "num_key_value_heads", **DEEPSEEK_V2),
     ),
     "deepseek_v2, no q_lora": Family(
         _of(
-            "deepseek_v2", "DeepseekV2ForCausalLM", "head_dim", "num_key_value_heads", n_routed_experts=4,
-            n_shared_experts=1, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax",
-            norm_topk_prob=False, routed_scaling_factor=1.0, moe_layer_freq=1, aux_loss_alpha=0.001,
-            **(LATENT | {"q_lora_rank": None}), **EXPERTS, **ONE_GROUP,
+            "deepseek_v2", "DeepseekV2ForCausalLM", "head_dim", "num_key_value_heads",
+            **(DEEPSEEK_V2 | {"q_lora_rank": None}),
         ),
         ones="input_layernorm",
         differs=TWO_NORMS,

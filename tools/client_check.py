@@ -80,17 +80,14 @@ def interpreter_with(package: str, interpreters: list[str]) -> str | None:
     return None
 
 
-def arguments_of(script: str, url: str, weights: str) -> list[str]:
-    return [url, weights] if SCRIPTS[script].package in WITH_WEIGHTS else [url]
-
-
 def run(script: str, url: str, weights: str, interpreters: list[str]) -> dict[str, str]:
     """A row of the table: client, version, ran, result."""
     client = SCRIPTS[script]
     python = interpreter_with(client.package, interpreters)
     if python is None:
         return {"client": client.package, "version": "", "ran": "", "result": "not installed"}
-    command = [python, "-c", RUN, script, client.distribution, client.package, *arguments_of(script, url, weights)]
+    given = [url, weights] if client.package in WITH_WEIGHTS else [url]
+    command = [python, "-c", RUN, script, client.distribution, client.package, *given]
     folder = ROOT / "tools" / "clients"
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

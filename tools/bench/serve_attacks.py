@@ -142,6 +142,34 @@ async def stopped(server: Server, seconds: float) -> str:
     return ", ".join(one.error[:60] or f"{one.num_tokens} tokens" for one in await asyncio.gather(*streams))
 
 
+def limits(model: str) -> None:
+    print("| attack | its outcome | others: /health, ms at most | one token, ms at most | HTTP process, MiB |")
+    print("|---|---|---|---|---|")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the server inherits it
+    with served(model) as server:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+        texts = "a " * (4 << 20)
+        for name, attack in (
+            ("nothing", nothing),
+            ("two prompts of 8 MB", posting(server, "/v1/completions", {"prompt": texts[:-99]}, times=2)),
+            ("8 MB of token ids", posting(server, "/v1/completions", {"prompt": [1] * 4_000_000})),
+            ("/tokenize, 4 MB", posting(server, "/tokenize", {"prompt": texts[: 4 << 20]})),
+            (
+                "200,000 messages",
+                posting(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 200_000}),
+            ),
+            (
+                "500,000 entries in logit_bias",
+                posting(server, "/v1/completions", {"prompt": [1], "logit_bias": dict.fromkeys(range(500_000), 1)}),
+            ),
+            ("a header without end", lambda: endless_header(server)),
+            ("400 silent connections", lambda: idle_connections(server)),
+            ("SIGSTOP for 7 s", lambda: asyncio.run(stopped(server, 7.0))),
+        ):
+            attacked(server, name, attack)
+
+
 # ---------------------------------------------------------------------- callers
 
 TURN_S, NUM_TURNS, PATIENCE_S = 9.0, 4, 15.0
@@ -264,14 +292,19 @@ async def in_turns(server: Server, attacks: Sequence[str], name: str) -> None:
         print(f"<!-- {one.error[:200]} -->", flush=True)
 
 
-async def callers(model: str) -> None:
+def callers(model: str) -> None:
+    """Print the table."""
     print("| attack | first token, ms: p50 alone, attacked | p99 | between tokens, ms: p50 | p99 | replies, errors |")
     print("|---|---|---|---|---|---|")
-    with served(model, "--threads", "1") as server:
+
+    async def every(server: Server) -> None:
         await another(server, 5.0)
         for name in ATTACKS:
             await in_turns(server, [name], name)
         await in_turns(server, ATTACKS, "all of them")
+
+    with served(model, "--threads", "1") as server:
+        asyncio.run(every(server))
 
 
 # ---------------------------------------------------------------------- rows
@@ -308,45 +341,17 @@ def rows(model: str) -> None:
         print(f"| {name} | {', '.join(f'{rate:,.0f}' for rate in found)} |", flush=True)
 
 
+PARTS = {"limits": limits, "callers": callers, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--part", choices=["limits", "callers", "rows"])
+    parser.add_argument("--part", choices=PARTS)
     given = parser.parse_args()
-    if given.part in (None, "limits"):
-        limits(given.model)
-    if given.part in (None, "callers"):
-        asyncio.run(callers(given.model))
-    if given.part in (None, "rows"):
-        rows(given.model)
-
-
-def limits(model: str) -> None:
-    print("| attack | its outcome | others: /health, ms at most | one token, ms at most | HTTP process, MiB |")
-    print("|---|---|---|---|---|")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the server inherits it
-    with served(model) as server:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-        texts = "a " * (4 << 20)
-        for name, attack in (
-            ("nothing", nothing),
-            ("two prompts of 8 MB", posting(server, "/v1/completions", {"prompt": texts[:-99]}, times=2)),
-            ("8 MB of token ids", posting(server, "/v1/completions", {"prompt": [1] * 4_000_000})),
-            ("/tokenize, 4 MB", posting(server, "/tokenize", {"prompt": texts[: 4 << 20]})),
-            (
-                "200,000 messages",
-                posting(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 200_000}),
-            ),
-            (
-                "500,000 entries in logit_bias",
-                posting(server, "/v1/completions", {"prompt": [1], "logit_bias": dict.fromkeys(range(500_000), 1)}),
-            ),
-            ("a header without end", lambda: endless_header(server)),
-            ("400 silent connections", lambda: idle_connections(server)),
-            ("SIGSTOP for 7 s", lambda: asyncio.run(stopped(server, 7.0))),
-        ):
-            attacked(server, name, attack)
+    for name, part in PARTS.items():
+        if given.part in (None, name):
+            part(given.model)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The coordinator at scale: its own code on a simulated clock, before thousands of simulated replicas.
 
-    python tools/bench/simulate.py [--replicas 16,256,4096] [--requests 250] [--traffic chat] [--roles] [--chaos]
+    python tools/bench/simulate.py [--replicas 16,256,4096] [--requests 250] [--trace FILE] [--roles] [--chaos]
 
 Messages are encoded and decoded as on the wire; sockets are left out (`coordinator.py` has them). A simulated replica
-has rows, a prefix cache and a speed. Traffic: `chat` are conversations after shared system prompts, with heavy-tailed
-lengths; `families` are single prompts after shared prefixes; --trace reads a recorded one in Mooncake's format (a JSON
-object a line: input_length, output_length, hash_ids of 512 tokens each). --chaos: a tenth of the replicas are lost,
+has rows, a prefix cache and a speed. Traffic are conversations after shared system prompts, with heavy-tailed lengths;
+--trace reads a recorded one in Mooncake's format (a JSON object a line: input_length, output_length, hash_ids of 512
+tokens each). Replicas get LOAD of the requests that they can answer. --chaos: a tenth of the replicas are lost,
 half of them by silence, and all get new weights again and again, in waves that are drained with move. Each token must
 come once.
 
@@ -53,6 +53,8 @@ BLOCK, ROWS, BLOCKS = 64, 64, 8192
 STEP_S, PREFILL_PER_S, MOVE_S, OUTPUT_S = 0.03, 20_000, 0.05, 4.0
 """Seconds of a token, prompt tokens a second, seconds of a move, seconds between two outputs of a request."""
 RESTART_S, TICK_S, BEAT_S, THINK_S, PREFILL_SHARE = 15.0, 0.1, 0.5, 10.0, 0.25
+LOAD = 0.6
+"""Share of what the replicas can do."""
 LOAD_S, UPDATE_S = 2.0, 20.0
 """Seconds that an empty replica takes for other weights; from the end of an update to the next one, at least."""
 FIGURES = stats_of(EchoEngine())
@@ -86,13 +88,6 @@ def chat(rng: random.Random) -> Iterator[Talk]:
             for _ in range(min(20, 1 + int(rng.expovariate(1 / 3))))
         ]
         yield Talk(rng.choices(systems, weights)[0], turns)
-
-
-def families(rng: random.Random) -> Iterator[Talk]:
-    """One prompt of 64 tokens after one of 1,000 prefixes of 512 tokens; 128 tokens are drawn."""
-    prefixes = [rng.randbytes(4 * 512) for _ in range(1000)]
-    while True:
-        yield Talk(rng.choice(prefixes), [(64, 128)])
 
 
 def recorded(path: Path) -> Iterator[Talk]:
@@ -271,7 +266,7 @@ class World:
         self.requests: dict[int, Request] = {}
         self.waited_s, self.first_s = array("d"), array("d")
         """Of the requests that have ended."""
-        options = CoordinatorOptions(policy=args.policy, alpha=args.alpha, max_queue=10**7, max_attempts=100)
+        options = CoordinatorOptions(policy="longest_prefix", alpha=0.5, max_queue=10**7, max_attempts=100)
         self.core = CoordinatorCore(options, self._send, clock=lambda: self.clock)
         self.clients = [f"client{index}".encode() for index in range(8)]
         for peer in self.clients:
@@ -288,7 +283,7 @@ class World:
         drawn = statistics.mean(sum(count for _, count in one.turns) for one in sample) * STEP_S / ROWS
         read = statistics.mean(len(one.tokens) // 8 + sum(asked for asked, _ in one.turns) for one in sample)
         num_readers = num_prefill or num_replicas
-        self.rate = args.load / max(drawn / (num_replicas - num_prefill), read / PREFILL_PER_S / num_readers)
+        self.rate = LOAD / max(drawn / (num_replicas - num_prefill), read / PREFILL_PER_S / num_readers)
         self.seconds = self.left / self.rate / statistics.mean(len(one.turns) for one in sample)
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
@@ -467,17 +462,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="16,256", help="one or several; default: %(default)s")
     parser.add_argument("--requests", type=int, default=250, help="for each replica; default: %(default)s")
-    parser.add_argument("--traffic", choices=["chat", "families"], default="chat")
     parser.add_argument("--trace", type=Path, metavar="FILE")
-    parser.add_argument("--policy", default="longest_prefix")
-    parser.add_argument("--alpha", type=float, default=0.5)
-    parser.add_argument("--load", type=float, default=0.6, help="share of what replicas can do; default: %(default)s")
     parser.add_argument("--roles", action="store_true", help="a quarter are prefill_only, the others decode_only")
     parser.add_argument("--chaos", action="store_true")
     args = parser.parse_args()
     for count in (int(one) for one in args.replicas.split(",")):
-        rng = random.Random(0)
-        talks = recorded(args.trace) if args.trace else {"chat": chat, "families": families}[args.traffic](rng)
+        talks = recorded(args.trace) if args.trace else chat(random.Random(0))
         with full_collections_by_hand():  # as in the coordinator's process
             row = simulate(count, talks, args)
         print(*(f"{name} {value if isinstance(value, str) else format(value, ',.4g')}" for name, value in row.items()))

@@ -311,10 +311,8 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     from megatron_infer.server.http_server import HttpServer, listen, url_of
     from megatron_infer.server.server_config import ServerConfig
 
-    weights, settings = (
-        Weights(args.engine, root),
-        ServerConfig(port=0, log_requests=False, control=True, weights_root=str(root)),
-    )
+    weights = Weights(args.engine, root)
+    settings = ServerConfig(port=0, log_requests=False, control=True, weights_root=str(root))
     address = f"ipc://{root}/coordinator"
     with contextlib.ExitStack() as stack:
         stack.enter_context(running_coordinator(Coordinator(address, CoordinatorOptions(max_attempts=10))))
@@ -333,9 +331,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         streams.start()
         updates = Updates(url_of(listening), engines, weights, client, seed=args.seed)
         began = time.monotonic()
-        while sum(updates.kills.values()) < args.kills and not (
-            args.seconds and time.monotonic() - began > args.seconds
-        ):
+        while sum(updates.kills.values()) < args.kills:
             updates.run_one()
         streams.ending = True
         streams.join(2 * LIMIT_S)
@@ -359,7 +355,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--engine", choices=("echo", "tiny"), default="echo")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.0, help="end after so long, with fewer kills; 0: never")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=4, metavar=("ENGINE", "ADDRESS", "ROOT", "NAME"), help=argparse.SUPPRESS)
