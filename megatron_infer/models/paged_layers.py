@@ -55,15 +55,19 @@ def _require_whole_step(module: Any) -> None:
 
 
 class PagedPart:
-    """Mixed into self attention, mixers and delta nets: with a step, which layers pass by keyword, queries attend to
-    the paged cache, and recurrent states are those in the step's slots."""
+    """Mixed into self attention, mixers and delta nets: with a step, queries attend to the paged cache, and recurrent
+    states are those in the step's slots.
+
+    megatron-core's layers pass the step by keyword. Its place in the signatures differs, and a layer of the user's own
+    class may pass it there.
+    """
 
     fused: LayerOps | None = None
     """Set by `adopt`."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        step: StepInputs | Any = kwargs.get("inference_context")
-        if not is_step(step):
+        step = next(filter(is_step, (*kwargs.values(), *args)), None)
+        if step is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         require_inference(self)  # type: ignore[arg-type]
         _require_whole_step(self)

@@ -303,6 +303,14 @@ class TheirMambaLayer(mcore.MambaLayer):
         return super().forward(*args, **kwargs) + 0.25
 
 
+class TheirPositionalLayer(mcore.MambaLayer):
+    """Theirs: calls the mixer with the step in its place, not by keyword."""
+
+    def forward(self, hidden_states, attention_mask=None, inference_context=None, **options):
+        mixed = self.mixer(self.norm(hidden_states), inference_context)
+        return self.mamba_bda(self.training, False)(mixed, hidden_states, self.hidden_dropout)
+
+
 def their_gpt(config):
     block = gpt_spec(config)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
@@ -310,10 +318,14 @@ def their_gpt(config):
     return block
 
 
-def their_hybrid(config):
+def their_hybrid(config, module=TheirMambaLayer):
     stack = hybrid_spec(config)
-    stack.submodules.mamba_layer.module = TheirMambaLayer
+    stack.submodules.mamba_layer.module = module
     return stack
+
+
+def their_positional(config):
+    return their_hybrid(config, TheirPositionalLayer)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +333,7 @@ def their_hybrid(config):
     [
         ("gqa", their_gpt, TheirLayer, "self_attention", PAGED_ATTENTION[SelfAttention]),
         ("hybrid", their_hybrid, TheirMambaLayer, "mixer", SlottedMambaMixer),
+        ("hybrid", their_positional, TheirPositionalLayer, "mixer", SlottedMambaMixer),
     ],
 )
 def test_attention_or_mixer_alone_takes_a_step_under_a_foreign_layer(name, spec, cls, part, paged):
