@@ -43,7 +43,7 @@ from megatron_infer.models.fused_layers import (
 )
 from megatron_infer.models.fused_mixer import FusedDeltaNet, FusedMixer, RecurrentMixer
 from megatron_infer.models.latent_attention import FusedLatentAttention
-from megatron_infer.models.mamba_mixer import derives_from_stock_mixer, is_stock_mixer
+from megatron_infer.models.mamba_mixer import TorchMambaMixer, derives_from_stock_mixer, is_stock_mixer
 from megatron_infer.models.moe import FusedExperts, LatentMoELayer
 from megatron_infer.models.paged_layers import PAGED_ATTENTION, PAGED_LAYERS, PagedPart, paged_class
 from megatron_infer.models.parallel_layer import AttentionBesideMixer, ParallelLayer
@@ -189,7 +189,8 @@ class LayerAdoption:
     def _read_mamba(self, index: int) -> None:
         layer, name = self.layer, self.name
         where, found = f"{name}.mixer", type(layer.mixer)
-        is_paged = isinstance(layer.mixer, PagedPart)
+        is_mixer = isinstance(layer.mixer, TorchMambaMixer) or derives_from_stock_mixer(found)
+        is_paged = is_mixer and isinstance(layer.mixer, PagedPart)
         if not is_paged and not is_stock_mixer(found):
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
@@ -281,14 +282,16 @@ def _check_attention(attention: Any, where: str) -> None:
     stock = type(attention) in (*PAGED_ATTENTION, TwoRopeAttention, AttentionBesideMixer) or is_of(
         attention, *ATTENTIONS
     )
-    if not stock and not isinstance(attention, PagedPart):
+    is_attention = isinstance(attention, tuple(PAGED_ATTENTION))
+    is_paged = is_attention and isinstance(attention, PagedPart)
+    if not stock and not is_paged:
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention or MLASelfAttention"
-        raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, tuple(PAGED_ATTENTION)) else ""))
+        raise AdoptionError(where, reason + (f"; {BY_SPEC}" if is_attention else ""))
     latent = bool(attention.config.multi_latent_attention)
     if latent is not isinstance(attention, mcore.LATENT_ATTENTIONS):
         raise AdoptionError(where, f"multi_latent_attention={latent}, but it is of class {qualified(attention)}")
     core = attention.core_attention
-    if stock and not isinstance(attention, PagedPart) and not _is_known_core(core):
+    if stock and not is_paged and not _is_known_core(core):
         raise AdoptionError(
             f"{where}.core_attention",
             f"class {qualified(core)} is not known, so neither is what it computes; "

@@ -17,7 +17,7 @@ from megatron_infer.models.extended_modules import (
     TwoRopeAttention,
 )
 from megatron_infer.models.extensions import OF_INDEXERS, Extensions, extensions_of
-from megatron_infer.models.mamba_mixer import derives_from_stock_mixer
+from megatron_infer.models.mamba_mixer import TorchMambaMixer, derives_from_stock_mixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     GatedDeltaNet,
@@ -100,7 +100,7 @@ def _page_stack(stack: HybridStackSubmodules) -> None:
         return
     mixer = getattr(getattr(mamba, "submodules", None), "mixer", None)
     found = spec_module(mixer)
-    if not (isinstance(found, type) and (issubclass(found, PagedPart) or derives_from_stock_mixer(found))):
+    if not (isinstance(found, type) and (issubclass(found, TorchMambaMixer) or derives_from_stock_mixer(found))):
         what = getattr(found, "__qualname__", repr(found))
         raise AdoptionError("mamba_layer.mixer", f"{what} is neither megatron-core's MambaMixer nor derived from it")
     if not issubclass(found, PagedPart):

@@ -15,6 +15,7 @@ from test_adopt_hybrid import unpaged
 from megatron_infer.distributed.groups import ParallelGroups
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.delta_net import SlottedDeltaNet
 from megatron_infer.models.extensions import Extensions
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.mcore_compat import (
@@ -427,6 +428,21 @@ def test_with_inference_refuses_what_has_no_self_attention():
     spec.submodules.self_attention.module = TheirMLP
     with pytest.raises(AdoptionError, match="self_attention: TheirMLP is neither megatron-core's SelfAttention nor"):
         with_inference(spec)
+
+
+def test_a_paged_part_of_another_kind_is_refused_by_name():
+    stack = hybrid_spec(tiny_hybrid("M*-M").config)
+    stack.submodules.mamba_layer.submodules.mixer.module = SlottedDeltaNet
+    with pytest.raises(AdoptionError, match="SlottedDeltaNet is neither megatron-core's MambaMixer nor derived from"):
+        with_inference(stack)
+    model = tiny_hybrid("M*-M")
+    mixer, attention = model.decoder.layers[0].mixer, model.decoder.layers[1].self_attention
+    model.decoder.layers[0].mixer = attention
+    with pytest.raises(AdoptionError, match=r"layers\.0\.mixer: .* is not megatron-core's MambaMixer"):
+        adopt(model)
+    model.decoder.layers[0].mixer, model.decoder.layers[1].self_attention = mixer, mixer
+    with pytest.raises(AdoptionError, match=r"layers\.1\.self_attention: .* is not megatron-core's SelfAttention"):
+        adopt(model)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
