@@ -11,13 +11,13 @@ from typing import Any
 def replaced(target: Any, **attributes: Any) -> Iterator[None]:
     """Inside, the object, class or module has these attributes; afterwards those that it had, or none of its own."""
     before = {name: vars(target)[name] for name in attributes if name in vars(target)}
-    for name, value in attributes.items():
-        setattr(target, name, value)
     try:
+        for name, value in attributes.items():
+            setattr(target, name, value)
         yield
     finally:
         for name in attributes:
             if name in before:
                 setattr(target, name, before[name])
-            else:
+            elif name in vars(target):
                 delattr(target, name)
