@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.extend((str(ROOT), str(ROOT / "tests" / "support")))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import aot_table
 from launches import Launched, launched, read
