@@ -271,6 +271,32 @@ def test_broadcast_of_a_call_that_the_engines_refuse_ends_at_once(case, kind):
     one.end()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_whose_call_is_refused_amid_an_update_forms_a_group_again(case, kind):
+    one, other, tensors = Trainer(kind), Trainer(kind), weights_of(trained(10))
+    join(case, one)
+    before = drawn(case)
+    call(case, "/pause?mode=keep")
+    if kind == "torch":
+        path, wrong = "/update_weights_from_distributed", {"load_format": "pickle"}
+        body = {**described(tensors), "group_name": one.name}
+        one.send(tensors.values())
+        call(case, path, body)
+        assert one.sent()
+        call(case, path, {**body, **wrong}, expected=400)
+    else:
+        call(case, "/start_weight_update")
+        wrong = {**described(tensors, "dtype_names"), "packed": "perhaps"}
+        call(case, "/update_weights", {"update_info": wrong}, expected=400)
+    assert state_of(case) == "UPDATING"
+    one.end()
+    join(case, other)
+    assert state_of(case) == "PAUSED(keep)"
+    call(case, "/resume")
+    assert drawn(case) == before
+    other.end()
+
+
 @pytest.mark.long
 def test_two_engines_take_places_in_one_group_and_are_updated_together():
     model = trained(8)

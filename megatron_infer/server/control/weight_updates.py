@@ -36,6 +36,8 @@ class WeightUpdates:
         self._version_before = 0
         self._groups: set[str] = set()
         """Those with trainers."""
+        self._is_of_trainer = False
+        """There was a group with a trainer when the update began; the engines may have left that group since."""
         self._ends_at_resume = False
         """The first tensors that came have begun the update, and no call will finish it."""
         self._version_of_tensors: Version | None = None
@@ -80,7 +82,7 @@ class WeightUpdates:
         """Have all engines join a trainer's group, or none. A trainer that begins again ends the update it has left."""
         machine = self._machine
         if machine.status.state is ControlState.UPDATING:
-            if not self._groups:
+            if not self._is_of_trainer:
                 raise wrong_state(
                     f"a group of weights while the engines are {machine.status.name}: finish or cancel it"
                 )
@@ -220,6 +222,7 @@ class WeightUpdates:
             await machine.quiesce()
         self._version_before = machine.version
         machine.status = ControlStatus(state=ControlState.UPDATING, before=before)
+        self._is_of_trainer = bool(self._groups)
         self._ends_at_resume = False
         self._adapter = adapter
         self._came_by.clear()
