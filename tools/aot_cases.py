@@ -164,13 +164,13 @@ def attention(shared_kib: int) -> Iterator[str]:
                 yield f"{name}{'-fp8' if kept is FP8 else ''}-{kind}{'-large' if shared_kib == LARGE_KIB else ''}"
 
 
-def sparse_attention() -> Iterator[str]:
-    """DeepSeek-V3.2's indexer and its attention to chosen keys."""
+def sparse_attention(shared_kib: int) -> Iterator[str]:
+    """DeepSeek-V3.2's indexer and its attention to chosen keys, on a device with so much shared memory."""
     indexer = IndexSpec(num_heads=64, dim=128, top_k=2048, rotary_dim=64, rotary_interleaved=False)
     latent = {"head_dim": 704, "value_start": 64, **TURNED}
     spec = AttendSpec(num_kv_heads=1, group_size=16, scale=0.1, index=indexer, **latent)
     for overlap, dtype, kind in KINDS:
-        dense = TritonPagedAttention(num_cores=132, shared_kib=LARGE_KIB, overlap=overlap)
+        dense = TritonPagedAttention(num_cores=132, shared_kib=shared_kib, overlap=overlap)
         backend, angles, table = TritonSparseAttention(dense), meta(5, 64, dtype=dtype), meta(2, 128, dtype=INT32)
         for kept in (dtype, FP8) if dtype is BF16 else (dtype,):
             backend.plan(step_for((1, 4096), (4, 4096), block_table=table, cos_TR=angles, sin_TR=angles))
@@ -182,7 +182,7 @@ def sparse_attention() -> Iterator[str]:
                 spec=spec,
                 index=IndexQueries(meta(5, 64, 128, dtype=dtype), meta(5, 64, dtype=dtype)),
             )
-            yield f"chosen512_g16{'-fp8' if kept is FP8 else ''}-{kind}"
+            yield f"chosen512_g16{'-fp8' if kept is FP8 else ''}-{kind}{'-large' if shared_kib == LARGE_KIB else ''}"
 
 
 # ---------------------------------------------------------------------- recurrent states
@@ -305,8 +305,7 @@ def draws() -> Iterator[str]:
 
 CASES: tuple[tuple[int, Callable[[], Iterator[str]]], ...] = (
     *((0, case) for case in (norms, activations, gathers, scans, routers, experts, adapters, draws)),
-    (0, partial(attention, SMALL_KIB)),
-    (LARGE_SHARED_KIB << 10, partial(attention, LARGE_KIB)),
-    (LARGE_SHARED_KIB << 10, sparse_attention),
+    *((0, partial(case, SMALL_KIB)) for case in (attention, sparse_attention)),
+    *((LARGE_SHARED_KIB << 10, partial(case, LARGE_KIB)) for case in (attention, sparse_attention)),
 )
 """(least bytes of shared memory that a device has which launches this, unless an earlier case does; the case)."""
