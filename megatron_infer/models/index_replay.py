@@ -148,7 +148,7 @@ def _check(name: str, core: Any) -> None:
 def _checked(i: int, array: Any, length: int, layers: int) -> np.ndarray:
     """The array as int64; raises ModelError when it does not fit this sequence and model."""
     where = f"{_CALLER}: choices[{i}]"
-    keys = recorded(where, array, length, "keys")
+    keys = recorded(where, array, length, "keys", kinds="i")  # an unsigned dtype has no -1
     if keys.shape[1] != layers:
         raise ModelError(f"{where} has {keys.shape[1]} layers, the model {layers} with an indexer")
     own = np.arange(len(keys))[:, None, None]

@@ -269,7 +269,7 @@ def _check_router(name: str, router: Any) -> None:
 def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_experts: int) -> np.ndarray:
     """The array as int64; raises ModelError when it does not fit this sequence and model."""
     where = f"replay_routing: routing[{i}]"
-    ids = recorded(where, array, length, "top-k")
+    ids = recorded(where, array, length, "top-k", kinds="ui")
     if ids.shape[1:] != (layers, top_k):
         raise ModelError(f"{where} has {ids.shape[1]} layers of {ids.shape[2]} experts, the model {layers} of {top_k}")
     if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
@@ -279,10 +279,13 @@ def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_exper
     return ids
 
 
-def recorded(where: str, array: Any, length: int, last: str) -> np.ndarray:
-    """A record of a sequence as int64 [positions, layers, `last`]; raises ModelError where it is none of its length."""
+def recorded(where: str, array: Any, length: int, last: str, *, kinds: str) -> np.ndarray:
+    """A record of a sequence as int64 [positions, layers, `last`]; raises ModelError where it is none of its length.
+
+    kinds: numpy's letters of the dtypes that it may have.
+    """
     found = np.asarray(array)
-    if found.ndim != 3 or found.dtype.kind not in "ui":
+    if found.ndim != 3 or found.dtype.kind not in kinds:
         raise ModelError(f"{where} is {found.dtype} of shape {found.shape}, not integers [positions, layers, {last}]")
     if len(found) not in (length - 1, length):
         raise ModelError(f"{where} is of {len(found)} positions, its sequence has {length} tokens (the last may lack)")

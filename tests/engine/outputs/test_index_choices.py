@@ -153,6 +153,7 @@ def test_megatron_cores_own_sparse_attention_replays_too(monkeypatch):
 REFUSED = {
     "has 1 layers": lambda choices: [one[:, :1] for one in choices],
     "not integers": lambda choices: [one.astype(np.float32) for one in choices],
+    "is uint64": lambda choices: [one.astype(np.uint64) for one in choices],
     "is of 5 positions": lambda choices: [one[:5] for one in choices],
     "do not see": lambda choices: [np.roll(one, 1, axis=0) + 1 for one in choices],
     "2 arrays of 3": lambda choices: choices[:2],
