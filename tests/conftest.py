@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -118,9 +119,11 @@ def _keep_few(items):
 
 def _keep_share(config, items):
     """Leave out what `--share` does."""
-    part, num_parts = map(int, config.getoption("share").split("/"))
-    if not 0 <= part < num_parts:
-        raise pytest.UsageError(f"--share={part}/{num_parts}: the part is 0 to {num_parts - 1}")
+    share = config.getoption("share")
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise pytest.UsageError(f"--share={share}: give I/N, with I from 0 to N - 1")
+    part, num_parts = int(match[1]), int(match[2])
     skipped = [
         item
         for item in items
