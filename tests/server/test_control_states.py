@@ -104,6 +104,7 @@ TABLE = [
     ("POST", "/areal_set_update_weight_meta", TENSORS, ALWAYS),
     ("POST", "/areal_update_weights_xccl", {}, RECEIVES),
     ("POST", "/update_weights_from_tensor", IN_BODY, (409, 200, 409, 409, 200, 200)),
+    ("POST", "/init_weights_update_group", GROUP, JOINS),  # a refused call before has left it
     ("POST", "/load_lora_adapter_from_distributed", {**ADAPTER, **TENSORS}, LOADS),
     ("POST", "/load_lora_adapter_from_tensors", {**ADAPTER, **IN_BODY}, LOADS),
     ("POST", "/areal_set_update_weight_meta_lora", AREAL_ADAPTER, ALWAYS),

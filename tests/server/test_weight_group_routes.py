@@ -48,6 +48,8 @@ def test_update_of_slime_ends_at_continue_on_all_engines_with_the_version_of_its
     assert all(engine.controls.weight_groups == {"g"} for engine in case.engines)
     error = call(case, "/update_weights_from_distributed", TENSORS, expected=409)["error"]["message"]
     assert "SERVING" in error and "pause" in error
+    assert not any(engine.controls.weight_groups for engine in case.engines)  # what the trainer broadcasts fails
+    call(case, "/init_weights_update_group", JOIN)
     call(case, "/pause_generation", {})
     for version in ({"weight_version": "6"}, {"weight_version": "7"}, {}):  # the latest that is given counts
         call(case, "/update_weights_from_distributed", {**TENSORS, "flush_cache": False, **version})
