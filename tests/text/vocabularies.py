@@ -29,7 +29,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
-    """As Llama 2's tokenizer.json has it: a normalizer that puts ▁ before every text."""
+    """A normalizer that puts ▁ before every text, as in Llama 2's tokenizer.json."""
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )

@@ -90,7 +90,9 @@ class Held:
     """A function of `owner` whose calls wait until `go_on` is set. begun: one is there."""
 
     def __init__(self, patch, owner, name):
-        self.begun, self.go_on, whole = threading.Event(), threading.Event(), getattr(owner, name)
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        whole = getattr(owner, name)
 
         def waiting(*args, **options):
             self.begun.set()

@@ -86,7 +86,7 @@ def in_turns(runs: Mapping[Name, Callable[[int], Figures]], rounds: int) -> dict
 
 
 def medians(rows: Iterable[Iterable[float]]) -> list[float]:
-    """Of each column."""
+    """The median of each column."""
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 

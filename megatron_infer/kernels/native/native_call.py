@@ -22,7 +22,8 @@ def bind_threaded(
 ) -> Callable[..., Any]:
     """A function whose last argument, which is not among these, is the number of threads.
 
-    It takes tensors where it reads addresses. That costs the host a microsecond: for what a step calls once.
+    It takes tensors where it reads addresses. That costs the host a microsecond: for what a step calls once, and for
+    exact mode.
     """
     function = bind(library, name, [*argtypes, ctypes.c_int], restype)
 

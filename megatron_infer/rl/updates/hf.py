@@ -24,7 +24,8 @@ class HFAssembler:
         """plan: its architecture determines how tensors are named."""
         self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
         self._recipes, self._padded = recipes_of(model, plan)
-        self._plan, self._shard = plan, Shard.of(model.pg_collection.tp)
+        self._plan = plan
+        self._shard = Shard.of(model.pg_collection.tp)
         self._shapes = source_shapes(model, plan)
         self._padded_shapes = source_shapes(model, self._padded)
         self._missing = {name: set(recipe.sources) for name, recipe in self._recipes.items()}

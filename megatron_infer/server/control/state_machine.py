@@ -45,7 +45,8 @@ class ControlMachine:
 
     def __init__(self, client: EngineClient, *, max_waiting: int) -> None:
         """max_waiting: most calls that wait while the state changes."""
-        self.client, self.fanout = client, Fanout(client)
+        self.client = client
+        self.fanout = Fanout(client)
         self.status = SERVING
         self.labels = VersionLabels()
         client.version_name = self.shown_version

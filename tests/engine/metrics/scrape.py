@@ -43,7 +43,9 @@ class Writer:
     """Takes rows as the wandb module does."""
 
     def __init__(self, summary=None):
-        self.rows, self.metrics, self.summary = [], [], summary or {}
+        self.rows = []
+        self.metrics = []
+        self.summary = summary or {}
 
     def log(self, data):
         self.rows.append(data)
