@@ -39,7 +39,7 @@ NOT_RUN = {
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; test_ray.py, test_ray_nodes.py run it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; test_ray.py runs it likewise",
     "curl localhost:8000/generate": "Ray Serve",
-    "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for half of one",
+    "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for 40 steps",
     "megatron-infer serve smollm2-mtp": "a trained layer; tests/models/test_train_mtp.py serves one",
     "megatron-infer serve voice/": "a speech model; tests/server/audio/test_speech_server.py runs it with one",
     "curl localhost:8000/v1/audio/speech": "a speech model",

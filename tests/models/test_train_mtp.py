@@ -23,7 +23,9 @@ def test_a_layer_is_trained_measured_and_served(tmp_path):
     paths = os.pathsep.join(map(str, (tmp_path / "packages", ROOT)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     script = [sys.executable, str(ROOT / "examples" / "train_mtp.py")]
-    sized = "--minutes 0.5 --answer-tokens 24 --at-once 8 --batch 8 --rounds 1 --max-steps 40 --answers a.json"
+    # 12 s of sampling, then 40 steps: how long they take is the machine's
+    sized = "--minutes 20 --sampling-share 0.01 --max-steps 40"
+    sized += " --answer-tokens 24 --at-once 8 --batch 8 --rounds 1 --answers a.json"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -34,7 +36,7 @@ def test_a_layer_is_trained_measured_and_served(tmp_path):
     assert done.returncode == 0, done.stderr
     *_, said, last = done.stdout.splitlines()
     found = json.loads(last)
-    assert said.startswith("40 steps") and len(json.loads((tmp_path / "a.json").read_text())) >= 8
+    assert said.startswith("40 steps") and json.loads((tmp_path / "a.json").read_text()), done.stdout
     assert found["acceptance_by_position"][0] > 0.05 and found["tokens_a_second"]["off"] > 0, done.stdout
     serve = "from megatron_infer.cli.main import main; import sys; sys.exit(main())"
     asked = "generate trained --speculative mtp --prompt Hello --max-tokens 8 --temperature 0"
