@@ -51,10 +51,8 @@ HEAVY = (
     "models/test_foreign_models",
 )
 """Files that take long in one go: one that starts last would keep a worker alone."""
-PARALLEL = {"parallel", "parallel bf16"}
-"""Kinds of models that repeat what others hold."""
 MOST_CASES = 2
-"""Cases of one test over VARIANTS that `make test` runs."""
+"""Cases that `make test` runs of a test over VARIANTS, or marked `few`."""
 VARIANTS = {
     *"case dtype kind linear make make_scan name schedule seed settings shape spec target way weight_dtype".split()
 }
@@ -85,17 +83,6 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
-    thinned = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("one_in"):
-            thinned[item.nodeid.partition("[")[0]].append(item)
-    for cases in thinned.values():
-        _thin(cases, *cases[0].get_closest_marker("one_in").args)
-    # a layer of both kinds: what attention and recurrences hold alone is repeated in few of its cases
-    parallel = [item for item in items if PARALLEL & {*_values(item)}]
-    for number, item in enumerate(parallel):
-        if number % 8:
-            item.add_marker(pytest.mark.long if number % 8 == 4 else pytest.mark.slow)
     _keep_few(items)
     _keep_share(config, items)
     place = {f"tests/{name}.py": number for number, name in enumerate(HEAVY)}
@@ -103,11 +90,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _keep_few(items):
-    """Leave MOST_CASES of each test over VARIANTS to `make test`: other values in other tests."""
+    """Leave MOST_CASES of each such test to `make test`: other values in other tests."""
     every = defaultdict(list)
     for item in items:
         parameters = item.callspec.params.keys() if hasattr(item, "callspec") else set()
-        if parameters & VARIANTS and not parameters & INPUTS and not _is_left_out(item):
+        is_over_variants = parameters & VARIANTS and not parameters & INPUTS
+        if (is_over_variants or item.get_closest_marker("few")) and not _is_left_out(item):
             every[item.nodeid.partition("[")[0]].append(item)
     for name, cases in every.items():
         first = zlib.crc32(name.encode()) % len(cases)
@@ -138,55 +126,6 @@ def _keep_share(config, items):
 
 def _is_left_out(item):
     return bool(item.get_closest_marker("long") or item.get_closest_marker("slow"))
-
-
-def _thin(cases, turns):
-    """Mark the cases of one test that `make test` leaves out."""
-    num_parameters = len(cases[0].callspec._idlist)
-    is_thinned = turns not in (2, 4) and num_parameters > 2
-    diagonal = _diagonal(cases)
-    by_diagonal = num_parameters > 1 and len(diagonal) * turns <= len(cases)
-    for item, numbers in _places(cases).items():
-        number = sum(numbers) % turns
-        if item in diagonal if by_diagonal else number == is_thinned:
-            continue
-        # A third is not slow. Each pair of values stays: cases that differ by a step of the third parameter have
-        # numbers in a row.
-        if is_thinned and number % 3 != 1:
-            item.add_marker(pytest.mark.slow)
-        item.add_marker(pytest.mark.long)
-
-
-def _diagonal(cases):
-    """The diagonal of the parameter grid, on which shorter parameters repeat: each value is in a case.
-
-    None is long or slow already. Kinds that are thinned apart have a diagonal of their own.
-    """
-    groups = defaultdict(list)
-    for item in cases:
-        if not _is_left_out(item):
-            groups[bool(PARALLEL & {*_values(item)})].append(item)
-    diagonal = set()
-    for group in groups.values():
-        places = _places(group)
-        lengths = [max(numbers) + 1 for numbers in zip(*places.values(), strict=True)]
-        steps = {tuple(step % length for length in lengths) for step in range(max(lengths))}
-        diagonal |= {item for item, numbers in places.items() if numbers in steps}
-    return diagonal
-
-
-def _places(cases):
-    """For each case, the numbers of its parameters' values in the order they are collected."""
-    seen = defaultdict(dict)
-    return {
-        item: tuple(seen[place].setdefault(one, len(seen[place])) for place, one in enumerate(item.callspec._idlist))
-        for item in cases
-    }
-
-
-def _values(item):
-    """The names in the id of a case."""
-    return item.callspec.id.split("-") if hasattr(item, "callspec") else []
 
 
 def pytest_collection_finish():

@@ -35,7 +35,6 @@ def test_each_framework_has_an_environment_and_tests():
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("chosen", "code", "counts"), [("tiny", 1, "1 1 2"), ("passes or waits", 0, "1 0 2")])
 def test_table_counts_what_passed_failed_and_was_skipped(monkeypatch, tmp_path, capsys, chosen, code, counts):
     (tmp_path / "test_case.py").write_text(CASE)

@@ -129,7 +129,6 @@ HARD = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cut", [1, 7, 19])
 @pytest.mark.parametrize("name", HARD)
 def test_request_moved_after_any_token_continues_unchanged(engine, experts, name, cut):

@@ -234,7 +234,7 @@ NUM_LOST = {"the parcel is gone": 0, "other weights there": 0}
 """Of four parcels: of these losses the tokens move alone, or the parcel arrives and is of no use."""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.few
 @pytest.mark.security
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_parcel_that_is_lost_or_unusable_costs_the_computation_and_nothing_else(model, expected, loss, monkeypatch):

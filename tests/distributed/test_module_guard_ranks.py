@@ -30,7 +30,6 @@ def run_changes(rank: int, size: int, folder: Path, time: str, names: list[str])
 
 
 @pytest.mark.long
-@pytest.mark.one_in(8)
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("part", range(2))
 def test_every_change_on_two_ranks_is_served_or_refused(time: str, part: int, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def make(monkeypatch):
     return lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("window", [None, 1, 24])
 @pytest.mark.parametrize(("num_decode", "rows"), [(4, MIXED), (2, MIXED[:2]), (0, MIXED[4:])])
 def test_ragged_steps_match_the_reference(make, window, num_decode, rows):
@@ -47,7 +47,7 @@ def test_ragged_steps_match_the_reference(make, window, num_decode, rows):
     paged_case.check_case(backend, case)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("rotary_dim", "group_size"), [(0, 1), (32, 8)])
 def test_rotation_and_groups_match_the_reference(make, interleaved, rotary_dim, group_size):

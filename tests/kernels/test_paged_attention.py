@@ -18,7 +18,6 @@ DECODE = [(1, 1), (1, 16), (1, 17), (1, 45), (1, 255), (1, 256), (1, 257), (1, 7
 PREFILL = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 300), (130, 130)]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 3, 8])
@@ -27,7 +26,6 @@ def test_decode_rows_match_reference(make_attention, dtype, head_dim, group_size
     check_case(make_attention(dtype), case)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("group_size", [1, 3, 8])
@@ -36,7 +34,6 @@ def test_prompts_and_chunks_match_reference(make_attention, dtype, head_dim, gro
     check_case(make_attention(dtype), case)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 24, 200])
@@ -69,7 +66,6 @@ def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleav
     check_case(make_attention(dtype), case)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("sinks", [torch.float32, torch.bfloat16])
@@ -100,7 +96,6 @@ def test_a_sink_far_from_the_scores_takes_none_or_all_of_the_weight(make_attenti
     torch.testing.assert_close(case.run(backend)[0], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("softcap", [0.5, 30.0])

@@ -75,7 +75,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "conv_dtype"), KINDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library, name, dtype, conv_dtype):
@@ -121,7 +120,6 @@ def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, spec, dt
             assert same(late.state(CAPTURED + i - 2), short.state()), f"capture behind {n} tokens of a later slice"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "conv_dtype"), KINDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_row_that_verifies_drafts_keeps_the_state_behind_each_of_them(native_library, name, dtype, conv_dtype):

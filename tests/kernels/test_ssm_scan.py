@@ -60,7 +60,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("base", [SPEC, DELTA])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_layers(make_scan, base, shape):

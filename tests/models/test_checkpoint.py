@@ -58,7 +58,6 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in CASES), ("llama_tied", "bfloat16")])
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_save_then_load_is_exact(case, dtype, with_plan, tmp_path):

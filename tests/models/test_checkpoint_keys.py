@@ -49,7 +49,7 @@ def save(one, *, stacked, rename=(), beside=()):
     return open_source(one.path, hf_config=one.folder)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("stacked", [False, True], ids=["by layer", "stacked"])
 @pytest.mark.parametrize("spelled", ["as modules", "within linears"])
 def test_norms_and_layers_are_found_however_the_job_spelled_them(one, stacked, spelled):

@@ -45,7 +45,6 @@ def llama(tmp_path_factory):
     return folder / "hf", folder / "checkpoint"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["llama_tied", "llama_attention_bias", "qwen2", "qwen3_bias", "gpt2"])
 @pytest.mark.parametrize("is_megatrons", [True, False], ids=["megatron", "described"])
 def test_a_checkpoint_becomes_the_tensors_it_was_made_of(case, is_megatrons, tmp_path):
@@ -92,7 +91,6 @@ WRITTEN = (
 )
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", WRITTEN)
 @pytest.mark.parametrize("through_checkpoint", [False, True])
 def test_a_directory_is_written_as_it_was_read(case, through_checkpoint, tmp_path):

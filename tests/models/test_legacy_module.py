@@ -21,7 +21,6 @@ MODELS = ("llama_all_biases", "llama3_rope", "mistral_window", "qwen3", "smollm3
 PROMPTS = [[5 * i % 127 + 2 for i in range(n)] for n in (40, 3)]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_stock_classes_give_the_bits_of_the_paged_spec(name, dtype, tmp_path):

@@ -55,7 +55,6 @@ WAYS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 @pytest.mark.parametrize("way", WAYS)
 def test_execute_gives_what_generate_gives_whoever_runs(kind, way):

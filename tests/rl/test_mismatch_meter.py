@@ -45,7 +45,6 @@ FAULTS: dict[str, tuple[str, Any, MismatchCause, str, int | None]] = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_detected_and_located_and_without_it_there_is_no_alarm(name, monkeypatch):
     kind, plant, cause, part, layer = FAULTS[name]
@@ -80,7 +79,6 @@ def test_rounding_in_bf16_is_no_alarm(kind):
         assert not report.is_alarm and report.figures.abs_diff_mean > 1e-3, str(report)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["wrong softmax scale", "stale Mamba decay", "router order", "temperature not applied"]
 )

@@ -300,7 +300,6 @@ TRAINERS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
     ours, plain = TRAINERS[name](), TRAINERS[name]()
@@ -323,7 +322,6 @@ def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
     assert_equal(got, wanted)
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_the_loop_that_readme_prints_trains_as_a_plain_megatron_loop(name, monkeypatch):
     """Its own text, twice, next to Megatron's step on the samples that it drew."""

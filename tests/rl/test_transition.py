@@ -66,7 +66,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "unfinished requests"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, running):

@@ -132,7 +132,7 @@ def counting(calls: list[str]) -> Any:
     return DerivedCache(name="counted", refresh=lambda: calls.append("rebuilt"), differs=lambda: None)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.few
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hugging_face_names_work_from_a_directory_a_mapping_and_a_stream_in_any_order(family, tmp_path):
     theirs = random_model(family)

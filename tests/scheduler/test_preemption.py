@@ -267,7 +267,7 @@ def test_copies_wait_for_a_step_with_tokens():
 # ------------------------------------------------------------------ no request starves
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("demand", [2, 4, 8])
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 @pytest.mark.parametrize("overlap", [False, True])

@@ -48,7 +48,6 @@ def play(kind: str, first: int) -> tuple[int, int]:
     return found
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", [0, 24], ids=["at once", "later"])
 @pytest.mark.parametrize("kind", WORLDS)
 def test_a_request_whose_drafts_pay_drafts_beside_others_that_rest(kind, first, monkeypatch):

@@ -172,7 +172,7 @@ ECHOES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("path", ECHOES)
 def test_reply_is_no_larger_than_estimated_however_much_its_choices_repeat(
     path: str, monkeypatch: pytest.MonkeyPatch

@@ -184,7 +184,7 @@ def test_command_is_run_to_its_end_or_its_time():
         child_process.run(["no-such-program"])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 def test_process_of_multiprocessing_ends_with_its_parent_and_not_before(tmp_path, method):
     code = f"""

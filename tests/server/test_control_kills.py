@@ -122,7 +122,7 @@ POINTS = (
 """(engines, how the update comes, the command at which one dies, which time it is sent after the first update)."""
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.few
 @pytest.mark.parametrize(("num_engines", "how", "point", "count"), POINTS)
 def test_engine_that_dies_within_an_update_leaves_no_engine_paused_and_one_version(
     tmp_path, num_engines, how, point, count
@@ -191,7 +191,7 @@ def test_what_is_written_next_to_weights_does_not_hinder_reading_them(tmp_path):
         check_serving(case, 3)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["bytes", "changed", "gone", "version"])
 def test_engine_that_cannot_get_the_weights_in_force_is_a_503_with_the_reason_until_the_next_update(
     tmp_path, caplog, how
@@ -245,7 +245,7 @@ def test_other_engines_serve_while_one_has_old_weights_and_health_names_it(tmp_p
         assert [one["outdated"] for one in replicas(case)] == ["", ""]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.few
 @pytest.mark.parametrize("point", ["write", "finish", "resume"])
 def test_coordinator_that_dies_within_an_update_leaves_no_engine_paused_and_one_version(tmp_path, point):
     address = f"ipc://{tmp_path}/c"

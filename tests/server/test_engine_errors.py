@@ -70,7 +70,6 @@ def test_engine_that_goes_on_no_more_is_a_503_and_not_the_callers_fault(error):
     assert (found.status, found.code) == (503, "engine_unavailable") and str(error) in found.message
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ROUTES)
 def test_a_reply_has_an_error_status(case, name):
     path, body = ROUTES[name]

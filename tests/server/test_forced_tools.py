@@ -65,7 +65,6 @@ def calls_of(client, **asked):
     return found, choice.finish_reason
 
 
-@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "json", "granite", "special_mark", *NAMED])
 def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypatch):
     monkeypatch.setitem(tool_call_formats.FORMATS, "special_mark", SPECIAL)
@@ -311,7 +310,6 @@ ANSWER = {
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 def test_tools_next_to_a_form_give_a_call_or_the_form_by_the_models_choice(engine, name):
     """The same by chats, responses and messages."""

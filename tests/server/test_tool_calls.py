@@ -226,7 +226,7 @@ def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
     assert without.startswith("system\nBe brief.\nuser\n") and history + results in without
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("shown", "thoughts", "text", "id"),
     [

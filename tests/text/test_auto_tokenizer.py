@@ -51,7 +51,6 @@ CONFIGS = {
 }
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_files_are_read_as_transformers_reads_them(shape, name, tmp_path):
@@ -97,7 +96,6 @@ def test_a_key_without_a_value_is_no_key_for_templates(tmp_path):
     assert "(nothing)" in tokenizer.apply_chat_template([{"role": "assistant", "content": None}])
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*sorted(CLASSES), "PreTrainedTokenizerFast", None])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "mamba2"])
 @pytest.mark.parametrize("shape", ["byte level", "byte fallback"])

@@ -18,7 +18,6 @@ SIZES = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length":
 HALF = {"params_dtype": torch.float16, "fp16": True}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_fp32_within_rounding_through_chunks_hits_and_suspends(kind):
     model = make_model(kind, **HALF)

@@ -122,7 +122,6 @@ def test_adoption_changes_no_parameter_buffer_or_key():
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(parameters.values())
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_between_optimizer_steps_follows_the_weights_and_leaves_training_alone(name):
     with_us, without = (MODELS[name]() for _ in range(2))

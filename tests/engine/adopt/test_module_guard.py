@@ -59,7 +59,6 @@ def pair(kind: str) -> tuple[Any, Any]:
     return MODELS[kind](seed=1), MODELS[kind](seed=2)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("time", TIMES)
 @every_kind
 @every_change

@@ -64,7 +64,6 @@ def alone(name, model) -> Callable[[bool], list]:
     return cache(lambda sampled: [run(engine, [item])[0] for item in workload(5, sampled=sampled)])
 
 
-@pytest.mark.one_in(20)
 @pytest.mark.parametrize(
     ("way", "sampled"),
     [*itertools.product(["alone", "together", *WAYS], [False, True])],
@@ -88,7 +87,6 @@ def test_the_trainers_forward_gives_the_engines_bits(name, model, alone, way, sa
         assert [s.token_ids for s in output.outputs] == [s.token_ids for s in want.outputs]
 
 
-@pytest.mark.one_in(4)
 def test_processed_logprobs_are_those_at_the_temperature(name, model):
     work = workload(7, sampled=True)
     outputs = run(make_engine(model, logprobs_mode="processed"), work)
@@ -138,7 +136,6 @@ def test_without_exact_mode_the_bits_differ():
     assert found > 0
 
 
-@pytest.mark.one_in(4)
 def test_new_weights_are_seen_by_both(name):
     model = model_of(name)
     engine = make_engine(model)

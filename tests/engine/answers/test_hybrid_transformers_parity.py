@@ -125,7 +125,6 @@ def test_the_command_line_answers_text_from_a_directory_and_from_its_checkpoint(
         assert capsys.readouterr().out == tokenizer.decode(expected[0]) + "\n"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pattern", ["MM", "M*M*", "*M-", "MEM*E", "M-M*-"])
 @pytest.mark.parametrize("settings", [CHUNKED, CACHED], ids=["chunks", "cache"])
 def test_decoding_step_by_step_equals_megatron_cores_full_forward(pattern, settings):

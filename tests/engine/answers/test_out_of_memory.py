@@ -44,7 +44,6 @@ def answers(outputs) -> list[tuple]:
     return [(one.token_ids, one.finish_reason) for output in outputs for one in output.outputs]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": True}, {"enable_prefix_caching": True}, {"enable_chunked_prefill": True}], ids=str

@@ -140,7 +140,6 @@ def expected(model: torch.nn.Module) -> dict[str, list[list[int]]]:
     return answers
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, drawing):
@@ -157,7 +156,6 @@ def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, dr
     assert (counters["states_loaded"] > 0) == (kind in RECURRENT and feature.startswith("prefix"))
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pairs_of(PAIRS)
 def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing):
@@ -169,7 +167,6 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
     check_drafted(engine)
 
 
-@pytest.mark.one_in(11)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pairs_of(ORDER_PAIRS)
 def test_tokens_are_the_same_in_another_order_with_a_feature(model, kind, expected, pair, drawing):

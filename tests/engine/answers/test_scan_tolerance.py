@@ -93,7 +93,6 @@ def whole(model) -> list[tuple[list[int], torch.Tensor]]:
     return run(make_engine(model))
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_and_logprobs_within_the_tolerance(model, kind, whole, way):
     settings, tolerance = WAYS[way]

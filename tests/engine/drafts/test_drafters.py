@@ -44,7 +44,6 @@ def expected(twin) -> dict[str, list[list[int]]]:
     return {drawing: run(engine, drawing) for drawing in ("greedy", "sampled")}
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("feature", OTHERS)
 def test_a_drafter_like_the_model_is_accepted_entirely_with_the_feature(twin, expected, feature, drawing):
@@ -59,7 +58,6 @@ def test_a_drafter_like_the_model_is_accepted_entirely_with_the_feature(twin, ex
     assert counters["prefix_hits"] > 0 or not feature.startswith("prefix")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_drafter_like_the_model_is_accepted_entirely_through_random_events(twin, expected, seed):
     """With too few blocks, prefix hits, suspends, pauses and an aborted request, and with overlap and chunks."""
@@ -97,7 +95,6 @@ def test_a_drafter_like_the_model_is_accepted_entirely_through_random_events(twi
     assert found.num_accepted > 100 and engine.stats().num_free_blocks == 14
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_wrong_drafts_change_no_answer(kind, way):
     guesser = unlike(kind, **MOE)
@@ -107,7 +104,6 @@ def test_wrong_drafts_change_no_answer(kind, way):
     assert found.num_accepted < found.num_drafted and found.seconds_drafting > 0
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 def test_suspends_keep_what_the_drafter_has_computed(twin, guesser, expected, mode):
     """Of one that guesses, drafts are the same ones as without the suspends."""
@@ -124,7 +120,6 @@ def test_suspends_keep_what_the_drafter_has_computed(twin, guesser, expected, mo
             assert engine.spec_decode_metrics().num_accepted == plain.spec_decode_metrics().num_accepted
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reader", ["same", "other blocks", "without"])
 def test_saved_requests_bring_the_drafters_memory(twin, tmp_path, reader):
     """A reader that drafts computes nothing again."""
@@ -144,7 +139,6 @@ def test_saved_requests_bring_the_drafters_memory(twin, tmp_path, reader):
         check_all_kept(second)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 @pytest.mark.parametrize("kind", ["itself", *KINDS])
 def test_a_weight_update_renews_the_drafter(kind, exact):

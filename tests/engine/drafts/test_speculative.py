@@ -220,7 +220,6 @@ def test_priorities_in_a_tiny_pool_change_nothing(kind, overlap):
     assert counters["evicted"] + counters["paused"] > 0
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_suspends_change_nothing(kind, mode):

@@ -40,7 +40,6 @@ CASES = [(kind, name) for kind in KINDS for name in TARGETS if kind == "attentio
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
 @pytest.mark.parametrize(("kind", "target"), CASES, indirect=["kind"])
 def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, kind, uninterrupted, tmp_path, target, kv):
@@ -188,7 +187,6 @@ def test_a_failed_sample_keeps_its_error_while_the_others_go_on(model, tmp_path)
     assert output.outputs[1].token_ids == want[1].token_ids
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("stream", ["delta", "cumulative"])
 def test_text_and_streams_go_on_across_the_load_within_a_stop_string(tmp_path, kind, stream):

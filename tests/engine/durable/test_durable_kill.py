@@ -145,7 +145,6 @@ def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, 
         assert_nothing_is_lost(model, path, uninterrupted)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", RECURRENT, indirect=True)
 @pytest.mark.parametrize("block_size", [16, 8, 32])
 def test_what_another_process_saved_goes_on_here_from_its_states(

@@ -81,7 +81,6 @@ def unmoved(model) -> dict[str, dict]:
     return run([engine])
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("how", [{}, {"overlap": True, "prefix": "lru"}], ids=["plain", "overlap, cache"])
 def test_moved_requests_answer_as_unmoved_ones_to_the_bit(model, kind, unmoved, how):

@@ -170,7 +170,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_device_far_behind_draws_the_same_tokens(name, models, expected, monkeypatch):
     kind, settings, between = RUNS[name]

@@ -113,7 +113,7 @@ SPLITS: dict[str, list[str]] = {
 MORE = ["--enable-prefix-caching", "--prefix-caching-mamba-gb", "0.001"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("more", [["--no-enable-prefix-caching"], MORE], ids=["", "cached states"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory, split, more, capsys, monkeypatch):

@@ -51,7 +51,6 @@ def expected(model: torch.nn.Module) -> dict[str, tuple[list[int], list[float]]]
     return answers(make_engine(model, blocks=100, swap=0))
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 @pytest.mark.parametrize("caching", [False, True], ids=["", "prefix cache"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -83,7 +82,6 @@ def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, ki
     assert inspect(engine).store.host_bytes() == 0, "host memory of requests that are gone is still held"
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("demand", [2, 4, 8])
 def test_everyone_finishes_with_the_same_tokens_however_small_the_pool(model, demand, mode):

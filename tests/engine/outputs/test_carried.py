@@ -96,7 +96,6 @@ def test_asking_changes_no_token_and_no_logprob(model, kind, alone):
         assert one["raw"] is one["processed"] is one["support"] is one["routing"] is None
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "feature"), with_kinds(FEATURES, ONLY), indirect=["kind"])
 def test_what_is_carried_does_not_depend_on_the_schedule(model, kind, alone, feature):
     engine = make_engine(model, **FEATURES[feature])

@@ -52,7 +52,6 @@ def test_log_probabilities_are_those_of_the_training_path_but_for_rounding(model
     assert worst_error(engine.generate(prompts(1), params), partial(full_logits, model), greedy=False) < close
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 def test_a_state_that_went_to_the_host_comes_back_as_it_was(model, kind, dtypes):
     """Swapped one by one and offloaded with the pool: the tokens of a run with room, where prompts are never cut."""

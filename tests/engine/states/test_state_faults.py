@@ -419,7 +419,6 @@ def test_nothing_goes_on_from_states_that_a_suspend_dropped(model, fault, protec
 # ---------------------------------------------------------------------- weights
 
 
-@pytest.mark.one_in(2)
 @both_ways
 @pytest.mark.parametrize("dtype, name", [(torch.float32, "A_log"), (torch.bfloat16, "dt_bias")], ids=str)
 @pytest.mark.parametrize("write", ["while running", "while idle", "into a copy"])

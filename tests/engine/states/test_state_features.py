@@ -102,7 +102,6 @@ def expected(model, kind) -> Answers:
     return {f"{number}.{i}": answers[i] for number in range(2) for i in answers}
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("mode", "overlap"), DISTURBED, ids=["", "overlap", "offload, overlap", "recompute"])
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, overlap):
@@ -121,7 +120,6 @@ def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, o
     assert (counters["swapped_in"] > 0) == (tight and "preemption_mode" in WAYS[way])
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("where", ["before it", "behind its forward", "behind its draw"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, overlap, where, monkeypatch):

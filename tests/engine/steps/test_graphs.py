@@ -102,7 +102,6 @@ def expected(model):
         return answers(make_engine(model), work())
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
     engine = make_engine(model, **GRAPHS, **FEATURES[feature])
@@ -324,7 +323,7 @@ def test_what_a_graph_cannot_hold_is_refused_and_the_step_runs_uncaptured(gpt, m
 # ---------------------------------------------------------------------- suspends and weights
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("static", [False, True], ids=["addresses move", "static pointers"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):

@@ -94,7 +94,6 @@ def test_native_kernels_are_there_wherever_a_compiler_is():
         assert linear.chosen == PANELS, linear
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
@@ -115,7 +114,6 @@ def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
         assert answers(engine_of(model), return_routing=True) == routed
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_one_call_has_the_bits_of_many_with_adapters(monkeypatch, kind, dtype):

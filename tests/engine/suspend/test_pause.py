@@ -62,7 +62,6 @@ def expected(model):
     return named_tokens(finish(engine))
 
 
-@pytest.mark.one_in(2)
 @every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["keep", "retract"])
@@ -142,7 +141,6 @@ def change(model: torch.nn.Module, seed: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-@pytest.mark.one_in(2)
 @every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("running", ["keep", "recompute"])

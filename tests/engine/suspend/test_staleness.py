@@ -278,7 +278,6 @@ def test_versions_and_tokens_equal_the_reference_in_a_random_schedule(model, kin
 
 
 @pytest.mark.long
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("shard", range(4))
 def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, kind, snapshots, shard, overlap):

@@ -38,7 +38,6 @@ each_memory = pytest.mark.parametrize("kind", ["attention", "hybrid", "mamba", "
 """For what knows the memory alone: keys and values, states next to them, states alone, one plane of keys."""
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
@@ -67,7 +66,6 @@ def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
 
 
 @each_memory
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_added_and_aborted_while_suspended(model, mode):
     work = workload("greedy")
@@ -104,7 +102,6 @@ def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(m
 
 
 @each_memory
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, kind, mode, overlap):
@@ -148,7 +145,6 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
 
 
 @each_memory
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, monkeypatch):
@@ -280,7 +276,6 @@ def test_paused_engine_suspends_and_resumes_to_paused(model):
     assert engine.state == "running"
 
 
-@pytest.mark.one_in(2)
 def test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed(kind):
     live = make_model(kind, vocab_size=VOCAB, seed=3).train()
     engine = make_engine(live, prefix="lru")
@@ -347,7 +342,6 @@ def addresses(store: CacheStore) -> list[int]:
     ["attention", "hybrid", *(pytest.param(k, marks=pytest.mark.long) for k in ("mamba", "latent"))],
     indirect=True,
 )
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_many_cycles_do_not_grow_the_process(model, mode):
     engine, sizes = make_engine(model, kv_cache_management_mode=mode), []
@@ -363,7 +357,6 @@ def test_many_cycles_do_not_grow_the_process(model, mode):
     assert drift < 4 << 20, f"{drift:,} bytes more after 120 cycles than after 50: {sizes[::20]}"
 
 
-@pytest.mark.one_in(2)
 def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     many = {"max_requests": 2000, "max_tokens": 2000} if kind == "mamba" else {}
     engine = make_engine(model, buffer_size_gb=0.25, prefix="lru", **many)
@@ -387,7 +380,6 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
 
 
 @each_memory
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("how", ["suspend", "retract", "version"])
 def test_recomputing_all_requests_after_every_step_ends_prompts_of_several_steps(model, how, overlap):

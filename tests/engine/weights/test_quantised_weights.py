@@ -117,7 +117,6 @@ def expected(model, weight_dtype) -> Answers:
     return run(engine)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 def test_features_give_the_same_answers(weight_dtype, model, expected, name):
@@ -140,7 +139,6 @@ def test_a_draft_model_is_rounded_as_the_model_and_so_always_right(weight_dtype,
     assert found.num_drafted > 0 and found.acceptance_rate == 1
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_suspends_give_the_same_answers(weight_dtype, model, expected, mode):
     engine = make_engine(model, weight_dtype)

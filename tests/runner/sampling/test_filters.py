@@ -61,7 +61,7 @@ def test_the_largest_uniform_draws_the_last_kept_token_and_zero_the_first():
     assert drawn.token_M.tolist() == [0, 9]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [None, 5, 200, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.4])

@@ -42,7 +42,7 @@ def same(native, logits, columns):
             assert bool((got[2][rows] == -torch.inf).all()) and bool((got[3][rows] == logits.shape[1]).all())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize("step", [None, 0.5], ids=["distinct", "many_equal"])
 @pytest.mark.parametrize("vocab_size", [1, 17, 1000, 5003, 49152])
 def test_tokens_and_cuts_are_those_of_torch(native, vocab_size, step):

@@ -20,7 +20,6 @@ def expect_oracle(requests, logits):
     assert got.tokens_S.tolist() == wanted
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("step", [None, 0.5], ids=["distinct", "many_equal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [30, 1000, 5003])

@@ -158,7 +158,7 @@ def num_waiting(server) -> float:
     return float(next(one for one in lines if one.startswith("megatron_infer_speech_decoder_queue")).split()[-1])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.few
 @pytest.mark.parametrize(("fault", "reason"), [(fault, reason.partition(" x ")[0]) for fault, reason in REASONS])
 def test_a_faulty_decoder_is_a_500_without_a_librarys_words_and_leaves_nothing_behind(fault, reason, server):
     whole = server.http.post("/v1/audio/speech", json=body()).content
