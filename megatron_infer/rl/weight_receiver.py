@@ -30,11 +30,11 @@ from megatron_infer.engine.lifecycle_commands import Group, WeightCommands, name
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.models.loading.hf_weights import SafetensorsReader
 from megatron_infer.rl.adapter_update import AdapterUpdate
+from megatron_infer.rl.engine_groups import EngineGroups, most_elements_of
 from megatron_infer.rl.updates import WeightUpdate, as_source
 from megatron_infer.rl.updates.digest import checksum_of, model_digests
 from megatron_infer.rl.updates.sources import LazyTensors, StreamSource
 from megatron_infer.rl.updates.target import UpdateTarget
-from megatron_infer.rl.weight_groups import EngineGroups, most_elements_of
 
 CALL = "weights()"
 MAX_NAMES = 8

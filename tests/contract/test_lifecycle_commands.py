@@ -24,7 +24,7 @@ from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.lifecycle_commands import COMMANDS, ENDED_BY, Group, names_of
 from megatron_infer.engine.states import TRANSITIONS, EngineState
 from megatron_infer.errors import WrongState
-from megatron_infer.rl.weight_groups import EngineGroups
+from megatron_infer.rl.engine_groups import EngineGroups
 from megatron_infer.rl.weight_receiver import WeightReceiver
 from megatron_infer.server.control.fanout import Fanout
 from megatron_infer.server.ray_replicas import RayReplicas

@@ -20,7 +20,7 @@ from megatron_infer.models.loading.families import (
     Rope,
     Window,
 )
-from megatron_infer.models.loading.hf_keys import ACTIVATIONS, Keys, check_mxfp4, check_rest
+from megatron_infer.models.loading.hf_config_keys import ACTIVATIONS, Keys, check_mxfp4, check_rest
 from megatron_infer.models.loading.model_description import KINDS, ModelDescription, RopeScaling
 from megatron_infer.models.stage_layers import expert_layers
 from megatron_infer.text.end_ids import end_ids_of
