@@ -17,7 +17,8 @@
     rewards           float64  [samples]                0 for a sample without one
     texts             uint8    [bytes]                  UTF-8
     text_lengths      int32    [samples]                bytes
-    parts             uint8    [samples]                which of the optional parts a sample has (see PARTS)
+    parts             uint8    [samples]                which of the optional parts a sample has (see PARTS); wider
+                                                        where a sample has a part beyond the eighth
     about             uint8    [bytes]                  JSON: fields of groups and samples that are no arrays
 
 Later entries of SAMPLE_OUTPUTS have arrays by their keys like raw, support or routing, where any sample has them.
@@ -69,7 +70,7 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "rewards": ("float64",),
     "texts": ("uint8",),
     "text_lengths": ("int32",),
-    "parts": ("uint8",),
+    "parts": ("uint8", "uint16", "uint32"),
     "about": ("uint8",),
 }
 NUM_DIMS = {"spans": 2} | {output.column: output.num_dims for output in SAMPLE_OUTPUTS}
@@ -152,6 +153,7 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
     if len(vocab_sizes) > 1:
         raise SampleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); write them to separate files")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
+    parts = [_parts_of(sample) for sample in samples]
     arrays: Arrays = {
         "prompt_ids": _flat([group.prompt_ids for group in groups], np.int32),
         "prompt_lengths": _lengths([group.prompt_ids for group in groups]),
@@ -165,7 +167,7 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
         "rewards": np.array([sample.reward or 0.0 for sample in samples], dtype=np.float64),
         "texts": np.frombuffer(b"".join(texts), dtype=np.uint8),
         "text_lengths": _lengths(texts),
-        "parts": np.array([_parts_of(sample) for sample in samples], dtype=np.uint8),
+        "parts": np.array(parts, dtype=np.min_scalar_type(max(parts, default=0))),
         "about": np.frombuffer(_about(groups), dtype=np.uint8),
     }
     for output in SAMPLE_OUTPUTS:
@@ -343,6 +345,7 @@ class _Reader:
 
     def __init__(self, arrays: Arrays, metadata: dict[str, str]) -> None:
         self._arrays = arrays
+        self._parts = arrays["parts"].astype(np.int64)
         self._num_groups, self._num_samples = int(metadata["groups"]), int(metadata["samples"])
         self._vocab_size = int(metadata["vocab_size"])
 
@@ -390,7 +393,7 @@ class _Reader:
         outputs = {
             output.name: self._optional(output.key, partial(self._values, output, lengths)) for output in SAMPLE_OUTPUTS
         }
-        rewarded = arrays["parts"] & PARTS["reward"] > 0
+        rewarded = self._parts & PARTS["reward"] > 0
         return [
             RolloutSample(
                 prompt_ids=prompts[i].tolist(),
@@ -411,7 +414,7 @@ class _Reader:
 
     def _optional(self, part: str, read: Callable[[np.ndarray], list[Any]]) -> list[Any]:
         """A value for each sample that has the part, None for the others. read: takes the mask of those samples."""
-        having = self._arrays["parts"] & PARTS[part] > 0
+        having = self._parts & PARTS[part] > 0
         values = iter(read(having))
         return [next(values) if has else None for has in having.tolist()]
 
