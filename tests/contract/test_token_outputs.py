@@ -30,8 +30,7 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "runner/sampling/returned_details.py": (
         (
-            '    return index, {"raw": None, "processed": None, "support": support}\n',
-            '    columns = {"raw": None, "processed": None, "support": support}\n'
+            "    return index, columns\n",
             '    if (flags & RETURNS["return_entropy"]).any():\n'
             '        columns["entropy"] = None\n'
             '    if (asked := np.flatnonzero(flags & RETURNS["return_near"])).size:\n'

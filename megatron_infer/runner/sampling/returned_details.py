@@ -90,7 +90,8 @@ def returned_columns(
     support[greedy & returned] = ALONE
     with_bits = np.flatnonzero(cut & returned & ~greedy)
     support[with_bits] = np.arange(len(with_bits))
-    return index, {"raw": None, "processed": None, "support": support}
+    columns: dict[str, np.ndarray | None] = {"raw": None, "processed": None, "support": support}
+    return index, columns
 
 
 def needs_logits(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> bool:
