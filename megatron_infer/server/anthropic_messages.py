@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, TopK, renamed
+from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, TopK
 from megatron_infer.server.chat_completions import read_as_chat
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -30,7 +30,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "tools[].function.strict": "tools[].strict",
 }
-"""Fields of the chat's body -> those of this body, besides those that MessagesBody renames."""
+"""Fields of the chat's body -> those of this body; see `Dialect.names`."""
 FIELDS = FieldTable(
     SHARED | {"metadata": LABEL, "service_tier": no_effect("there is one tier", "auto", "standard_only")},
     {
@@ -124,7 +124,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         read=read,
         reply=MessagesReply,
         module_fields=CHAT,
-        names=NAMES | renamed(MessagesBody),
+        names=NAMES,
         named_events=True,
     )
     generator.register(routes.add, dialect, statuses=GENERATION_STATUSES)

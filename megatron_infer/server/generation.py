@@ -17,7 +17,7 @@ import msgspec
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server import call_limits
-from megatron_infer.server.body_types import Message
+from megatron_infer.server.body_types import Message, renamed
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -54,11 +54,16 @@ class Dialect:
     module_fields: str = ""
     """The route in `ExtraFields` whose fields and rules act; "": none do."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields in errors and in the header x-ignored-fields -> this dialect's names of them."""
+    """Fields in errors and in the header x-ignored-fields -> this dialect's names of them, besides those that the body
+    says (`renamed`)."""
     method: str = "POST"
     streams: bool = True
     named_events: bool = False
     """See `Events.named`."""
+
+    def name_of(self, field: str, body: Any) -> str:
+        """This dialect's name of a field."""
+        return {**self.names, **renamed(type(body))}.get(field, field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +133,11 @@ class Generator:
             asked = await dialect.read(call.body, call)
             prepared = await self._prepared(asked, dialect.module_fields, call)
         except ApiError as error:
-            name = dialect.names.get(error.param or "")
-            if name is not None and error.param is not None:
+            if error.param is not None:
+                name = dialect.name_of(error.param, call.body)
                 error.message, error.param = error.message.replace(error.param, name, 1), name
             raise
-        call.ignored[:] = [dialect.names.get(name, name) for name in call.ignored]
+        call.ignored[:] = [dialect.name_of(name, call.body) for name in call.ignored]
         return prepared
 
     async def _prepared(self, asked: GenerationRequest, module_fields: str, call: Call) -> PreparedCall:

@@ -66,7 +66,6 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         fields=FIELDS,
         read=read,
         reply=GenerateReply,
-        names={"max_tokens": "tokens_to_generate", "seed": "random_seed"},
         streams=False,
     )
     Generator(routes, client).register(routes.add, dialect, statuses=GENERATION_STATUSES)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
-from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, Text, TopCount, renamed
+from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, Text, TopCount
 from megatron_infer.server.chat_completions import read_as_chat
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
@@ -35,7 +35,7 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "tools[].function.strict": "tools[].strict",
 }
-"""Fields of the chat's body -> those of this body, besides those that ResponsesBody renames."""
+"""Fields of the chat's body -> those of this body; see `Dialect.names`."""
 _STORES_NOTHING = "this server stores nothing"
 _NO_PLACE = "a template has no place for it"
 _SHOWN_CONTENT = "a template is shown the reasoning's content"
@@ -157,7 +157,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         read=read,
         reply=ResponsesReply,
         module_fields=CHAT,
-        names=NAMES | renamed(ResponsesBody),
+        names=NAMES,
         named_events=True,
     )
     Generator(routes, client).register(routes.add, dialect, statuses=GENERATION_STATUSES)

@@ -135,6 +135,7 @@ def test_dialect_of_a_module_is_a_body_a_read_and_a_reply():
         assert reply.json() == {"answer": "".join(words), "by": "tiny"} and reply.headers["x-ignored-fields"] == "user"
         assert "".join(chunk["more"] for chunk in stream(case, "/ask", **asked)) == "".join(words)
         assert len(post(case, "/ask", question="Hi", temperature=0).json()["answer"].split()) == 4
+        assert post(case, "/ask", question="Hi", length=1 << 30).json()["error"]["param"] == "length"
         for body, message in (
             ({"length_": 5}, "unknown field 'length_'; did you mean 'length'?"),
             ({"length": 0}, "length: Expected `int` >= 1"),
