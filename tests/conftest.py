@@ -56,7 +56,10 @@ MOST_CASES = 2
 VARIANTS = {
     *"case dtype kind linear make make_scan name schedule seed settings shape spec target way weight_dtype".split()
 }
-"""Parameters whose values repeat a promise for another model, dtype or seed."""
+"""Parameters whose values repeat a promise for another model, dtype or seed.
+
+A table of different mistakes, fields or texts runs whole: its parameter has another name.
+"""
 INPUTS = {"message", "reason", "value", "values"}
 """Parameters of tables of inputs, which are cheap and run whole."""
 

@@ -15,7 +15,7 @@ OPTIONS = [item.name for item in dataclasses.fields(InferenceConfig)]
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "meant"),
+    ("given", "known", "meant"),
     [
         ("temprature", SAMPLING, "temperature"),
         ("max_toknes", SAMPLING, "max_tokens"),
@@ -42,6 +42,6 @@ OPTIONS = [item.name for item in dataclasses.fields(InferenceConfig)]
         ("enable_block_reuse", OPTIONS, None),
     ],
 )
-def test_a_suggestion_is_what_was_meant_or_none(name, known, meant):
-    told = unknown_name("field", name, known)
-    assert told == f"unknown field {name!r}" + (f"; did you mean {meant!r}?" if meant else "")
+def test_a_suggestion_is_what_was_meant_or_none(given, known, meant):
+    told = unknown_name("field", given, known)
+    assert told == f"unknown field {given!r}" + (f"; did you mean {meant!r}?" if meant else "")

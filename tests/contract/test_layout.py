@@ -89,9 +89,9 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("case", PLANTED, ids=str)
-def test_a_planted_violation_is_found(tmp_path, case):
-    name, text, rule = PLANTED[case]
+@pytest.mark.parametrize("violation", PLANTED, ids=str)
+def test_a_planted_violation_is_found(tmp_path, violation):
+    name, text, rule = PLANTED[violation]
     assert rule in _rules(tmp_path, name, text)
 
 

@@ -158,19 +158,19 @@ def takes(method):
     return set(inspect.signature(method).parameters) - {"self"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_carried_out_with_the_parameters_of_the_table(name):
-    row, sent = COMMANDS[name], set(COMMANDS[name].parameters)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_carried_out_with_the_parameters_of_the_table(command):
+    row, sent = COMMANDS[command], set(COMMANDS[command].parameters)
     if row.group is Group.ENGINE:
-        assert takes(getattr(EngineControls, name)) == sent
+        assert takes(getattr(EngineControls, command)) == sent
     elif row.group is Group.WEIGHTS:
-        if name == "receive_weights":  # all but the group is passed on
+        if command == "receive_weights":  # all but the group is passed on
             assert takes(EngineGroups.receive_into) - {"update", "name"} == sent - {"group"}
             return
-        assert takes(getattr(WeightReceiver, name)) - {"files"} == sent  # files: of restore_weights alone
-        assert takes(getattr(EchoControls, name)) == sent
+        assert takes(getattr(WeightReceiver, command)) - {"files"} == sent  # files: of restore_weights alone
+        assert takes(getattr(EchoControls, command)) == sent
     elif row.group is Group.ADAPTERS:
-        carried_out = AdapterCommands(None, root="").commands()[name]
+        carried_out = AdapterCommands(None, root="").commands()[command]
         assert takes(carried_out) - {"source"} == sent  # source: what was read of the path before
 
 

@@ -88,14 +88,14 @@ mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads is_hybrid_model
 ONLY_IN_LATER_VERSIONS = {"use_mup"}
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_the_ones_we_call_and_override(name):
-    needed = SIGNATURES[name]
-    function = mcore.topk_routing() if name == "topk_routing" else operator.attrgetter(name)(mcore)
+@pytest.mark.parametrize("function_name", SIGNATURES)
+def test_signatures_are_the_ones_we_call_and_override(function_name):
+    needed = SIGNATURES[function_name]
+    function = mcore.topk_routing() if function_name == "topk_routing" else operator.attrgetter(function_name)(mcore)
     parameters = inspect.signature(function).parameters
-    assert set(needed) <= set(parameters), f"{name} lost {set(needed) - set(parameters)}"
+    assert set(needed) <= set(parameters), f"{function_name} lost {set(needed) - set(parameters)}"
     ordered = [parameter for parameter in parameters if parameter in needed]
-    assert ordered == [parameter for parameter in needed if parameter in ordered], f"{name} changed its order"
+    assert ordered == [parameter for parameter in needed if parameter in ordered], f"{function_name} changed its order"
 
 
 def test_config_fields_we_read_exist():

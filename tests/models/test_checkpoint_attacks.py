@@ -291,10 +291,10 @@ SHAPES = {
 
 
 @pytest.mark.security
-@pytest.mark.parametrize("case", SHAPES)
-def test_chunks_that_are_not_the_whole_tensor_are_refused_before_memory_is_taken(case, sharded, folder, model):
+@pytest.mark.parametrize("mistake", SHAPES)
+def test_chunks_that_are_not_the_whole_tensor_are_refused_before_memory_is_taken(mistake, sharded, folder, model):
     """Elements that no chunk has would be what the memory held before."""
-    size, chunks, changes, message = SHAPES[case]
+    size, chunks, changes, message = SHAPES[mistake]
     metadata = metadata_of(sharded)
     metadata.state_dict_metadata[NAME].size = torch.Size(size)
     put_chunks(metadata, [chunk(*one) for one in chunks], **changes)

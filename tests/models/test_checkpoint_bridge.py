@@ -134,10 +134,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_run_config_does_not_say_is_refused_by_name(case: str, saved: Any) -> None:
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_a_run_config_does_not_say_is_refused_by_name(mistake: str, saved: Any) -> None:
     _, run, _ = saved
-    changes, message = REFUSED[case]
+    changes, message = REFUSED[mistake]
     write_config(run, **changes)
     with pytest.raises(ModelError, match=message):
         open_source(run)

@@ -219,24 +219,24 @@ def plain(one: object) -> object:
     return str(one) if isinstance(one, Path) else listed(getattr(one, "value", one))
 
 
-@pytest.mark.parametrize("name", PRECEDENCE)
-def test_argument_goes_before_environment_before_file(name, monkeypatch, tmp_path, templates):
-    by_argument, by_environment, by_file = PRECEDENCE[name]
+@pytest.mark.parametrize("field", PRECEDENCE)
+def test_argument_goes_before_environment_before_file(field, monkeypatch, tmp_path, templates):
+    by_argument, by_environment, by_file = PRECEDENCE[field]
 
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({name: listed(by_file)}))
+    path.write_text(yaml.safe_dump({field: listed(by_file)}))
     given = {"model_path": "llama", "config_file": str(path), "batching": "phased", "device": "cpu"}
     cast = {"allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
 
     def value(**more: object) -> tuple[object, str]:
-        one = PipelineConfig(**given | cast | more).effective[name]
+        one = PipelineConfig(**given | cast | more).effective[field]
         return plain(one.requested), one.source
 
     assert value() == (listed(by_file), "file")
     text = ",".join(by_environment) if isinstance(by_environment, tuple) else str(by_environment)
-    monkeypatch.setenv(f"MEGATRON_INFER_{name.upper()}", text)
+    monkeypatch.setenv(f"MEGATRON_INFER_{field.upper()}", text)
     assert value() == (listed(by_environment), "environment")
-    assert value(**{name: by_argument}) == (listed(by_argument), "argument")
+    assert value(**{field: by_argument}) == (listed(by_argument), "argument")
 
 
 def test_flags_go_before_environment_and_file_for_every_kind(monkeypatch, tmp_path, templates):

@@ -127,7 +127,7 @@ def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, e
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"lag": -1}, "lag is -1"),
         ({"lag": True}, "lag is True"),
@@ -137,8 +137,8 @@ def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, e
         ({"submission": "R"}, "samples of a group are one request"),
     ],
 )
-def test_invalid_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         RolloutLag(**{"lag": 1, "groups_per_step": 2} | settings)
 
 

@@ -166,9 +166,9 @@ def outcome_of(read: Callable[[Path], Any], folder: Path) -> list[BaseException]
     return errors
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_what_is_no_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
-    make, read = READERS[name]
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_and_not_waited_for(reader: str, tmp_path: Path) -> None:
+    make, read = READERS[reader]
     folder = tmp_path / "a"
     folder.mkdir()
     make(folder)
@@ -177,7 +177,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(name: str, tmp_path: Path
     refused = set()
     for path in sorted(one for one in folder.iterdir() if one.is_file()):
         for kind in ("pipe", "socket", "device"):
-            if name == "prompts" and kind == "pipe":
+            if reader == "prompts" and kind == "pipe":
                 continue  # what a shell gives for <(command)
             with special(path, kind):
                 errors = outcome_of(read, folder)

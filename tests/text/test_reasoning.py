@@ -75,12 +75,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "prompt_end", "text", "reasoning", "content"), CASES)
-def test_every_way_of_cutting_a_text_gives_the_same_thoughts_and_answer(name, prompt_end, text, reasoning, content):
-    assert split(name, [text], prompt_end) == (reasoning, content)
-    assert split(name, list(text), prompt_end) == (reasoning, content)
+@pytest.mark.parametrize(("form", "prompt_end", "text", "reasoning", "content"), CASES)
+def test_every_way_of_cutting_a_text_gives_the_same_thoughts_and_answer(form, prompt_end, text, reasoning, content):
+    assert split(form, [text], prompt_end) == (reasoning, content)
+    assert split(form, list(text), prompt_end) == (reasoning, content)
     for at in range(len(text)):
-        assert split(name, [text[:at], text[at:]], prompt_end) == (reasoning, content), (text[:at], text[at:])
+        assert split(form, [text[:at], text[at:]], prompt_end) == (reasoning, content), (text[:at], text[at:])
 
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(500, marks=pytest.mark.long)])

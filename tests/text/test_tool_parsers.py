@@ -164,17 +164,17 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_every_way_of_cutting_a_text_gives_the_same_message(name, text, content, calls):
-    assert message(name, [text]) == (content, calls)
-    assert message(name, list(text)) == (content, calls)
+@pytest.mark.parametrize(("format_name", "text", "content", "calls"), CASES)
+def test_every_way_of_cutting_a_text_gives_the_same_message(format_name, text, content, calls):
+    assert message(format_name, [text]) == (content, calls)
+    assert message(format_name, list(text)) == (content, calls)
     for at in range(len(text)):
-        assert message(name, [text[:at], text[at:]]) == (content, calls), (text[:at], text[at:])
+        assert message(format_name, [text[:at], text[at:]]) == (content, calls), (text[:at], text[at:])
     draw = random.Random(text)
     for _ in range(30):
         cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(1, 8)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert message(name, pieces) == (content, calls), pieces
+        assert message(format_name, pieces) == (content, calls), pieces
 
 
 @pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.long)])
@@ -258,7 +258,7 @@ def test_text_within_marks_streams_and_calls_keep_the_ids_that_were_written():
 
 
 @pytest.mark.parametrize(
-    ("template", "knows", "name"),
+    ("template", "knows", "expected"),
     [
         (None, False, "hermes"),
         ("{{ messages }}", False, "hermes"),
@@ -283,6 +283,6 @@ def test_text_within_marks_streams_and_calls_keep_the_ids_that_were_written():
         ("{{ tools }} in words of its own", True, None),
     ],
 )
-def test_format_follows_the_template(template, knows, name):
+def test_format_follows_the_template(template, knows, expected):
     form = format_of(template, knows_tools=knows)
-    assert (None if form is None else form.name) == name
+    assert (None if form is None else form.name) == expected

@@ -362,9 +362,9 @@ REFUSED |= {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusal_names_the_module_and_the_reason(name):
-    build, message = REFUSED[name]
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_refusal_names_the_module_and_the_reason(mistake):
+    build, message = REFUSED[mistake]
     model = build()
     before = [type(module) for module in _modules(model)]
     with pytest.raises(AdoptionError, match=message) as caught:

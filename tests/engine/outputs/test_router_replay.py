@@ -258,9 +258,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_arrays_that_do_not_fit_are_refused_by_name(rollout, name):
-    change, message = WRONG[name]
+@pytest.mark.parametrize("mistake", WRONG)
+def test_arrays_that_do_not_fit_are_refused_by_name(rollout, mistake):
+    change, message = WRONG[mistake]
     with (
         pytest.raises(ModelError, match=message),
         replay_routing(rollout.model, change(rollout.routing), rollout.sequences),

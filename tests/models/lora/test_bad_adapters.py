@@ -143,18 +143,18 @@ def put(folder, config, tensors):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
-@pytest.mark.parametrize("case", FIELDS)
-def test_a_config_that_means_something_else_is_refused(case, written, model, tmp_path):
+@pytest.mark.parametrize("mistake", FIELDS)
+def test_a_config_that_means_something_else_is_refused(mistake, written, model, tmp_path):
     config, tensors = written
-    fields, match = FIELDS[case]
+    fields, match = FIELDS[mistake]
     put(tmp_path, config | fields, tensors)
     refused(tmp_path, model, match)
 
 
-@pytest.mark.parametrize("case", TENSORS)
-def test_every_tensor_is_used_or_refused(case, written, model, tmp_path):
+@pytest.mark.parametrize("mistake", TENSORS)
+def test_every_tensor_is_used_or_refused(mistake, written, model, tmp_path):
     config, tensors = written
-    make, match = TENSORS[case]
+    make, match = TENSORS[mistake]
     put(tmp_path, config, make(dict(tensors)))
     refused(tmp_path, model, match)
 
