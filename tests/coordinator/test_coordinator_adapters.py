@@ -156,7 +156,8 @@ def test_thousands_of_names_and_changes_leave_a_bounded_memory():
 FAILED = protocol.Answer(ok=False, kind="ConfigError", message="the directory has changed")
 
 
-def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter():
+@pytest.mark.parametrize("last", ["beat", "answer"])
+def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter(last):
     world = World(policy="round_robin")
     world.client()
     one = world.replica(b"one", capacity=8, adapters={"a": "new"}, adapter_changes=loaded("a", "new", at=2.0))
@@ -172,9 +173,13 @@ def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter():
     assert runs(world, b"one") == ["a"]
     world.core.unreachable(b"one", "gone")
     assert runs(world, b"old") == [], "none has what is in force: they wait until this one has dropped what it has"
+    if last == "beat":
+        done(world, b"old", old, unload)
+        assert runs(world, b"old") == [], "it is not known yet that the content is gone"
     world.beat(b"old", old)
-    done(world, b"old", old, unload)
     assert runs(world, b"old") == ["a"] * 5, "it refuses them itself"
+    if last == "answer":
+        done(world, b"old", old, unload)
     assert one
 
 

@@ -226,6 +226,7 @@ def test_files_of_other_formats_are_refused(tmp_path):
         ({"loss_mask": [2] * 9}, "values other than 0 and 1"),
         ({"finish_reason": "tired"}, "finish_reason is 'tired'"),
         ({"spans": [VersionSpan(99, 1, 1, 1)]}, "spans begin at"),
+        ({"spans": [VersionSpan(0, 1, 1, 1), VersionSpan(0, 2, 2, 2)]}, "spans begin at"),
         ({"routing": np.zeros((2, 2), np.uint8)}, "routing is uint8"),
         ({"token_ids": [2**40] * 9}, "does not fit"),
         ({"info": {"a": object()}}, "info of a group or sample is not JSON|cannot be encoded"),

@@ -121,6 +121,10 @@ GOLDEN = {
         None, CHUNKS_OF_8 | {"limits": {"max_total_tokens": 20}}, [("a", 8, 4)], {1: [("b", 16, 2)]},
         "CE[a:8] CE[a:1 b:7] TG[a] TG[a] CE[b:8] CE[b:1] TG[b]",  # then b would have 14 beside a's 10
     ),
+    "total context counts what earlier steps have computed of a chunk": (
+        None, CHUNKS_OF_8 | {"limits": {"max_total_tokens": 15}}, [("a", 14, 2), ("b", 4, 2)], {},
+        "CE[a:8] CE[a:6] TG[a] CE[b:4] TG[b]",  # a has 14 tokens in the second step, and 2 of b would fit the budget
+    ),
     "no more requests run than rows": (
         PrefillFirst, {"num_rows": 2}, [(name, 4, 2) for name in "abc"], {},
         "CE[a:4 b:4] TG[a b] CE[c:4] TG[c]",

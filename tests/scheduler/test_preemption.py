@@ -116,6 +116,17 @@ def test_no_more_are_evicted_than_the_paused_limit_asks_for():
     world.drain()
 
 
+def test_one_victim_in_flight_is_enough_where_its_blocks_are():
+    """a needs a block, and d has two: c goes on."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
+    world.add(endless("a", 8, 6))
+    world.add(endless("c", 5, 3, start=30))
+    world.add(endless("d", 5, 3, start=40))
+    until(world, lambda: evicted(world))
+    assert evicted(world) == ["d"] and "pause" not in world.kinds("c")
+    world.drain()
+
+
 def test_price_counts_recompute_where_the_host_has_no_room():
     """c is the younger, but too large for the host: to get it back would mean to compute it."""
     costs = CostModel(prefill_s_per_token=1.0, copy_s_per_block=1e-9)
