@@ -36,6 +36,10 @@ class EngineStats:
     counters: dict[str, int]
 
 
+_FIGURES = frozenset(EngineSnapshot.__dataclass_fields__)
+"""Counters of the scheduler that have one of these names are figures of the snapshot."""
+
+
 class StatLogger:
     """Reads one engine's figures, from any thread: nothing is changed or waited for."""
 
@@ -97,15 +101,12 @@ class StatLogger:
             blocks_paused=len(paused),
             blocks_free=pool.num_free - pool.num_cached,
             num_steps=num_steps,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
             pauses=stats.paused,
             evictions=stats.evicted,
             swaps_out=stats.swapped_out,
             swaps_in=stats.swapped_in,
             retracted_steps=scheduler.budget.num_retracted,
-            recomputed_tokens=stats.recomputed_tokens,
+            **{name: value for name, value in stats.as_dict().items() if name in _FIGURES},
             **_state_slots(context),
             **_draft_figures(self.spec_decode_metrics()),
             **_adapter_figures(context),

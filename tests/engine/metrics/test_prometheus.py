@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,10 @@ import pytest
 from ports import free_port
 from scrape import Writer, check_histograms, parse
 
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.speculative import SpeculativeConfig
+from megatron_infer.engine import stats
 from megatron_infer.engine.metrics.definitions import engine_families
 from megatron_infer.engine.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.engine.metrics.prometheus import PrometheusExporter, exposition
@@ -156,6 +160,16 @@ def test_hybrid_engine_shows_its_state_slots():
     series = scrape(engine)
     assert series["engine_state_slots/used"] == 1
     assert sum(series[f"engine_state_slots/{kind}"] for kind in ("used", "cached", "free")) >= 8
+
+
+def test_an_engine_gives_every_figure_of_a_snapshot(model, monkeypatch):
+    """A figure that is given nowhere would be exported as 0 for ever. Graphs are not captured here."""
+    features = {"lora": LoRAConfig(max_loras=1, max_rank=4), "speculative": SpeculativeConfig()}
+    hybrid = tiny_hybrid(vocab_size=128, max_sequence_length=256)
+    engines = make_engine(model, **features), make_engine(hybrid, max_sequence_length=128)
+    monkeypatch.setattr(stats, "EngineSnapshot", dict)
+    given = set().union(*(engine.figures() for engine in engines))
+    assert given == {one.name for one in fields(EngineSnapshot) if not one.name.startswith("graph")}
 
 
 # ---------------------------------------------------------------------- modes
