@@ -94,6 +94,16 @@ def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, run
     assert answers_in(session) == fresh_answers(other) and session.weight_version == 1
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_a_fault_leaves_the_engine_in_the_state_that_it_had(state):
+    session, other = pair()
+    if state == "SUSPENDED":
+        session.engine.suspend("recompute")
+    session.engine.lifecycle.observers.append(failing_at("the weights' checksums", MemoryError("no room")))
+    with pytest.raises(SwitchFailed, match=f"rolled back: the engine is {state} with weights of version 0"):
+        session.transition(other.state_dict(), mode="recompute")
+
+
 @pytest.mark.parametrize("fault", ["shape", "source"])
 def test_an_error_of_a_stream_names_the_tensor_or_the_last_one_before_it(fault):
     session, other = pair()

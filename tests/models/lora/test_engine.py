@@ -137,6 +137,15 @@ def test_a_request_has_the_bits_that_it_has_alone(schedule, model, adapters, alo
         assert counters["paused"] + counters["evicted"] + counters["swapped_out"] > 0
 
 
+def test_samples_that_fork_from_a_prompt_compute_with_its_adapter(model, adapters, alone):
+    engine = engine_of(model, max_loras=1)
+    engine.load_adapter("a0", adapters["a0"])
+    outputs = engine.generate([PROMPT] * 2, [greedy(None, n=3), greedy("a0", n=3)])
+    for name, output in zip((None, "a0"), outputs, strict=True):
+        assert [one.token_ids for one in output.outputs] == [alone[name][0]] * 3
+    assert engine.stats().counters["forked"] == 4
+
+
 @pytest.mark.parametrize("mode", ("persist", "offload", "recompute", "pause"))
 def test_a_suspended_request_goes_on_with_its_adapter(mode, model, adapters, alone):
     engine = engine_of(model, **CACHED)
