@@ -346,10 +346,11 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "fields",
     [
         {"position_embedding_type": "yarn", **YARN},
         {"rotary_percent": 0.5, **YARN},
+        {"rotary_interleaved": True, "layernorm_zero_centered_gamma": True},
         {"activation_func": quick_gelu, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
         {"softmax_type": "learnable", "window_size": (4, 0), "window_attn_skip_freq": 2},
         LATENT,
@@ -359,12 +360,12 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
         SPARSE | EXPERTS,
     ],
     ids=[
-        *("yarn", "a factor of rotation", "quick GeGLU", "sinks", "latents", "latents, whole queries"),
+        *("yarn", "a factor of rotation", "interleaved", "quick GeGLU", "sinks", "latents", "latents, whole queries"),
         *("delta nets", "experts", "sparse latents"),
     ],
 )
-def test_a_live_model_is_described_with_all_that_it_computes(settings, tmp_path):
-    model = tiny_gpt(**settings)
+def test_a_live_model_is_described_with_all_that_it_computes(fields, tmp_path):
+    model = tiny_gpt(**fields)
     save_checkpoint(model, tmp_path / "checkpoint")
     loaded = build_model(open_source(tmp_path / "checkpoint"))
     torch.testing.assert_close(full_logits(loaded, IDS), full_logits(model, IDS), atol=1e-5, rtol=0)

@@ -245,6 +245,10 @@ REFUSED = {
         lambda: changed(split_sequences, spec=their_layers),
         "decoder.layers.0: a layer of another class with sequence_parallel=True.*set_model_to_sequence_parallel",
     ),
+    "token_types": (
+        lambda: changed(lambda m: setattr(m.embedding, "num_tokentypes", 1)),
+        "embedding: token-type embeddings are not supported",
+    ),
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
     "virtual_pipeline": (
         lambda: set_config(virtual_pipeline_model_parallel_size=2),
