@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from hf_models import CASES, DELTA, QWEN_MOE, SHARED, SIZES, config_of, draw, logits_of, random_model
+from huggingface_hub.errors import StrictDataclassError
 from paged_step import worst_difference
 from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
@@ -83,6 +84,33 @@ def test_steps_compute_what_the_full_forward_does_and_the_shape_is_that_of_the_p
     adopted = adopt(one.model)
     assert worst_difference(one.model, adopted) < 1e-4
     assert shape_of(one.source.config(), dtype="float32") == adopted.shape
+
+
+def test_a_key_that_config_json_lacks_has_the_value_that_transformers_gives_it():
+    """What end a model has and how long a prompt may be are said by other files, or by the user."""
+    differ = []
+    for case in FIRST.values():
+        theirs = config_of(case)
+        classes = transformers.AutoModelForCausalLM._model_mapping[type(theirs)]
+        given = theirs.to_dict() | {"architectures": [classes.__name__]}
+        for key in given.keys() - {"architectures", "model_type", "max_position_embeddings"}:
+            lacking = {name: value for name, value in given.items() if name != key}
+            try:
+                filled = type(theirs).from_dict(lacking).to_dict() | {"architectures": given["architectures"]}
+            except (ValueError, TypeError, StrictDataclassError):
+                continue  # transformers refuses it
+            ours = [description_of(config) for config in (lacking, filled)]
+            if None not in ours and ours[0] != ours[1]:
+                differ.append((case, key, filled[key]))
+    assert not differ
+
+
+def description_of(config):
+    """Without ids of tokens; None: the config is refused."""
+    try:
+        return replace(description_from_config(config), eos_ids=(), bos_id=None, pad_id=None)
+    except ModelError:
+        return None
 
 
 def test_every_family_has_a_case():

@@ -146,6 +146,8 @@ class Family:
     """Key -> its value from a description's fields, where a key's value is kept in none of them."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The key that asks for biases, or ALWAYS -> the linears that have them."""
+    biases_by_default: bool = False
+    """Whether a config without such a key asks for them."""
     rope: Rope | None = field(default_factory=Rope)
     no_rope: bool = False
     """Whether no_rope_layers or no_rope_layer_interval take the rotation from layers."""
@@ -447,7 +449,7 @@ _OLMO3 = replace(
     _OLMO2,
     model_type="olmo3",
     marks=(),
-    rope=Rope(local_key="rope_local_base_freq"),
+    rope=Rope(base=5e5, local_key="rope_local_base_freq"),
     window=Window(default=4096, pattern=("", 4), writes_types=True),
 )
 _EXAONE4 = replace(
@@ -503,6 +505,7 @@ _GLM4 = Family(
     },
     marks=("post_self_attn_layernorm.",),
     biases={"attention_bias": ("qkv",)},
+    biases_by_default=True,
     rope=Rope(percent=0.5, partial=True),
 )
 

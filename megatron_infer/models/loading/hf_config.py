@@ -539,7 +539,8 @@ def _read_experts(values: dict[str, Any]) -> None:
 
 def _read_biases(keys: Keys, family: Family, values: dict[str, Any]) -> None:
     """Note which linears have biases, and ask megatron-core for the fewest that cover them."""
-    given = [linears for key, linears in family.biases.items() if key == ALWAYS or keys.get(key, False)]
+    default = family.biases_by_default
+    given = [linears for key, linears in family.biases.items() if key == ALWAYS or keys.get(key, default)]
     linears = tuple(one for several in given for one in several)
     if "-" not in values.get("hybrid.pattern", "-"):
         linears = tuple(one for one in linears if one not in ("fc1", "fc2"))
