@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import answers, make_engine, make_model, require_package, workload
+from gpu_checks.engines import answers, make_engine, make_model, workload
 from gpu_checks.graphs import hold_replayed
-from gpu_checks.models import CHOICES, greedy
-from gpu_checks.registry import Comparison, check
-from megatron_infer.kernels import backend_candidates
+from gpu_checks.models import CHOICES
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.kernels import flashinfer_rope as flashinfer_rotation
-
-
-@check(budget_s=40)
-def triton_engine(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """An engine forced onto Triton's kernels gives the CPU's greedy tokens in fp32."""
-    ctx.backends(backend_candidates.ATTENTION, torch.float32)
-    kinds = ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("windows", "experts"))
-    return greedy(ctx, compare, kinds=kinds, backend="triton", count=ctx.pick(None, 1))
 
 
 @check(budget_s=60, what="share of answers that part")
 def flashinfer_rope(ctx: Context, compare: Comparison) -> None:
     """FlashInfer's rotation (use_flashinfer_fused_rope), where it is installed, before the default attention: answers
     like the default's in bf16, the same bits replayed from graphs and run as they are."""
-    require_package(flashinfer_rotation, ctx)
+    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    if (reason := flashinfer_rotation.unavailable(ctx.device, dtype)) is not None:
+        raise Unavailable(reason)
     for kind in ctx.pick(("attention", "windows"), ("windows",)):
         work = workload(ctx, logprobs=CHOICES, count=ctx.pick(8, 2))
-        model = make_model(kind, ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+        model = make_model(kind, dtype, ctx.device)
         engine = make_engine(model, ctx.device, use_flashinfer_fused_rope=True)
         found = {row.operation: row.chosen for row in engine.kernels.rows}.get("rotation")
         compare.require(f"{kind}: the table shows {found}", found == "flashinfer")

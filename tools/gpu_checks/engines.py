@@ -13,7 +13,6 @@ import model_kinds
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.registry import Unavailable
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -93,13 +92,6 @@ def workload(ctx: Context, *, count: int | None = None, **params: Any) -> Work:
         tokens = rng.randint(answer // 2, answer)
         work.append((prompt[:longest], SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **chosen)))
     return work
-
-
-def require_package(module: Any, ctx: Context, dtype: torch.dtype | None = None) -> None:
-    """Raise Unavailable where this backend cannot run in `dtype`; None: bf16, in a rehearsal fp32."""
-    dtype = ctx.pick(torch.bfloat16, torch.float32) if dtype is None else dtype
-    if (reason := module.unavailable(ctx.device, dtype)) is not None:
-        raise Unavailable(reason)
 
 
 def answers(engine: DynamicInferenceEngine, work: Work) -> list[Any]:

@@ -1,28 +1,23 @@
-"""Keys and values in eight bits: codes, attention over them, whole engines, and what decoding gains."""
+"""Keys and values in eight bits: codes, attention over them, whole engines."""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
-from light.machine import measure
 from paged_case import Case, make_case
 
 from gpu_checks.attention import ERROR, MIXED, SMALL_MIXED, TOLERANCE, oracle
 from gpu_checks.context import Context, error_of
 from gpu_checks.models import greedy
-from gpu_checks.registry import Comparison, Target, Unavailable, check
+from gpu_checks.registry import Comparison, Unavailable, check
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
 
 MIN_CAPABILITY = (8, 9)
 CODES_APART = 1e-3
 """Share of codes that may be a neighbour's: a key that turns to a half-way point in fp32 lies beside it in fp64."""
-DECODE_GAIN = 1.6
-"""Wanted of the time of decode attention over that of bfloat16, of which half the bytes would give 2."""
-ROWS, LENGTH = 64, 2048
 
 
 def _reads_fp8(ctx: Context) -> None:
@@ -64,38 +59,4 @@ def fp8_engine(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """An engine on Triton's kernels with a cache of eight bits gives the CPU's greedy tokens in fp32."""
     _reads_fp8(ctx)
     kinds = ctx.pick(("attention", "windows", "hybrid"), ("attention",))
-    return greedy(ctx, compare, kinds=kinds, backend="triton", count=ctx.pick(None, 1), kv_cache_dtype="fp8_e4m3")
-
-
-@check(budget_s=60)
-def fp8_decode_rate(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Decode attention over eight bits is faster than over bfloat16, and draws keys at the rate of a copy."""
-    _reads_fp8(ctx)
-    dtype = ctx.pick(torch.bfloat16, torch.float32)
-    rows = [(1, ctx.pick(LENGTH, 20))] * ctx.pick(ROWS, 2)
-    shape = {"num_kv_heads": 8, "head_dim": 128, "block_size": 64, "group_size": 4}
-    shape = ctx.pick(shape, {"num_kv_heads": 1, "head_dim": 16})
-    plain = make_case(rows, num_decode=len(rows), dtype=dtype, device=ctx.device, **shape)
-    backend = next(one for one in ctx.backends(backend_candidates.ATTENTION, dtype) if one.name == "triton")
-    ceiling = measure(ctx.device).copy_gb_s
-    cases = (plain, _in_fp8(plain))
-    times = [_milliseconds(ctx, backend, case, rounds=ctx.pick(20, 1)) for case in cases]
-    keys = sum(kv_len for _, kv_len in rows) * plain.spec.num_kv_heads * plain.spec.head_dim
-    shares = [
-        2 * keys * case.kv_cache.element_size() / taken / 1e6 / ceiling
-        for case, taken in zip(cases, times, strict=True)
-    ]
-    compare.figure = (
-        f"{times[0]:.3f} ms in {dtype}, {times[1]:.3f} ms in FP8; {shares[0]:.0%} and {shares[1]:.0%} of a copy"
-    )
-    gain = times[0] / times[1]
-    compare.targets = [Target("FP8 decode attention, times as fast as bfloat16", gain, DECODE_GAIN)]
-    return {"ms": times, "share": shares, "copy_gb_s": ceiling}
-
-
-def _milliseconds(ctx: Context, backend: Any, case: Case, *, rounds: int) -> float:
-    """Of the case's attention."""
-    q_TKGH, k_TKH, v_TKH = case.parts(case.fused)
-    backend.plan(case.meta)
-    run = partial(backend.run, q_TKGH, k_TKH, v_TKH, case.kv_cache, layer=case.layer, spec=case.spec)
-    return ctx.milliseconds(run, rounds=rounds)
+    return greedy(ctx, compare, kinds, kv_cache_dtype="fp8_e4m3")

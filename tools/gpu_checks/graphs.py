@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from lora_cases import random_adapter
 from replay_recorder import REPLAY
 from static_kernels import STATIC
 
 from gpu_checks.context import Context
 from gpu_checks.engines import Work, answers, environment, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Unavailable, check
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.native.native_build import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
@@ -147,19 +150,6 @@ def graphs_new_weights(ctx: Context, compare: Comparison) -> None:
     compare.require(f"{again} graphs captured again", again == 0 or moved)
 
 
-@check(budget_s=40)
-def graphs_cost(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Shapes that steps come to are captured on first use and none is refused; bytes and seconds are told."""
-    engine = graphed(ctx, make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device))
-    answers(engine, workload(ctx))
-    pool = inspect(engine).runner.graphs.pool
-    captured, seconds = len(pool.captured), pool.counts.capture_s
-    compare.require("nothing was captured", captured > 0)
-    compare.require(f"refused {pool.refused}", not pool.refused)
-    compare.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
-    return {"captured": captured, "seconds": seconds, "bytes": pool.num_bytes}
-
-
 @check(budget_s=60, alone=True)
 def graphs_at_start(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """An engine that is told nothing overlaps, has a graph of each shape before its first request within the
@@ -178,7 +168,9 @@ def graphs_at_start(ctx: Context, compare: Comparison) -> dict[str, Any]:
     work = workload(ctx)
     same(compare, "at start", answers(engine, work), answers(graphed(ctx, model, captures=False), work))
     compare.require("a step was captured in traffic", pool.counts.captures == captured)
-    return {"captured": captured, "seconds": pool.counts.capture_s, "taken_bytes": taken}
+    figures = {"captured": captured, "seconds": pool.counts.capture_s, "bytes": pool.num_bytes, "taken_bytes": taken}
+    compare.figure = f"{captured} graphs in {pool.counts.capture_s:.2f} s, {pool.num_bytes / 2**20:.1f} MiB"
+    return figures
 
 
 @check(budget_s=40)
@@ -291,3 +283,32 @@ def graphs_reserve(ctx: Context, compare: Comparison) -> dict[str, Any]:
     most = needed - SPARE_BYTES + SLACK
     compare.require(f"{taken:,} bytes were taken, {most:,} estimated", ctx.rehearse or taken <= most)
     return {"needed_bytes": needed, "taken_bytes": taken}
+
+
+@check(budget_s=60)
+def adapters_captured(ctx: Context, compare: Comparison) -> None:
+    """Tokens and log probabilities of requests of several adapters and none have the same bits with graphs and without
+    (padded), also of adapters that are loaded or replaced after the capture.
+    """
+    for kind in ctx.pick(("attention", "hybrid"), ("attention",)):
+        for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
+            model = make_model(kind, dtype, ctx.device)
+            lora = LoRAConfig(max_loras=2, max_rank=20)
+            engines = [graphed(ctx, model, lora=lora, captures=captures) for captures in (True, False)]
+            work = workload(ctx, count=ctx.pick(12, 3))  # of the first adapter, the base model, the second
+            seen: list[Any] = []
+            for first in (3, 7):
+                for engine in engines:
+                    for name, rank in (("first", first), ("second", 20)):
+                        adapter = random_adapter(model, name, rank=rank, seed=rank, scale=0.5)
+                        engine.load_adapter(name, adapter, replace=name == "first")
+                names = ("first", None, "second")
+                asked = [(prompt, replace(how, adapter=names[i % 3])) for i, (prompt, how) in enumerate(work)]
+                got, wanted = (answers(engine, asked) for engine in engines)
+                same(compare, f"{kind} {dtype} rank {first}", got, wanted)
+                seen.append(tokens_of(got))
+            compare.require(f"{kind} {dtype}: the adapter that replaced another one draws as it", seen[0] != seen[1])
+            pool = inspect(engines[0]).runner.graphs.pool
+            compare.require(f"{kind} {dtype}: refused {pool.refused}", not pool.refused)
+            with_adapters = any(shape.has_adapters for shape in pool.captured)
+            compare.require(f"{kind} {dtype}: steps with adapters were not replayed", with_adapters)

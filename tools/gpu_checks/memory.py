@@ -5,19 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from launches import captured
-from light.machine import measure
 from torch import Tensor
 
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
-from gpu_checks.registry import Comparison, Target, Unavailable, add_check, check
-from megatron_infer.config.sampling_params import SamplingParams
+from gpu_checks.registry import Comparison, Unavailable, add_check, check
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import CacheStore
@@ -121,66 +118,6 @@ SUSPENDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Check -> (promise, how `_cycle` is called)."""
 for _name, (_promise, _asked) in SUSPENDS.items():
     add_check(__name__, _name, _promise, partial(_cycle, **_asked), budget_s=30)
-
-
-@check(budget_s=30, long=True)
-def offload_rate(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Offload and restore move a pool at the rate of a pinned copy, and steps do not wait for all of it."""
-    ceilings = measure(ctx.device)
-    pool = ctx.pick(4.0, 0.06)
-    sizes = ctx.pick({"num_layers": 16, "kv_channels": 128}, {})  # a MiB a block
-    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device, **sizes)
-    options = {"max_requests": ctx.pick(256, 4), "max_sequence_length": 500, "max_tokens": ctx.pick(8192, 256)}
-    engine = make_engine(model, ctx.device, buffer_size_gb=pool, block_size_tokens=64, **options)
-    for seed in range(options["max_requests"]):
-        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
-        engine.add_request([1 + seed % 100] * ctx.pick(420, 40), params, stream="final")
-    while engine.stats().num_waiting or inspect(engine).scheduler.admitted_requests.prefilling:
-        engine.step()
-    away, back, first_s, step_s, arrived_s = _fastest_wake(ctx, engine)
-    copied = away.tags["kv_cache"].bytes_copied
-    out = away.tags["kv_cache"].gb_per_s  # the copies, by the device's clock
-    assert out is not None and arrived_s, "nothing was copied"
-    into, hidden = copied / arrived_s / 1e9, min(1.0, max(0.0, 1 - (first_s - step_s) / arrived_s))
-    compare.figure = (
-        f"{copied / MIB:,.0f} MiB at {out:.1f} GB/s out, {into:.1f} GB/s in ({arrived_s * 1e3:.1f} ms); suspend "
-        f"{away.seconds * 1e3:.1f} ms, resume {back.seconds * 1e3:.1f} ms, the first step done {first_s * 1e3:.1f} ms "
-        f"after its call, a step {step_s * 1e3:.1f} ms: {hidden:.0%} of the way back hidden"
-    )
-    compare.targets = [
-        Target("offload, share of a pinned copy", out / ceilings.to_host_gb_s, 0.8),
-        Target("restore, share of a pinned copy", into / ceilings.from_host_gb_s, 0.8),
-    ]
-    return {
-        "ceilings": ceilings.to_dict(),
-        "copied_bytes": copied,
-        "resume_ms": back.seconds * 1e3,
-        "arrived_ms": arrived_s * 1e3,
-        "first_step_ms": first_s * 1e3,
-        "step_ms": step_s * 1e3,
-        "hidden": hidden,
-    }
-
-
-def _fastest_wake(ctx: Context, engine: Any) -> tuple[Any, Any, float, float, float | None]:
-    """Of some suspends -> (reports, seconds from the resume's call to a step done, of a step, of the copies back)."""
-
-    def seconds(*calls: Callable[[], Any]) -> float:
-        ctx.wait()
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        ctx.wait()
-        return time.perf_counter() - start
-
-    found, store = [], inspect(engine).store
-    for _ in range(4):  # the first pins host memory
-        away, backs = engine.suspend("offload", {"kv_cache"}), []
-        first_s = seconds(lambda backs=backs: backs.append(engine.resume()), engine.step)
-        step_s = min(seconds(engine.step) for _ in range(2))
-        store.pending_restore()  # by now it is known how long the copies took
-        found.append((away, backs[0], first_s, step_s, store.restore_copy_s))
-    return min(found[1:], key=lambda one: one[0].seconds + one[2])
 
 
 @check(budget_s=20)

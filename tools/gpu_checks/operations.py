@@ -1,12 +1,14 @@
-"""Norms and activations of every accelerated backend against their definition in float64."""
+"""Norms, activations, experts, adapters of every accelerated backend against their definition in float64."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from experts_case import Layer, choose, distinct, routers_choice
+from lora_products import case, reference_product
 from torch import Tensor
 
 from gpu_checks.context import Context, error_of
@@ -19,13 +21,42 @@ from megatron_infer.kernels.torch.torch_ref import ReferenceOps
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 ROUTING_TOLERANCE = TOLERANCE | {torch.float64: 5e-6}
 """A router in fp64 has its softmax or sigmoid in fp32."""
-WIDTHS = (64, 576, 4096, 8192, 5120, 1000)
-Calls = dict[str, Callable[[Any], Any]]
-REFERENCE = ReferenceOps()
+SIZES = ((64, 64), (576, 96), (4096, 128), (8192, 256), (5120, 80), (1000, 64))
+"""(width of a layer, of a head): powers of two and others."""
+LORA_SHAPES = ((4096, 6144, 48), (14336, 4096, 16), (576, 192, 64), (4096, 28672, 32))
+"""(inputs, outputs, largest rank)"""
 ERROR = "error over the largest entry"
 
 
-def _calls(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Calls:
+class Definition(ReferenceOps):
+    """The reference in float64, with norms of every kind."""
+
+    @property
+    def norms(self) -> Definition:  # type: ignore[override]
+        return self
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centered: bool,
+        zero_centered: bool,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        total, factor = x.double() + (0 if residual is None else residual.double()), weight.double() + zero_centered
+        out = self.layer_norm(total, factor, None, eps) if centered else self.rms_norm(total, factor, eps)
+        return (out if bias is None else out + bias.double()).to(x.dtype)
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Tensor:
+        return function(x_TX.double()).to(x_TX.dtype)
+
+
+def _calls(
+    num_tokens: int, width: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[Any], Any]]:
     """Name -> the operation on given inputs, to be called with a backend."""
     generator = torch.Generator().manual_seed(width)
 
@@ -35,7 +66,8 @@ def _calls(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
     first, second, weight, bias = randn(num_tokens, width), randn(num_tokens, width), randn(width), randn(width)
     residual = randn(num_tokens, width, kind=torch.float32)
     both, gate, group = randn(num_tokens, 2 * width), randn(num_tokens, width + 8)[:, 8:], width // 2
-    return {
+    heads, of_heads = randn(num_tokens, 2, 6, head_dim)[:, :, :4], randn(head_dim)  # where the projection left them
+    calls: dict[str, Callable[[Any], Any]] = {
         "rms_norm": lambda ops: ops.rms_norm(first, weight, 1e-5),
         "add_rms_norm": lambda ops: ops.add_rms_norm(first, second.clone(), weight, 1e-5),
         "add_rms_norm fp32 residual": lambda ops: ops.add_rms_norm(first, residual.clone(), weight, 1e-5),
@@ -45,64 +77,36 @@ def _calls(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
         "gated_rms_norm": lambda ops: ops.gated_rms_norm(first, gate, weight, 1e-5, group_size=group),
         "gate alone": lambda ops: ops.gated_rms_norm(first, gate, None, 1e-5, group_size=group),
     }
+    for centered in (False, True):
+        form = {"centered": centered, "zero_centered": True}
+        calls |= {
+            f"norm of heads {form}": lambda ops, form=form: ops.norms.norm(heads, of_heads, None, 1e-5, **form),
+            f"norm of a sum {form}": lambda ops, form=form: ops.norms.norm(
+                first, weight, bias, 1e-5, **form, residual=residual.clone()
+            ),
+        }
+    for function in KINDS:
+        for act in (function, GatedActivation(function, None, 0.0), GatedActivation(function, 1.5, 1.0)):
+            gated = "" if act is function else f" gated {act.clamp}"
+            calls[f"{function.__name__}{gated}"] = lambda ops, act=act: ops.rowwise(act, both)
+    return calls
 
 
-@check(budget_s=15, what=ERROR)
+@check(budget_s=40, what=ERROR)
 def elementwise(ctx: Context, compare: Comparison) -> None:
-    """Norms, gated norms and SwiGLU equal their definition at widths that are powers of two and at others."""
+    """Norms of every kind, gates and activations equal their definition at widths that are powers of two and others."""
     cpu = torch.device("cpu")
     for dtype in ctx.dtypes():
-        for backend in ctx.backends(backend_candidates.OPS, dtype):
-            for width in ctx.pick(WIDTHS, (48,)):
-                for num_tokens in ctx.pick((1, 7, 300), (2,)):
-                    there, here = (_calls(num_tokens, width, dtype, where) for where in (ctx.device, cpu))
-                    for name, call in there.items():
-                        got, wanted = call(backend), here[name](REFERENCE)
-                        pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]
-                        for part, reference in pairs:
-                            label = f"{backend.name} {name} {dtype} [{num_tokens}, {width}]"
-                            compare.require(f"{label}: gives {part.dtype}", part.dtype == reference.dtype)
-                            compare.add(label, error_of(part, reference), TOLERANCE[dtype])
-
-
-@check(budget_s=20, what=ERROR)
-def norms_activations(ctx: Context, compare: Comparison) -> None:
-    """Layer, zero-centered and head norms (where the projection left the heads) and all activations likewise."""
-    generator = torch.Generator().manual_seed(5)
-
-    def randn(*shape: int, kind: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(kind).to(ctx.device)
-
-    for dtype in ctx.dtypes():
-        for backend in ctx.backends(backend_candidates.OPS, dtype):
-            if backend.norms is None:
-                continue
-            for dim, width in ctx.pick(((128, 4096), (80, 5120), (64, 1000)), ((20, 48),)):
-                heads = randn(ctx.pick(300, 3), 2, 6, dim, kind=dtype)[:, :, :4]
-                rows, weight = randn(ctx.pick(300, 3), width, kind=dtype), randn(width, kind=dtype)
-                residual, bias = randn(*rows.shape, kind=torch.float32), randn(width, kind=dtype)
-                total = rows.double() + residual.double()
-                for centered in (False, True):
-                    form = {"centered": centered, "zero_centered": True}
-                    label = f"{backend.name} {dtype} {form}"
-                    got = backend.norms.norm(heads, weight[:dim], None, 1e-5, **form)
-                    compare.add(
-                        f"{label} heads of {dim}", error_of(got, _normed(heads, weight[:dim], **form)), TOLERANCE[dtype]
-                    )
-                    got = backend.norms.norm(rows, weight, bias, 1e-5, **form, residual=residual.clone())
-                    wanted = _normed(total, weight, **form) + bias.double().cpu()
-                    compare.add(f"{label} a sum of {width}", error_of(got, wanted), TOLERANCE[dtype])
-                for function in KINDS:
-                    for act in (function, GatedActivation(function, None, 0.0), GatedActivation(function, 1.5, 1.0)):
-                        label = f"{backend.name} {dtype} {function.__name__} {act is not function} {width}"
-                        compare.add(
-                            label, error_of(backend.rowwise(act, rows), act(rows.double()).cpu()), TOLERANCE[dtype]
-                        )
-
-
-def _normed(x: Tensor, weight: Tensor, *, centered: bool, zero_centered: bool) -> Tensor:
-    norm = REFERENCE.layer_norm if centered else REFERENCE.rms_norm
-    return norm(x.double().cpu(), weight.double().cpu() + zero_centered, *(None,) * centered, 1e-5)
+        for width, head_dim in ctx.pick(SIZES, ((48, 20),)):
+            for num_tokens in ctx.pick((1, 300), (2,)):
+                there, here = (_calls(num_tokens, width, head_dim, dtype, where) for where in (ctx.device, cpu))
+                for backend, name in itertools.product(ctx.backends(backend_candidates.OPS, dtype), there):
+                    got, wanted = there[name](backend), here[name](Definition())
+                    pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]
+                    label = f"{backend.name} {name} {dtype} [{num_tokens}, {width}]"
+                    for part, reference in pairs:
+                        compare.require(f"{label}: gives {part.dtype}", part.dtype == reference.dtype)
+                        compare.add(label, error_of(part, reference), TOLERANCE[dtype])
 
 
 @check(budget_s=20, what=ERROR)
@@ -161,3 +165,21 @@ def routing(ctx: Context, compare: Comparison) -> None:
                 compare.add(label, error_of(choice.weight_TK, probs.gather(1, ids).cpu()), ROUTING_TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here chooses experts")
+
+
+@check(budget_s=30, what=ERROR)
+def adapters_product(ctx: Context, compare: Comparison) -> None:
+    """Y + scale B (A x) of each token's own adapter, and the same bits for a token alone and among others."""
+    for dtype in ctx.dtypes():
+        for backend in ctx.backends(backend_candidates.LORA, dtype):
+            for shape in ctx.pick(LORA_SHAPES, ((576, 70, 20),)):
+                for num_tokens in ctx.pick((1, 19, 256, 3000), (5,)):
+                    weights, x, y, slots = case(*shape, dtype, num_tokens, seed=num_tokens, device=ctx.device)
+                    wanted = reference_product(y, x, slots, weights)
+                    backend.plan(slots)
+                    got = backend.run(y.clone(), x, weights)
+                    label = f"{backend.name} {dtype} {shape} {num_tokens} tokens"
+                    compare.add(label, error_of(got, wanted), TOLERANCE[dtype])
+                    backend.plan(slots[-1:])
+                    alone = backend.run(y[-1:].clone(), x[-1:], weights)
+                    compare.require(f"{label}: other bits alone", torch.equal(alone, got[-1:]))

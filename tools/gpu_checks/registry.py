@@ -16,7 +16,6 @@ GROUPS: dict[str, str] = {
     "sampling": "gpu_checks.sampling",
     "models": "gpu_checks.models",
     "graphs": "gpu_checks.graphs",
-    "adapters": "gpu_checks.adapters",
     "sync": "gpu_checks.sync",
     "memory": "gpu_checks.memory",
     "backends": "gpu_checks.backends",

@@ -12,7 +12,7 @@ from light.measures import lines
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Target, Unavailable, check
 
-DECODE_SHARE, IDLE_SHARE = 0.8, 0.03
+DECODE_SHARE, COPY_SHARE, IDLE_SHARE = 0.8, 0.8, 0.03
 FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
 """With --quick."""
 
@@ -22,8 +22,9 @@ def _targets(rows: list[Any], name: str) -> list[Target]:
     for row in rows:
         if row.get("batch", 1000) <= 64 and "share" in row and row["what"].startswith("decode"):
             targets.append(Target(f"{name} {row['what']}, share of copy bandwidth", row["share"], DECODE_SHARE))
-        if row.get("mode") == "offload" and "share" in row:
-            targets.append(Target(f"{name} {row['what']}, share of a pinned copy", row["share"], DECODE_SHARE))
+        for way in ("share", "resume_share"):
+            if row.get("mode") == "offload" and way in row:
+                targets.append(Target(f"{name} {row['what']}, {way} of a pinned copy", row[way], COPY_SHARE))
         if row["what"].startswith("idle"):
             targets.append(
                 Target(f"{name} {row['what']}, share of the trace", row["share"], IDLE_SHARE, at_least=False)

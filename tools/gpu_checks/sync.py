@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, workload
 from gpu_checks.graphs import graphed, same
-from gpu_checks.registry import Comparison, Unavailable, check
+from gpu_checks.registry import Comparison, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.runner.parallel.stage_runner import StageRunner
 from megatron_infer.testing.inspect import inspect
@@ -29,59 +29,34 @@ def _decoding(engine: Any, count: int, steps: int) -> None:
         engine.step()
 
 
-def _hold(
-    ctx: Context,
-    compare: Comparison,
-    *,
-    make: Callable[..., Any],
-    kinds: tuple[str, ...] = ("attention",),
-) -> dict[str, Any]:
-    """No step makes the host wait other than for its tokens. make(model): an engine -> waits a step, by what for."""
+@check(budget_s=45)
+def no_sync(ctx: Context, compare: Comparison) -> dict[str, Any]:
+    """A decode step, run as it is or replayed, never waits for the device but for its tokens."""
+    compare.require("a wait passed unnoticed", ctx.rehearse or _is_noticed(ctx))
     waits, steps, dtype = {}, ctx.pick(20, 2), ctx.pick(torch.bfloat16, torch.float32)
-    for kind in ctx.pick(kinds, kinds[:1]):
-        engine = make(ctx, make_model(kind, dtype, ctx.device), overlap=True)
+    kinds = ctx.pick(("attention", "experts", "hybrid", "mamba"), ("attention",))
+    for kind, captures in itertools.product(kinds, (False, True)):
+        model, label = make_model(kind, dtype, ctx.device), f"{kind}, {'replayed' if captures else 'eager'}"
+        engine = graphed(ctx, model, overlap=True) if captures else make_engine(model, ctx.device, overlap=True)
         _decoding(engine, ctx.pick(8, 2), steps)
         before = dict(engine.device.syncs)
         with ctx.no_sync():
             for _ in range(steps):
                 engine.step()
-        after = dict(engine.device.syncs)
-        waits[kind] = {
-            name: (count - before.get(name, 0)) / steps for name, count in after.items() if count != before.get(name, 0)
-        }
-        compare.require(f"{kind}: waits {waits[kind]}", sum(waits[kind].values()) <= 1.0)
+        counts = {name: count - before.get(name, 0) for name, count in engine.device.syncs.items()}
+        waits[label] = {name: count / steps for name, count in counts.items() if count}
+        compare.require(f"{label}: waits {waits[label]}", sum(waits[label].values()) <= 1.0)
     return {"waits_per_step": waits}
 
 
-def _eager(ctx: Context, model: Any, **options: Any) -> Any:
-    return make_engine(model, ctx.device, **options)
-
-
-@check(budget_s=25)
-def no_sync_eager(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """A decode step that is not captured never waits for the device but for its tokens."""
-    return _hold(ctx, compare, make=_eager, kinds=("attention", "experts", "hybrid", "mamba"))
-
-
-@check(budget_s=25)
-def no_sync_graphs(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """A replayed decode step never waits for the device but for its tokens, of the step before."""
-    return _hold(ctx, compare, make=graphed, kinds=("attention", "hybrid"))
-
-
-@check(budget_s=5)
-def sync_is_noticed(ctx: Context, compare: Comparison) -> None:
-    """The check of waiting would have noticed one."""
-    if ctx.rehearse:
-        raise Unavailable("nothing on a CPU notices a wait")
-    tensor = torch.ones(4, device=ctx.device)
-    raised = False
+def _is_noticed(ctx: Context) -> bool:
+    """Whether a wait raises where none may be."""
     try:
         with ctx.no_sync():
-            tensor.sum().item()
+            torch.ones(4, device=ctx.device).sum().item()
     except RuntimeError:
-        raised = True
-    compare.require("item() passed unnoticed", raised)
+        return True
+    return False
 
 
 class LastStage:
