@@ -15,6 +15,7 @@ memory checker: compute-sanitizer --target-processes all python tools/gpu_check.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import signal
@@ -40,13 +41,13 @@ Rows = list[tuple[Check, Result]]
 REPORTS = ROOT / "docs" / "results"
 TIME_LIMIT_S = 460.0
 """With ending and the report under 8 minutes."""
-FIRST = ("attention", "models", "graphs", "sampling", "scan", "operations")
-"""Groups that are begun first, in this order: whether the engine is right at all, then whether steps are captured."""
 ALONE = ("memory", "speed", "sync")
-"""Groups that have the device to themselves, then, in this order, after checks that ask for that; the others share it,
-each check in a process of its own. Those that are in neither come last, with what the first had no time for."""
+"""Groups that have the device to themselves; the others share it, each check in a process of its own."""
+ORDER = ("attention", "models", "graphs", "sampling", "scan", "operations", *ALONE)
+"""Groups in the order in which they are begun, others after them: whether the engine is right at all, then whether
+steps are captured. Checks that have the device to themselves come after those that share it."""
 SHARE_FIRST = 0.5
-"""Of the time limit; what is alone has the rest: no slow compiler keeps suspends and speed from being measured."""
+"""Of the time limit; what is alone comes then: no slow compiler keeps suspends and speed from being measured."""
 MOST_JOBS = 6
 
 
@@ -80,12 +81,6 @@ def chosen(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
         and (not options.only or any(part in one.name for part in options.only))
         and not (options.quick and one.long)
     ]
-
-
-def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
-    """In order, by group."""
-    names = list(dict.fromkeys(one.group for one in checks))
-    return [[one for one in checks if one.group == name] for name in names]
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
@@ -130,10 +125,6 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
         """What had no memory next to others is run again without them."""
         crowded.append(check) if result.reason.startswith(worker.NO_ROOM) else tell(check, result)
 
-    if not jobs:
-        run_unit(by_group(checks, (*FIRST, *ALONE)))
-        return ordered()
-
     def together(some: Sequence[Check], until: float) -> list[Check]:
         """Run them several at a time; those that had not begun by `until`."""
         late: list[Check] = []
@@ -142,24 +133,22 @@ def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Ro
             run_unit([check], unless_crowded) if time.monotonic() < until else late.append(check)
 
         with ThreadPoolExecutor(jobs) as pool:
-            for future in [pool.submit(one_of, one) for one in some]:
-                future.result()
-        return [one for one in some if one in late]
+            list(pool.map(one_of, some))
+        return late
 
-    alone = by_group([one for one in checks if one.alone or one.group in ALONE], (*FIRST, *ALONE))
-    first = by_group([one for one in checks if one.group in FIRST and one not in alone], FIRST)
-    late = together(first, start + SHARE_FIRST * options.time_limit if alone else deadline)
-    for group in groups_of(alone):
-        run_unit(group)
-    for one in together([*late, *(one for one in checks if one not in first and one not in alone)], deadline):
+    in_order = sorted(checks, key=lambda one: ORDER.index(one.group) if one.group in ORDER else len(ORDER))
+    if not jobs:
+        run_unit(in_order)
+        return ordered()
+    alone = [one for one in in_order if one.alone or one.group in ALONE]
+    others = [one for one in in_order if one not in alone]
+    late = together(others, start + SHARE_FIRST * options.time_limit if alone else deadline)
+    for _, group in itertools.groupby(alone, key=lambda one: one.group):
+        run_unit(list(group))
+    for one in together(late, deadline):
         tell(one, Result(SKIPPED, reason=worker.NO_TIME))
     run_unit(crowded)
     return ordered()
-
-
-def by_group(checks: Sequence[Check], order: Sequence[str]) -> list[Check]:
-    """By their group's place in `order`; the others behind, as they are."""
-    return sorted(checks, key=lambda one: order.index(one.group) if one.group in order else len(order))
 
 
 def default_jobs(rehearse: bool) -> int:

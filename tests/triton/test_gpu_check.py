@@ -169,7 +169,7 @@ def test_what_cannot_be_made_is_skipped_with_its_reason_and_a_missed_target_is_n
     process, rows, markdown = planted
     assert (rows["elsewhere"]["status"], rows["elsewhere"]["reason"]) == ("skipped", "there is none")
     assert rows["fine"]["targets"][0]["met"] is False and "TARGET NOT MET" in process.stdout
-    assert "0 of 1 targets met" in process.stdout and "| speed | 0.5" in markdown
+    assert "0 of 1 targets met" in process.stdout and "* speed: 0.5" in markdown
     told = process.stdout.splitlines()[-5:]
     assert "gpu_check: FAILED: raises, wrong, dies, hangs, poisons, absent" in told
     assert "gpu_check: not run: elsewhere (there is none)" in told and "gpu_check: targets not met: speed" in told

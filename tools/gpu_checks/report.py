@@ -176,16 +176,8 @@ def as_markdown(report: Mapping[str, Any], rows: Sequence[tuple[Check, Result]],
         said = result.figure if result.status == OK else f"{result.figure} {result.reason}".strip()
         cells = (check.name, result.status, check.promise, said, result.tolerance)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    targets = [(check, target) for check, result in rows for target in result.targets]
-    if targets:
-        lines += ["", "| target | figure | wanted | |", "|---|---|---|---|"]
-        for _, target in targets:
-            sign = ">=" if target.at_least else "<="
-            verdict = "met" if target.met else "not met"
-            lines.append(
-                f"| {target.name} | {target.figure:.4g} {target.unit} | {sign} {target.wanted:g} | {verdict} |"
-            )
-    tables = [(check, result.details["table"]) for check, result in rows if "table" in result.details]
-    for check, table in tables:
-        lines += ["", f"## {check.name}", "", "```", *table, "```"]
+    lines += ["", *(f"* {target}" for _, result in rows for target in result.targets)]
+    for check, result in rows:
+        if "table" in result.details:
+            lines += ["", f"## {check.name}", "", "```", *result.details["table"], "```"]
     return "\n".join(lines) + "\n"

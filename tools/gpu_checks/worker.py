@@ -2,7 +2,8 @@
 
 parent                                      worker: gpu_check.py --worker
   names of checks  ----- argv ----->          for each: {"start": name}, then {"done": name, "result": ...}
-  a dead or silent worker is that check's failure; the next ones get a new worker
+  a worker ends with the first check that fails; one that dies or is silent fails the check that it began;
+  the next checks get a new worker
 """
 
 from __future__ import annotations
@@ -46,8 +47,6 @@ PATIENCE = 4
 """Times its budget a check may take before it is stopped."""
 START_S = 120.0
 """A process may take so long to import and find its device."""
-POISONED = 86
-"""Exit status of a worker whose device answers no more."""
 TAIL, TRACEBACK = 500, 12_000
 """Characters of what went wrong that the line of a check has, and that the JSON report has."""
 NO_TIME = "no time left"
@@ -102,9 +101,10 @@ def refuse_absent() -> Absent:
 
 
 def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absent | None) -> NoReturn:
-    """The worker's whole life. Standard output carries the protocol; what checks print goes to standard error.
+    """The worker's whole life, until a check fails: what has happened to the device then stays with this process.
 
-    absent: what refuses imports, but in a check that is about packages of others.
+    Standard output carries the protocol; what checks print goes to standard error. absent: what refuses imports, but in
+    a check that is about packages of others.
     """
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -114,11 +114,7 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     def tell(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
 
-    try:
-        ctx = make_context()
-    except Unavailable as reason:
-        tell(unavailable=str(reason))
-        sys.exit(0)
+    ctx = make_context()
     for check in checks:
         tell(start=check.name)
         if absent is not None:
@@ -126,12 +122,7 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
         result = run_one(check, ctx)
         tell(done=check.name, result=result.to_dict())
         if result.status == FAILED:
-            try:
-                ctx.wait()
-            except Exception:
-                traceback.print_exc()
-                channel.flush()
-                os._exit(POISONED)  # an error of the device stays with its process
+            break
     channel.flush()
     os._exit(0)  # nothing that a check left behind may turn a good run into a bad one
 
@@ -150,7 +141,7 @@ class Worker:
     """One process and the messages it sends."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in join
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
         self._process = ChildProcess(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self._unread = b""
         RUNNING.add(self._process)
@@ -184,17 +175,6 @@ class Worker:
         """The last of what it printed so far, a line each."""
         self._log.seek(0)
         return end_of(self._log.read().decode(errors="replace"))
-
-    @property
-    def status(self) -> int | None:
-        """How it exited; None while it runs."""
-        return self._process.poll()
-
-    def join(self) -> None:
-        """Wait for a process that has said all it had to."""
-        self._process.wait(30)
-        RUNNING.discard(self._process)
-        self._log.close()
 
 
 def run_group(
@@ -230,35 +210,27 @@ def _run_some(
         try:
             message = worker.next(min(limit, remaining))
         except TimeoutError:
-            ended = worker.end()
-            if remaining < limit:
-                reason = f"{NO_TIME}: stopped after {remaining:.0f} s" if begun else NO_TIME
-                tell(left[0], Result(SKIPPED, reason=reason, details={"printed": worker.printed} if begun else {}))
-                return left[1:]
-            waited = f"took longer than {limit:.0f} s" if begun else f"did not begin within {limit:.0f} s"
-            tell(left[0], Result(FAILED, reason=f"{waited}; {ended}", details={"printed": worker.printed}))
-            return left[1:]
-        if message is None:
-            ended = worker.end()
-            if worker.status == POISONED and not begun:
-                return left
-            lost = left[:1] if heard else left  # who dies before the first check dies of something that all have
-            for one in lost:
-                tell(one, Result(FAILED, reason=f"its process died, {ended}", details={"printed": worker.printed}))
-            return left[len(lost) :]
-        heard = True
-        if "unavailable" in message:
-            for one in left:
-                tell(one, Result(SKIPPED, reason=message["unavailable"]))
-            left = []
-        elif "start" in message:
-            assert message["start"] == left[0].name, f"{message['start']} began, not {left[0].name}"
-            limit, begun = left[0].budget_s * patience, True
+            message = {}
+        if message:
+            heard, begun = True, "start" in message
+            limit = left[0].budget_s * patience if begun else START_S
+            if not begun:
+                tell(left[0], Result.from_dict(message["result"]))
+                left = left[1:]
+            continue
+        ended, details, died = worker.end(), {"printed": worker.printed}, message is None
+        if died and heard and not begun:
+            return left  # with the check that failed
+        if died:
+            result = Result(FAILED, reason=f"its process died, {ended}", details=details)
+        elif remaining < limit:
+            result = Result(SKIPPED, reason=NO_TIME + f": stopped after {remaining:.0f} s" * begun, details=details)
         else:
-            tell(left[0], Result.from_dict(message["result"]))
-            left, limit, begun = left[1:], 30.0, False
-            if time.monotonic() >= deadline:
-                worker.end()
-                return left
-    worker.join()
+            waited = "took longer than" if begun else "did not begin within"
+            result = Result(FAILED, reason=f"{waited} {limit:.0f} s; {ended}", details=details)
+        lost = left if died and not heard else left[:1]  # what dies before the first check dies of what all have
+        for one in lost:
+            tell(one, result)
+        return left[len(lost) :]
+    worker.end()
     return left
