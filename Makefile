@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | gpu | test | test-all | load-tools | frameworks | census | check-kernels | tritons | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | gpu-tests | test | test-all | load-tools | frameworks | census | check-kernels | tritons | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -6,10 +6,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # One more than two cores: a quarter of the suite's time is waiting, for ranks, replicas and deadlines.
 TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
-# What the kernels' tests launch, for the compiler: an interpreter takes what that refuses.
-LAUNCHES := $(VENV)/launches
 # What the compiler gave for each kernel: one that has not changed is not compiled again.
-KERNELS_TABLE := tools/aot_table.txt
+KERNELS_TABLE := tools/aot_table
 # The Tritons of torch 2.12.0, and of 2.12.1 and 2.13; the environment has that of torch 2.11, whose interpreter the tests run.
 TRITONS ?= 3.7.0 3.7.1
 # As --seconds 300: compile for so long what the table lacks, in an order by chance, and count the rest.
@@ -39,7 +37,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu test test-all check-kernels tritons kernels-table lint format bench clean
+.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu gpu-tests test test-all check-kernels tritons kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -127,6 +125,13 @@ GPU_ARGS ?=
 gpu:
 	$(PYTHON) tools/gpu_setup.py $(GPU_ARGS)
 
+# The tests that need a GPU, by a Python that has torch, Triton, pytest, msgspec and megatron-core. Only files that hold some: the
+# others import what such a machine may lack, and one that cannot be imported ends a run.
+GPU_TESTS = $(shell grep -rlE '\bmark\.(triton|gpu)\b' tests --include='test_*.py' | LC_ALL=C sort)
+gpu-tests:
+	env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR):$$PYTHONPATH" HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m "triton or gpu" --durations=5 \
+		$(PYTEST_ARGS) $(GPU_TESTS)
+
 # With PYTEST_ARGS=--share=I/N, of the cases that this leaves out (test-all) and of the kernels' a part.
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(PYTEST) --durations=10 $(PYTEST_ARGS)
@@ -137,15 +142,14 @@ test-all: $(VENV)/.smollm2
 
 # What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
-	rm -rf $(LAUNCHES)
-	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m "triton and not slow" --durations=10 $(PYTEST_ARGS)
-	$(COMPILE) --launches $(LAUNCHES) --recheck 10
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) tests/triton -m "triton and not slow" --durations=10 $(PYTEST_ARGS)
+	$(COMPILE) --recheck 10
 	for triton in $(INSTALLED_TRITONS); do PYTHONPATH=$$triton $(COMPILE) --quick --recheck 10 || exit 1; done
 
-# After a kernel has changed, and `make check-kernels` has noted what is launched: what it compiled anew is known from then on.
-kernels-table: $(VENV)/.smollm2
-	$(COMPILE) --launches $(LAUNCHES) --write $(KERNELS_TABLE)
-	for triton in $(lastword $(INSTALLED_TRITONS)); do PYTHONPATH=$$triton $(COMPILE) --quick --write $(KERNELS_TABLE); done
+# After a kernel has changed: what is compiled anew is known from then on.
+kernels-table: $(VENV)/.installed
+	$(COMPILE) --write
+	for triton in $(lastword $(INSTALLED_TRITONS)); do PYTHONPATH=$$triton $(COMPILE) --quick --write; done
 
 # Other versions of Triton, each in a folder of its own; `make check-kernels` compiles with those that are there.
 INSTALLED_TRITONS = $(sort $(patsubst %/.installed,%,$(wildcard $(VENV)/triton-*/.installed)))

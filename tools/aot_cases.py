@@ -66,11 +66,17 @@ def norms() -> Iterator[str]:
         "add_rms": (4096, False, False, True, False, True),
         "add_rms_narrow": (80, False, False, True, False, True),
         "add_rms_wide": (20480, False, False, True, False, True),
+        "rms_wide": (20480, False, False, True, False, False),
         "layer": (4096, True, False, True, True, False),
+        "layer_no_bias": (4096, True, False, True, False, False),
+        "layer_wide": (20480, True, False, True, True, False),
         "heads": (128, False, False, True, False, False),
         "heads_layer": (80, True, False, True, True, False),
         "l2": (64, False, False, False, False, False),
+        "l2_wide": (20480, False, False, False, False, False),
         "zero_centered": (4096, False, True, True, False, False),
+        "zero_centered_wide": (20480, False, True, True, False, False),
+        "zero_centered_layer": (4096, True, True, True, True, False),
         "add_zero_centered": (4096, False, True, True, False, True),
         "add_layer": (8192, True, False, True, True, True),
         "add_layer_no_bias": (20480, True, True, True, False, True),
@@ -98,7 +104,7 @@ def activations() -> Iterator[str]:
         ops, run = TritonOps(overlap), Activations(overlap).run
         for width in (80, 4096, 20480):
             x = meta(8, width, dtype=dtype)
-            for weight in (meta(width, dtype=dtype), None):
+            for weight in (meta(width, dtype=dtype), meta(width), None):
                 ops.gated_rms_norm(x, x, weight, 1e-5, group_size=width)
                 yield f"{width}-{weight is not None}-{kind}"
             ops.sigmoid_mul(x, x)
@@ -172,14 +178,14 @@ def sparse_attention(shared_kib: int) -> Iterator[str]:
     for overlap, dtype, kind in KINDS:
         dense = TritonPagedAttention(num_cores=132, shared_kib=shared_kib, overlap=overlap)
         backend, angles, table = TritonSparseAttention(dense), meta(5, 64, dtype=dtype), meta(2, 128, dtype=INT32)
-        for kept in (dtype, FP8) if dtype is BF16 else (dtype,):
+        for kept, relu in ((dtype, True), (FP8, True), (dtype, False))[: 3 if dtype is BF16 else 1]:
             backend.plan(step_for((1, 4096), (4, 4096), block_table=table, cos_TR=angles, sin_TR=angles))
             backend.run_sparse(
                 meta(5, 1, 16, 576, dtype=dtype),
                 meta(5, 1, 704, dtype=dtype),
                 meta(1, 1, 128, 64, 1, 704, dtype=kept),
                 layer=0,
-                spec=spec,
+                spec=replace(spec, index=replace(indexer, relu=relu)),
                 index=IndexQueries(meta(5, 64, 128, dtype=dtype), meta(5, 64, dtype=dtype)),
             )
             yield f"chosen512_g16{'-fp8' if kept is FP8 else ''}-{kind}{'-large' if shared_kib == LARGE_KIB else ''}"
@@ -239,6 +245,7 @@ def routers() -> Iterator[str]:
         "128-8-softmax": (RoutingRules(8, "softmax"), 128, False),
         "60-4-presoftmax": (RoutingRules(4, "softmax", pre_softmax=True), 60, False),
         "256-8-groups": (grouped, 256, True),
+        "256-8-unrounded": (grouped._replace(rounds_scores=False), 256, True),
         "160-6-groups": (RoutingRules(6, "softmax", pre_softmax=True, num_groups=8, group_topk=3), 160, False),
         "16-1-sigmoid": (RoutingRules(1, "sigmoid"), 16, False),
         "512-10-softmax": (RoutingRules(10, "softmax"), 512, False),
@@ -252,22 +259,27 @@ def routers() -> Iterator[str]:
 
 
 def experts() -> Iterator[str]:
-    """The sort, the products and the sum for each height of tiles; fc1 with a bias, fc2 without."""
+    """The sort, the products and the sum for each height of tiles; fc1 with a bias, fc2 without, and the reverse with
+    weights that begin anywhere."""
     num_experts, top_k, width, inner = 128, 8, 4096, 1024
     for dtype, kind in DTYPES.items():
-        weights = ExpertWeights(
-            fc1=[{"weight": meta(2 * inner, width, dtype=dtype), "bias": meta(2 * inner, dtype=dtype)}] * num_experts,
-            fc2=[{"weight": meta(width, inner, dtype=dtype), "bias": None}] * num_experts,
-            first=0,
-            top_k=top_k,
-            activation=None,
-        )
-        for num_tokens in (16, 512, 1024, 2048):
-            for out_TD in (None, meta(num_tokens, width, dtype=dtype)):
-                numbers = meta(2 * num_tokens * top_k + 64 * num_experts, dtype=INT32)
-                choice = ExpertChoice(numbers, num_tokens, top_k, 64, num_experts)
-                TritonExperts().add(meta(num_tokens, width, dtype=dtype), choice, weights, out_TD)
-                yield f"{num_tokens}-{'adds' if out_TD is not None else 'writes'}-{kind}"
+        one, other = meta(2 * inner, width, dtype=dtype), meta(width, inner, dtype=dtype)
+        odd = meta(1 + other.numel(), dtype=dtype)[1:].view_as(other)
+        first, second = meta(2 * inner, dtype=dtype), meta(width, dtype=dtype)
+        for parts, sizes in (((one, first, other, None), (16, 512, 1024, 2048)), ((one, None, odd, second), (16,))):
+            weights = ExpertWeights(
+                fc1=[{"weight": parts[0], "bias": parts[1]}] * num_experts,
+                fc2=[{"weight": parts[2], "bias": parts[3]}] * num_experts,
+                first=0,
+                top_k=top_k,
+                activation=None,
+            )
+            for num_tokens in sizes:
+                for out_TD in (None, meta(num_tokens, width, dtype=dtype)):
+                    numbers = meta(2 * num_tokens * top_k + 64 * num_experts, dtype=INT32)
+                    choice = ExpertChoice(numbers, num_tokens, top_k, 64, num_experts)
+                    TritonExperts().add(meta(num_tokens, width, dtype=dtype), choice, weights, out_TD)
+                    yield f"{num_tokens}-{'adds' if out_TD is not None else 'writes'}-{kind}"
 
 
 def adapters() -> Iterator[str]:

@@ -1,23 +1,21 @@
 """Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of one.
 
-    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json OUT] [--table FILE]
+    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json OUT] [--table FOLDER]
 
-Variants are what the calls of tools/aot_cases.py launch, for sizes of real models, and with --launches what a run of
-the tests in the interpreter launched besides. One line each: seconds, registers and spilled bytes of a thread, shared
-memory of a block. Exits 1 if one does not compile, takes more shared memory than its architecture has, or spills more
-than --max-spill bytes. It proves that the compiler accepts a kernel, which the interpreter does not, and nothing about
-what the kernel computes.
+Variants are what the calls of tools/aot_cases.py launch, for sizes of real models (`launches.Launched.at_any_size`).
+One line each: seconds, registers and spilled bytes of a thread, shared memory of a block. Exits 1 if one does not
+compile, takes more shared memory than its architecture has, or spills more than 64 bytes a thread (512 in kernels of
+fp32 alone). It proves that the compiler accepts a kernel, which the interpreter does not, and nothing about what the
+kernel computes.
 
 Each variant is compiled for one of the architectures, that of the table or in turn, and for the others where Triton
 compiles it in another way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does
 not fit them. What a case launches in bf16, too, is compiled for the others in bf16 alone: models run in it, and the
-code is the same.
+code is the same. With --quick each variant is compiled for one architecture alone.
 
-With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random,
-whose figures must be those of FILE. --write writes FILE from what was compiled or found, with --quick next to what it
-has; `make kernels-table` does.
-
-A case's launches are compiled as those of any size (`launches.Launched.at_any_size`).
+With --table, what FOLDER has of the Triton that runs (`aot_table`) is not compiled again, save for --recheck variants
+taken at random, whose figures must be those of FOLDER. --write writes it anew from what was compiled or found;
+`make kernels-table` does.
 """
 
 from __future__ import annotations
@@ -29,15 +27,16 @@ import math
 import multiprocessing
 import random
 import re
-import struct
+import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import aot_table
-from launches import Launched, launched, read
+from launches import Launched, launched
 
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, interpreted, listening
@@ -64,13 +63,8 @@ FP32_FACTOR = 8
 """So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""
 BY_ARCH = ("tt.dot", "tt.elementwise_inline_asm", "f8E", "descriptor")
 """In Triton's IR of a kernel: what it compiles in another way for each architecture. `ptxas` makes the rest differ."""
-WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
-LAUNCHED_ARCH = 90
-"""For what was launched."""
-ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
-"""Entries of a cubin's .nv.info section, as `cuobjdump -elf` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +76,9 @@ class Job:
     launched: Launched
 
     @property
-    def module(self) -> str:
-        return self.launched.module.rpartition(".")[2]
+    def label(self) -> str:
+        """Example: "norms.norm-rms-fp32-bf16"."""
+        return f"{self.launched.module.rpartition('.')[2]}.{self.name}"
 
     @property
     def key(self) -> str:
@@ -92,6 +87,12 @@ class Job:
             return aot_table.key_of(self.launched, self.arch)
         except Exception:
             return ""
+
+    @property
+    def only_fp32(self) -> bool:
+        """Whether it points to numbers in fp32, and to none in fp16 or bf16."""
+        kinds = {kind for _, kind in self.launched.types}
+        return "*fp32" in kinds and not kinds & {"*fp16", "*bf16"}
 
 
 Cases = Iterable[tuple[int, Callable[[], Iterator[str]]]]
@@ -104,30 +105,38 @@ Figures = Mapping[str, Mapping[str, Any]]
 class Compiled:
     """What compiling one job gave; figures are NO_FIGURE where there is none."""
 
-    module: str
-    variant: str
-    arch: int
-    seconds: float
+    job: Job
+    seconds: float = 0.0
     error: str | None = None
     num_registers: int = NO_FIGURE
     spill_bytes: int = NO_FIGURE
-    only_fp32: bool = False
     shared_bytes: int = NO_FIGURE
-    cubin_bytes: int = NO_FIGURE
     by_arch: bool = True
     """Whether another architecture may compile it in another way."""
 
-    def failure(self, max_spill: int) -> str | None:
+    @property
+    def failure(self) -> str | None:
         """Why this one does not pass; None: it does."""
         if self.error is not None:
             return self.error
-        limit = SHARED_LIMIT[self.arch]
+        limit = SHARED_LIMIT[self.job.arch]
         if self.shared_bytes > limit:
-            return f"takes {self.shared_bytes:,} bytes of shared memory, sm_{self.arch} has {limit:,}"
-        max_spill *= FP32_FACTOR if self.only_fp32 else 1
+            return f"takes {self.shared_bytes:,} bytes of shared memory, sm_{self.job.arch} has {limit:,}"
+        max_spill = MAX_SPILL * (FP32_FACTOR if self.job.only_fp32 else 1)
         if self.spill_bytes > max_spill:
             return f"spills {self.spill_bytes} bytes a thread, the limit is {max_spill}"
         return None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in aot_table.FIGURES}
+
+    @property
+    def line(self) -> str:
+        """One row of what is printed."""
+        figures = (self.num_registers, self.spill_bytes, self.shared_bytes)
+        shown = " ".join(f"{figure if figure != NO_FIGURE else '?':>8}" for figure in figures)
+        return f"{self.job.label:<66} sm_{self.job.arch:<4} {self.seconds:>7.2f} {shown}  {self.failure or 'ok'}"
 
 
 class Variant(NamedTuple):
@@ -183,7 +192,7 @@ def jobs_left(jobs: Sequence[Job], outcomes: Mapping[Job, Compiled]) -> list[Job
     names, left = {job.name for job in jobs}, []
     for job in jobs:
         one, twin = done.get(job.name), re.sub("fp(16|32|64)", "bf16", job.name)
-        if one is None or job.arch == one.arch:
+        if one is None or job.arch == one.job.arch:
             continue
         in_bf16 = twin != job.name and twin in names
         if (one.by_arch and not in_bf16) or one.shared_bytes > SHARED_LIMIT[job.arch]:
@@ -191,49 +200,21 @@ def jobs_left(jobs: Sequence[Job], outcomes: Mapping[Job, Compiled]) -> list[Job
     return left
 
 
-def jobs_launched(folder: Path, archs: Sequence[int], *, only: str | None) -> list[Job]:
-    """What a run noted in `folder`, for one architecture."""
-    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
-    found = [Job(one.name, arch, one) for one in read(folder)]
-    found = [job for job in found if not only or only in f"{job.module}.{job.name}"]
-    if not found and not only:
-        raise SystemExit(f"aot_compile: no launch was noted in {folder}; run `make check-kernels`")
-    print(f"aot_compile: {len(found)} specialisations were launched")
-    return found
-
-
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) of a thread, from a cubin with one kernel; NO_FIGURE for what it lacks.
+    """(registers, bytes of local memory) of a thread, by NVIDIA's cuobjdump.
 
     A kernel without arrays of its own, as Triton's are, has local memory for spilled registers alone. The largest
-    frame counts: a kernel may have functions below it.
+    stack counts: a kernel may have functions below it.
     """
-    if cubin[:5] != b"\x7fELF\x02":
-        return NO_FIGURE, NO_FIGURE
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_size, num_entries, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_entries)]
-    names_at = sections[names_index][4]
-    found = {ATTR_REGCOUNT: NO_FIGURE, ATTR_FRAME_SIZE: NO_FIGURE}
-    for name, _, _, _, offset, size in sections:
-        end = cubin.index(b"\0", names_at + name)
-        if cubin[names_at + name : end] != b".nv.info":
-            continue
-        at = offset
-        while at + 4 <= offset + size:
-            layout, attribute, value = struct.unpack_from("<BBH", cubin, at)
-            at += 4
-            if layout != FORMAT_SIZED:
-                continue
-            if attribute in found and value >= 8:
-                found[attribute] = max(found[attribute], struct.unpack_from("<I", cubin, at + 4)[0])
-            at += value
-    return found[ATTR_REGCOUNT], found[ATTR_FRAME_SIZE]
+    import triton
 
-
-def is_wide(types: Iterable[str]) -> bool:
-    """Whether no argument points to 16-bit numbers."""
-    return all(kind in WIDE for kind in types if kind.startswith("*"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [(int(registers), int(stack)) for registers, stack in re.findall(r"REG:(\d+) STACK:(\d+)", told)]
+    return max(registers for registers, _ in found), max(stack for _, stack in found)
 
 
 def waits_first(ptx: str) -> bool:
@@ -257,15 +238,12 @@ def compile_variant(launched: Launched, arch: int) -> dict[str, Any]:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     if options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):
         raise ValueError("touches global memory before it has waited for the launch before")
-    cubin = compiled.asm["cubin"]
-    num_registers, spill_bytes = resources(cubin)
+    num_registers, spill_bytes = resources(compiled.asm["cubin"])
     return {
         "num_registers": num_registers,
         "spill_bytes": spill_bytes,
         "shared_bytes": int(compiled.metadata.shared),
-        "cubin_bytes": len(cubin),
         "by_arch": any(mark in compiled.asm["ttir"] for mark in BY_ARCH),
-        "only_fp32": "*fp32" in signature.values() and is_wide(signature.values()),
     }
 
 
@@ -275,18 +253,11 @@ def compile_job(job: Job) -> Compiled:
     try:
         figures = compile_variant(job.launched, job.arch)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return outcome_of(job, seconds=time.perf_counter() - start, error=text[:2000])
-    return outcome_of(job, seconds=time.perf_counter() - start, **figures)
+        figures = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:2000]}
+    return Compiled(job=job, seconds=time.perf_counter() - start, **figures)
 
 
-def outcome_of(job: Job, *, seconds: float = 0.0, **figures: Any) -> Compiled:
-    return Compiled(module=job.module, variant=job.name, arch=job.arch, seconds=seconds, **figures)
-
-
-def compile_all(
-    jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None], until: float
-) -> dict[Job, Compiled]:
+def compile_all(jobs: Sequence[Job], num_processes: int, until: float) -> dict[Job, Compiled]:
     """Jobs' outcomes; a compiler that dies takes down its own job only. No job begins later than `until`, by
     time.monotonic()."""
     done: dict[Job, Compiled] = {}
@@ -301,7 +272,7 @@ def compile_all(
                 done[futures[future]] = future.result()
             except (BrokenProcessPool, CancelledError):
                 continue
-            tell(done[futures[future]])
+            print(done[futures[future]].line, flush=True)
     for job in jobs:
         if job in done or job in left:
             continue
@@ -309,8 +280,8 @@ def compile_all(
             try:
                 done[job] = pool.submit(compile_job, job).result()
             except BrokenProcessPool:
-                done[job] = outcome_of(job, error="the compiler's process died")
-        tell(done[job])
+                done[job] = Compiled(job=job, error="the compiler's process died")
+        print(done[job].line, flush=True)
     return done
 
 
@@ -320,31 +291,22 @@ def outcomes_of(
     *,
     recheck: int,
     num_processes: int,
-    tell: Callable[[Compiled], None],
     until: float,
 ) -> dict[Job, Compiled]:
     """Jobs' outcomes: the table's, or the compiler's, in an order by chance, of those that begin before `until`.
 
     recheck: so many that the table has are compiled all the same; other figures than the table's are their error.
     """
-    done = {job: outcome_of(job, **table[job.key]) for job in jobs if job.key in table}
+    done = {job: Compiled(job=job, **table[job.key]) for job in jobs if job.key in table}
     again = random.sample(list(done), min(recheck, len(done)))
     unknown = [job for job in jobs if job not in done]
     asked = again + random.sample(unknown, len(unknown))
-    for job, new in compile_all(asked, num_processes, tell, until).items():
+    for job, new in compile_all(asked, num_processes, until).items():
         old = done.get(job)
-        if old is not None and new.error is None and replace(new, seconds=0.0, cubin_bytes=NO_FIGURE) != old:
+        if old is not None and new.error is None and new.figures != old.figures:
             new = replace(new, error=f"the table has {table[job.key]}; write it again: make kernels-table")
         done[job] = new
     return done
-
-
-def line_of(outcome: Compiled, max_spill: int) -> str:
-    """One row of the table."""
-    figures = [outcome.num_registers, outcome.spill_bytes, outcome.shared_bytes]
-    shown = " ".join(f"{figure if figure != NO_FIGURE else '?':>8}" for figure in figures)
-    name, verdict = f"{outcome.module} {outcome.variant}", outcome.failure(max_spill)
-    return f"{name:<66} sm_{outcome.arch:<4} {outcome.seconds:>7.2f} {shown}  {'ok' if verdict is None else verdict}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -353,19 +315,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="variants whose module and name contain this")
     parser.add_argument("--quick", action="store_true", help="each variant for one architecture alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
     parser.add_argument("--cases", metavar="MODULE", default="aot_cases", help="whose CASES launch the kernels")
-    parser.add_argument(
-        "--launches", type=Path, metavar="FOLDER", help="compile also what a run of the tests noted there"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="what it has is not compiled again")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="what it has is not compiled again")
     parser.add_argument("--recheck", type=int, default=0, metavar="N", help="compile N that the table has all the same")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, metavar="S", help="begin no compilation later; the rest is counted"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a table")
-    return parser.parse_args(arguments)
+    parser.add_argument("--write", action="store_true", help="write the table")
+    options = parser.parse_args(arguments)
+    if options.write and options.table is None:
+        parser.error("--write writes into --table FOLDER")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -381,37 +342,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     variants = variants_of(importlib.import_module(options.cases).CASES)
     variants = [one for one in variants if not options.only or options.only in f"{one.launched.module}.{one.name}"]
     jobs = jobs_of(variants, archs, quick=True, table=table)
-    launched = jobs_launched(options.launches, archs, only=options.only) if options.launches else []
-    if not jobs and not launched:
+    if not jobs:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2
     print(f"{'kernel':<66} {'arch':<7} {'seconds':>7} {'registers':>8} {'spilled':>7} {'shared':>8}")
-
-    def tell(outcome: Compiled) -> None:
-        print(line_of(outcome, options.max_spill), flush=True)
-
-    how = {"num_processes": options.jobs, "tell": tell, "until": time.monotonic() + options.seconds}
+    how = {"num_processes": options.jobs, "until": time.monotonic() + options.seconds}
     done = outcomes_of(jobs, table, recheck=options.recheck, **how)
-    if not options.quick:
-        launched = jobs_left(jobs_of(variants, archs, quick=False, table=table), done) + launched
-    done |= outcomes_of(launched, table, recheck=options.recheck, **how)
-    outcomes = list(done.values())
+    more = [] if options.quick else jobs_left(jobs_of(variants, archs, quick=False, table=table), done)
+    done |= outcomes_of(more, table, recheck=options.recheck, **how)
     if options.write:
-        rows = {job.key: (f"{one.module}.{one.variant}", asdict(one)) for job, one in done.items() if not one.error}
-        aot_table.write(options.write, rows, keep=options.quick)
-    failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
+        compiled = [one for one in done.values() if one.error is None]
+        aot_table.write(options.table, {one.job.key: (one.job.label, one.figures) for one in compiled})
+    failed = [one for one in done.values() if one.failure is not None]
     if options.json:
-        rows = [asdict(outcome) | {"failure": outcome.failure(options.max_spill)} for outcome in outcomes]
+        rows = [
+            {"variant": one.job.name, "arch": one.job.arch, **one.figures, "failure": one.failure}
+            for one in done.values()
+        ]
         options.json.write_text(json.dumps(rows, indent=1))
-    wall = time.perf_counter() - start
-    known = sum(not one.seconds for one in outcomes)
-    left = len({*jobs, *launched} - done.keys())
+    wall, known = time.perf_counter() - start, sum(not one.seconds for one in done.values())
+    left = len({*jobs, *more} - done.keys())
     print(
-        f"aot_compile: {len(outcomes) - known} compiled by Triton {triton.__version__} in {wall:.0f} s, "
+        f"aot_compile: {len(done) - known} compiled by Triton {triton.__version__} in {wall:.0f} s, "
         f"{known} in the table, {len(failed)} failed" + (f", {left} not compiled: --seconds" if left else "")
     )
-    for outcome in failed:
-        print("FAILED", line_of(outcome, options.max_spill))
+    for one in failed:
+        print("FAILED", one.line)
     return 1 if failed else 0
 
 

@@ -1,8 +1,7 @@
-"""A table of compiled kernels: what the compiler was given, as a hash, and the figures that each Triton gave.
+"""A table of compiled kernels: what the compiler was given, as a hash, and the figures that it gave.
 
-`tools/aot_compile.py --table FILE` does not compile again what FILE has from the Triton that runs. A kernel that
-changes has another hash, and is compiled. The first line names the columns. A minor version of Triton has one: FIGURES,
-"=" for those of the column before, "-" for none.
+`tools/aot_compile.py --table FOLDER` does not compile again what FOLDER has from the Triton that runs: a file for each
+minor version of Triton, a line for each kernel. A kernel that changes has another hash, and is compiled.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 import triton
 import triton.language
 
-FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch", "only_fp32")
-"""Of a compiled kernel, whole numbers; the last two are 0 or 1."""
+FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch")
+"""Of a compiled kernel, whole numbers; the last is 0 or 1."""
 FIRST_VERSION = "3.6.0"
 """Part of every hash, so that hashes stay as they were when the table was for one Triton."""
 
@@ -72,59 +71,28 @@ def _is_kernel(value: Any) -> bool:
     return isinstance(value, triton.runtime.jit.JITCallable)
 
 
-def version() -> str:
-    """The column of the Triton that runs."""
-    return ".".join(triton.__version__.split(".")[:2])
+def path_of(folder: Path) -> Path:
+    """The file of the Triton that runs."""
+    return folder / f"{'.'.join(triton.__version__.split('.')[:2])}.txt"
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Key -> figures of the Triton that runs; raises ValueError for a line that is none."""
-    columns = _columns(path)
-    return {
-        key: dict(zip(FIGURES, (*cells[:3], *map(bool, cells[3:])), strict=True))
-        for key, (_, row) in columns.items()
-        if (cells := row.get(version())) is not None
-    }
-
-
-def _columns(path: Path) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
-    """Key -> (name of the variant, version -> figures)."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    versions = lines[0].split()[1:-1] if lines else []
-    rows = {}
-    for number, line in enumerate(lines[1:], 2):
+def read(folder: Path) -> dict[str, dict[str, int]]:
+    """Key -> figures by the Triton that runs; raises ValueError for a line that is none."""
+    path, rows = path_of(folder), {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
         try:
-            key, *cells, name = line.split()
-            row: dict[str, tuple[int, ...]] = {}
-            last: tuple[int, ...] = ()
-            for one, cell in zip(versions, cells, strict=True):
-                if cell == "-":
-                    continue
-                last = row[one] = last if cell == "=" else tuple(map(int, cell.split("/")))
-                if len(last) != len(FIGURES):
-                    raise ValueError
+            key, figures, _ = line.split()
+            rows[key] = dict(zip(FIGURES, map(int, figures.split("/")), strict=True))
         except ValueError:
             raise ValueError(f"{path}:{number}: is no line of the table; write it again with --write") from None
-        rows[key] = name, row
     return rows
 
 
-def write(path: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]], *, keep: bool = False) -> None:
-    """Write the column of the Triton that runs; of other columns the keys in `rows` stay.
-
-    rows: key -> (name of the variant, figures). keep: other keys stay, too.
-    """
-    known = _columns(path) if path.exists() else {}
-    table = (known if keep else {}) | {
-        key: (name, known.get(key, (name, {}))[1] | {version(): tuple(int(figures[one]) for one in FIGURES)})
-        for key, (name, figures) in rows.items()
-    }
-    versions = sorted({one for _, row in table.values() for one in row}, key=lambda one: [*map(int, one.split("."))])
-    lines = [" ".join(("key", *versions, "kernel"))]
-    for key, (name, row) in sorted(table.items(), key=lambda item: (item[1][0], item[0])):
-        cells, last = [], None
-        for one in versions:
-            cells.append("-" if one not in row else "=" if row[one] == last else "/".join(map(str, row[one])))
-            last = row.get(one, last)
-        lines.append(" ".join((key, *cells, name)))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write(folder: Path, rows: Mapping[str, tuple[str, Mapping[str, int]]]) -> None:
+    """Write the file of the Triton that runs. rows: key -> (name of the variant, figures)."""
+    lines = [
+        f"{key} {'/'.join(str(int(figures[one])) for one in FIGURES)} {name}\n"
+        for key, (name, figures) in sorted(rows.items(), key=lambda row: (row[1][0], row[0]))
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path_of(folder).write_text("".join(lines), encoding="utf-8")

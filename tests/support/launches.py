@@ -1,19 +1,11 @@
-"""Records which specializations of Triton kernels a run launches in the interpreter, to compile them elsewhere.
-
-The interpreter accepts code that the compiler refuses, and a list of kernels to compile may miss launched ones.
-Tests record every launch with the compiler's arguments; `tools/aot_compile.py --launches` compiles the distinct ones.
-"""
+"""Launches of Triton kernels: which there are, which specialization each takes, and graphs that repeat them."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
-import json
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +31,7 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """One specialization, hashable and made of JSON values."""
+    """One specialization."""
 
     module: str
     kernel: str
@@ -51,33 +43,18 @@ class Launched:
     """Arguments that are multiples of 16."""
     options: tuple[tuple[str, Any], ...]
 
-    @property
-    def name(self) -> str:
-        """The kernel's name and a hash of the specialization."""
-        return f"{self.kernel}-launched-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
-
-    def canonical(self) -> Launched:
-        """Without what the kernel's do_not_specialize ignores; only where kernels are not interpreted."""
-        loose = {one.name for one in self.function.params if one.do_not_specialize}
-        unaligned = loose | {one.name for one in self.function.params if one.do_not_specialize_on_alignment}
-        aligned = tuple(name for name in self.aligned if name not in unaligned)
-        return replace(self._freed(loose), aligned=aligned)
-
     def at_any_size(self) -> Launched:
         """No integer is compiled in for being 1; pointers, and integers named for a stride, are multiples of 16, as
         torch's allocations make them. That turns loads into copies to shared memory, which take the most of a GPU."""
-        freed = self._freed({name for name, _ in self.types} - constexprs_of(self.function))
-        kinds = [(name, kind) for name, kind in freed.types if kind != "constexpr"]
-        strides = [name for name, kind in kinds if kind in ("i32", "i64") and "stride" in name]
-        return replace(freed, aligned=(*strides, *(name for name, kind in kinds if kind.startswith("*"))))
-
-    def _freed(self, names: Collection[str]) -> Launched:
-        """The same where none of these arguments is 1."""
-        freed = {name for name, value in self.values if name in names and value is not None}
+        constants = constexprs_of(self.function)
+        freed = {name for name, value in self.values if name not in constants and value is not None}
+        types = tuple((name, "i32" if name in freed else kind) for name, kind in self.types)
+        strides = [name for name, kind in types if kind in ("i32", "i64") and "stride" in name]
         return replace(
             self,
-            types=tuple((name, "i32" if name in freed else kind) for name, kind in self.types),
+            types=types,
             values=tuple((name, value) for name, value in self.values if name not in freed),
+            aligned=(*strides, *(name for name, kind in types if kind.startswith("*"))),
         )
 
     @property
@@ -127,22 +104,6 @@ def type_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def recording(folder: Path, package: str) -> Iterator[None]:
-    """Record the launches of `package`'s kernels within the block in a file of this process in `folder`."""
-    seen: dict[Launched, None] = {}
-
-    def note(launch: Any, kernel: Any, grid: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if kernel.fn.__module__.startswith(package):
-            seen[launched(kernel, args, options)] = None
-
-    with listening(note):
-        yield
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(asdict(one)) + "\n" for one in seen)
-    (folder / f"{os.getpid()}.jsonl").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
 def kernels_launched() -> Iterator[list[str]]:
     """The names of the kernels that are launched within the block, in order."""
     names: list[str] = []
@@ -162,17 +123,3 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
     with torch.cuda.graph(graph):
         work()
     return graph.replay
-
-
-def read(folder: Path) -> list[Launched]:
-    """The specializations that all processes recorded, each once, sorted by name."""
-    found = set()
-    for path in folder.glob("*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            found.add(Launched(**{name: _frozen(value) for name, value in entry.items()}).canonical())
-    return sorted(found, key=lambda one: one.name)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,20 +12,7 @@ from load_file import load_file
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from launches import recording
-
 from megatron_infer.kernels.triton.launch import unavailable
-
-LAUNCHES_VARIABLE = "MEGATRON_INFER_LAUNCHES"
-"""A folder: what tests launch is noted there, for `tools/aot_compile.py --launches` to compile."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def launches():
-    """Every launch of a session, noted where that was asked for."""
-    folder = os.environ.get(LAUNCHES_VARIABLE)
-    with recording(Path(folder), "megatron_infer.kernels") if folder else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

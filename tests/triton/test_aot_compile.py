@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import json
 import os
 import re
@@ -11,11 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import triton
-from launches import recording
-
-from megatron_infer.kernels.triton.launch import launch
 
 pytestmark = pytest.mark.triton
 
@@ -115,7 +111,7 @@ def test_kernels_that_compile_pass_with_their_figures(planted):
 def test_a_kernel_the_compiler_refuses_fails_the_check_and_is_named(planted):
     process, rows = planted
     assert process.returncode == 1 and "power of 2" in rows["odd"]["failure"]
-    assert any(line.startswith("FAILED kernels scaled-odd") for line in process.stdout.splitlines())
+    assert any(line.startswith("FAILED kernels.scaled-odd") for line in process.stdout.splitlines())
 
 
 def test_a_kernel_with_more_shared_memory_than_the_gpu_fails_the_check(planted):
@@ -164,44 +160,38 @@ def test_what_compiles_alike_everywhere_is_compiled_once_and_products_in_bf16_fo
 
 def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_path):
     both = '("double", scaled, torch.float32, {"N": 64}), ("dot", product, torch.float16, {"N": 16, "K": 16})'
-    table = tmp_path / "table.txt"
+    folder = tmp_path / "table"
+    table = folder / f"{VERSION}.txt"
 
     def told(*options, replaced=("", "")):
         return ran(tmp_path, "--arch", "90", *options, planted=both, replaced=replaced)
 
-    assert "2 compiled" in told("--write", str(table)).stdout
-    again = told("--table", str(table), "--recheck", "1", "--write", str(table))
+    assert "2 compiled" in told("--table", str(folder), "--write").stdout
+    again = told("--table", str(folder), "--recheck", "1", "--write")
     assert again.returncode == 0 and "1 compiled" in again.stdout and "1 in the table" in again.stdout
     for change in (("constexpr(2)", "constexpr(3)"), ("(40, 2)", "(2**40, 2)")):  # of a function that it calls; a type
-        changed = told("--table", str(table), replaced=change)
+        changed = told("--table", str(folder), replaced=change)
         assert "1 compiled" in changed.stdout and "1 in the table" in changed.stdout
-    head, *lines = table.read_text().splitlines()
-    assert head == f"key {VERSION} kernel" and len(lines) == 2
+    lines = table.read_text().splitlines()
+    assert len(lines) == 2
     key, figures, name = lines[0].split()
     registers, rest = figures.split("/", 1)
-    table.write_text(f"{head}\n{key} {int(registers) + 1}/{rest} {name}\n")
-    checked = told("--table", str(table), "--recheck", "5")
+    table.write_text(f"{key} {int(registers) + 1}/{rest} {name}\n")
+    checked = told("--table", str(folder), "--recheck", "5")
     assert checked.returncode == 1 and "make kernels-table" in checked.stdout
-    table.write_text(f"{head}\n{key} {registers} {name}\n")
-    assert "table.txt:2: is no line of the table" in told("--table", str(table)).stderr
+    table.write_text(f"{key} {registers} {name}\n")
+    assert f"{VERSION}.txt:1: is no line of the table" in told("--table", str(folder)).stderr
 
 
-def test_another_version_of_triton_has_a_column_of_its_own(tmp_path):
-    both = '("double", scaled, torch.float32, {"N": 64}), ("half", scaled, torch.float32, {"N": 32})'
-    table = tmp_path / "table.txt"
-    arguments = ("--arch", "90", "--table", str(table), "--write", str(table))
-    table.write_text("")
-    assert "2 compiled" in ran(tmp_path, *arguments, planted=both).stdout
-    of_one = table.read_text().replace(f"key {VERSION}", "key 2.9").splitlines()
-    table.write_text("\n".join([*of_one[:2], ""]))  # the other kernel is not in the table of that version
-    assert "2 compiled" in ran(tmp_path, *arguments, planted=both).stdout
-    head, *lines = table.read_text().splitlines()
-    assert head == f"key 2.9 {VERSION} kernel"
-    assert lines[0] == of_one[1].replace(" kernels", " = kernels")
-    assert lines[1] == of_one[2].replace(" ", " - ", 1)
-    one = both.partition("),")[0] + ")"
-    assert "0 compiled" in ran(tmp_path, *arguments, "--quick", planted=one).stdout
-    assert table.read_text().splitlines() == [head, *lines]
+def test_each_version_of_triton_has_a_file_of_its_own(tmp_path):
+    other = tmp_path / "table" / "2.9.txt"
+    other.parent.mkdir()
+    other.write_text("of another version\n")
+    one = '("double", scaled, torch.float32, {"N": 64})'
+    arguments = ("--arch", "90", "--table", str(other.parent), "--write")
+    assert "1 compiled" in ran(tmp_path, *arguments, planted=one).stdout
+    assert "0 compiled" in ran(tmp_path, *arguments, planted=one).stdout
+    assert other.read_text() == "of another version\n" and other.with_name(f"{VERSION}.txt").exists()
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
@@ -209,42 +199,15 @@ def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
     assert process.returncode == 2 and "unset it" in process.stdout
 
 
-def test_what_a_run_launched_and_no_list_names_is_compiled_as_it_was_launched(tmp_path, device, monkeypatch):
-    if device.type != "cpu":
-        pytest.skip("a GPU's launches are compiled when they are made")
-    double = '("double", scaled, torch.float32, {"N": 64, "num_warps": 4})'
-    plant(tmp_path, double, "launching")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    kernels = importlib.import_module("launching.kernels")
-    x_X = torch.ones(256)
-    with recording(tmp_path / "launches", "launching"):
-        launch(kernels.scaled, (1,), x_X, torch.empty(256), 40, 2, N=64, num_warps=4)  # as the list has it
-        launch(kernels.product, (1,), x_X.half(), torch.empty(256), N=16, K=8, num_warps=4)  # the interpreter takes it
-        launch(kernels.scaled, (1,), x_X[1:], torch.empty(256), 16, 1, N=32, num_warps=4)
-    report = tmp_path / "out.json"
-    process = ran(
-        *(tmp_path, "--cases", "launching.kernels", "--arch", "90", "--launches", str(tmp_path / "launches")),
-        *("--json", str(report)),
-    )
-    assert process.returncode == 1 and "3 specialisations were launched" in process.stdout
-    rows = json.loads(report.read_text())
-    assert rows[0]["variant"] == "scaled-double"
-    failures = [row["failure"] for row in rows if "-launched-" in row["variant"]]
-    assert failures.count(None) == 2 and len(failures) == 3 and "K >= 16" in str(failures)
-    odd = next(one for one in read_lines(tmp_path / "launches") if ["N", 32] in one["values"])
-    assert odd["aligned"] == ["out", "n"] and ["stride", 1] in odd["values"] and ["stride", "constexpr"] in odd["types"]
-
-
-def test_cases_launch_every_kernel_that_tests_launch(monkeypatch):
+def test_cases_launch_every_kernel_of_the_package(monkeypatch):
+    """Those that no other kernel calls."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from aot_cases import CASES
     from aot_compile import variants_of
 
-    found = {f"{one.launched.module.rpartition('.')[2]}.{one.launched.kernel}" for one in variants_of(CASES)}
-    tested = set(re.findall(r" (\w+\.\w+)-launched-", (ROOT / "tools/aot_table.txt").read_text()))
-    assert tested and tested <= found, tested - found
-
-
-def read_lines(folder):
-    (path,) = folder.glob("*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "megatron_infer/kernels/triton").glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    kernels = {node.name: node for node in functions if "triton.jit" in " ".join(map(ast.unparse, node.decorator_list))}
+    named = {one.id for node in kernels.values() for one in ast.walk(node) if isinstance(one, ast.Name)}
+    found = {one.launched.kernel for one in variants_of(CASES)}
+    assert found and kernels.keys() - named == found

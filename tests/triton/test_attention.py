@@ -293,20 +293,6 @@ def test_what_cannot_run_is_refused_by_name(backend):
     assert "float64" in backend.supports(spec, dtype=torch.float64, block_size=16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_steps_of_real_size_match_reference(device, dtype, head_dim):
-    """The tiles and splits that engines use; in the interpreter it would take minutes."""
-    if device.type == "cpu":
-        pytest.skip("needs a GPU")
-    from megatron_infer.kernels.triton.attention import make
-
-    rows = [(1, 5000), (1, 257), (1, 256), (1, 9), (300, 300), (200, 1500), (1, 700)]
-    sizes = {"num_kv_heads": 2, "group_size": 4, "head_dim": head_dim, "rotary_dim": head_dim}
-    case = make_case(rows, num_decode=4, dtype=dtype, **sizes)
-    wide = padded(case, num_decode=8, num_prefill=5, num_tokens=600, max_kv_len=8192)
-    check(make(device, dtype), wide, device=device)
-
-
 def test_a_captured_step_replays_on_other_content(device, dtype):
     shape = {"num_decode": 3, "num_prefill": 2, "num_tokens": 40, "max_kv_len": 400}
     first = make_case([(1, 300), (9, 20)], num_decode=1, dtype=dtype, rotary_dim=64)

@@ -227,21 +227,3 @@ def test_the_captured_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels,
         good = ~wanted.bad_S[torch.from_numpy(wanted.token_details.index)]
         mine, theirs = got.token_details.values[name][good], wanted.token_details.values[name][good]
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-6)
-
-
-def test_a_sampler_with_it_gives_the_same_output(kernels, device):
-    if device.type == "cuda":
-        pytest.skip("these rows live on a CPU; the engine's test draws on the GPU")
-    rng, num_rows = np.random.default_rng(7), 8
-    requests = [random_request(rng, 400) for _ in range(num_rows)]
-    logits = random_logits(rng, num_rows, 400, dtype=torch.float16, step=0.25)
-    plain = Rows(requests, 400, mode="processed").sample(logits)
-    fast = Rows(requests, 400, mode="processed", kernels=kernels, argmax=kernels.argmax).sample(logits)
-    assert torch.equal(plain.tokens_S, fast.tokens_S) and torch.equal(plain.bad_S, fast.bad_S)
-    assert torch.equal(plain.logprobs.token_rank, fast.logprobs.token_rank)
-    assert torch.equal(plain.logprobs.top_ids, fast.logprobs.top_ids)
-    torch.testing.assert_close(plain.logprobs.token_logprob, fast.logprobs.token_logprob, atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(
-        plain.token_details.values["processed"], fast.token_details.values["processed"], atol=2e-6, rtol=1e-6
-    )
-    assert torch.equal(plain.token_details.values["support"], fast.token_details.values["support"])

@@ -1,6 +1,6 @@
 """What a decode step costs the host for each layer on a GPU without CUDA graphs, measured without a GPU.
 
-    python tools/bench/host_costs.py [--batch 1] [--experts 128] [--layers 4 12] [--json out.json]
+    python tools/bench/host_costs.py [--batch 1] [--layers 4 12]
 
 Kernels are compiled for an H100 and launched on a driver that does nothing (tests/support/stub_driver.py). A
 layer's cost is the difference between a deep and a shallow decoder over the difference of their depths, in CPU time of
@@ -11,7 +11,6 @@ remain: CUDA's own (cuBLAS, a caching allocator) and the driver's part of a laun
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -98,10 +97,10 @@ def microseconds(call: Callable[[], Any], repeats: int) -> float:
     return min(times) / 1e3
 
 
-def decoder(kind: str, num_layers: int, experts: int) -> AdoptedModel:
+def decoder(kind: str, num_layers: int) -> AdoptedModel:
     settings: dict[str, Any] = dict(LAYERS) | {"num_layers": num_layers}
     if kind == "moe":  # layers of experts alone, after one of attention
-        settings |= {"num_moe_experts": experts, "moe_router_topk": 8, "moe_ffn_hidden_size": 16}
+        settings |= {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 16}
         settings |= {"moe_grouped_gemm": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         return adopt(tiny_hybrid("*" + "E" * num_layers, **settings))
     if kind == "mamba":
@@ -142,31 +141,23 @@ def launches(call: Callable[[], Any]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 12], help="a shallow and a deep decoder")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what no kernel has written may be slow to multiply
     shallow, deep = options.layers
-    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, stubbed(Path(folder)):
         for kind in KINDS:
             runs = [
-                forward_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
+                forward_of(decoder(kind, depth), Step(options.batch, depth if kind == "llama" else 1))
                 for depth in (shallow, deep)
             ]
             few, many = (microseconds(run, options.repeats) for run in runs)
             fewer, more = map(launches, runs)
-            row = found[kind] = {"us": (many - few) / (deep - shallow), "launches": (more - fewer) / (deep - shallow)}
-            print(
-                f"{kind:6} {row['us']:7.1f} us of host a layer, {row['launches']:g} launches "
-                f"(decode, batch {options.batch})",
-                flush=True,
-            )
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+            us, num_launches = ((b - a) / (deep - shallow) for a, b in ((few, many), (fewer, more)))
+            said = f"{us:7.1f} us of host a layer, {num_launches:g} launches (decode, batch {options.batch})"
+            print(f"{kind:6} {said}", flush=True)
 
 
 if __name__ == "__main__":
