@@ -1,7 +1,6 @@
 """Everything that can only be known on a GPU, in one command: parity, graphs, waiting, memory, speed.
 
     python tools/gpu_check.py [--quick] [--out report.json]      a GPU; no network, no model files, 8 minutes
-    python tools/gpu_check.py --tests                            a GPU; the tests of the repository that need one
     python tools/gpu_check.py --rehearse                         a CPU: every line of it, at tiny shapes
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
@@ -34,7 +33,7 @@ for folder in (ROOT, *(ROOT / name for name in ("tools", "tools/bench", *CASES))
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from gpu_checks import interpreter, report, suite, worker
+from gpu_checks import interpreter, report, worker
 from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, never_run, not_yet
 
 Rows = list[tuple[Check, Result]]
@@ -59,7 +58,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print what has never been run on a GPU")
     parser.add_argument("--rehearse", action="store_true", help="run every check on the CPU at tiny shapes")
-    parser.add_argument("--tests", action="store_true", help="run the tests marked triton and gpu, and no check")
     parser.add_argument("--only", action="append", metavar="NAME", help="checks whose name contains this")
     parser.add_argument("--group", action="append", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--patience", type=float, default=worker.PATIENCE, help="times its budget a check may take")
@@ -170,11 +168,9 @@ def _end(number: int, frame: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.tests:
-        jobs = options.jobs if options.jobs is not None else default_jobs(options.rehearse)
-        return suite.run(ROOT, jobs, environment_of(options))
     groups = dict(given.split("=", 1) for given in options.checks) if options.checks else GROUPS
-    absent = worker.refuse_absent() if options.worker is not None and options.rehearse else None
+    if options.worker is not None and options.rehearse:
+        worker.refuse_absent()
     checks = load(groups)
     if options.worker is not None:
         from gpu_checks.context import make_context
@@ -183,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             interpreter.quicken()
         named = {one.name: one for one in checks}
         wanted = [named[name] for name in options.worker]
-        worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick), absent)
+        worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick))
     if options.list:
         print(not_yet(never_run(checks, report.load_reports(REPORTS))))
         return 0

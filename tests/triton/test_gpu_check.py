@@ -126,8 +126,8 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     by_status: dict[str, list[str]] = {}
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
-    packages = {"flashinfer_rope", "speed_peer", "fp8_training_model"}
-    packages = {"flashinfer_rope", "speed_peer", "fp8_training_model"}
+    packages = {"flashinfer_rope", "fp8_training_model"}
+    packages = {"flashinfer_rope", "fp8_training_model"}
     assert set(by_status.get("skipped", ())) <= packages, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
@@ -183,21 +183,13 @@ def test_without_a_gpu_nothing_is_called_checked():
 
 @pytest.mark.triton
 def test_the_tests_for_a_gpu_are_found_where_what_other_tests_import_is_missing(tmp_path):
-    from gpu_checks import suite
-
     (tmp_path / "absent_plugin.py").write_text("from gpu_checks import worker\nworker.refuse_absent()\n")
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(TOOL.parent), str(ROOT)))
-    for mark, known in (("gpu", "test_device.py"), ("triton", "test_attention.py")):
-        command = [*suite.command_for(mark, ROOT, 1), "--collect-only", "-p", "absent_plugin"]
-        found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert found.returncode == 0 and known in found.stdout, found.stdout + found.stderr
-
-
-@pytest.mark.triton
-def test_tests_for_a_gpu_are_not_called_run_without_one():
-    result = ran("--tests", seconds=60)
-    assert result.returncode == 1 and "no CUDA device" in result.stdout
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(TOOL.parent)))
+    command = ["make", "gpu-tests", f"PYTHON={sys.executable}", "PYTEST_ARGS=--collect-only -p absent_plugin"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "test_device.py" in found.stdout and "test_attention.py" in found.stdout, found.stdout
 
 
 class Device:

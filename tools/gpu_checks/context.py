@@ -62,9 +62,6 @@ class StandIn:
     def set_sync_debug_mode(self, mode: str) -> None:
         assert mode in ("default", "warn", "error")
 
-    def get_device_name(self) -> str:
-        return "a CPU that stands in"
-
     def get_device_capability(self) -> tuple[int, int]:
         return (0, 0)
 

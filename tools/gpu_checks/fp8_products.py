@@ -110,7 +110,7 @@ def _after_one_step(recipe: str, device: torch.device, *, kept: bool) -> Any:
     return model
 
 
-@check(budget_s=120, needs=("transformer_engine",), what="mean difference over spread")
+@check(budget_s=120, what="mean difference over spread")
 def fp8_training_model(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """A model that trains in FP8 answers as its own forward but for rounding; its next training step is that of a model
     that nobody has asked, bit for bit.

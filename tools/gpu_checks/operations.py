@@ -146,7 +146,7 @@ def _routers(ctx: Context) -> list[tuple[Any, int, bool]]:
     return ctx.pick(real, [(RoutingRules(top_k=2, score_function="softmax"), 6, False)])
 
 
-@check(budget_s=20, needs=("megatron.core",), what="error over the largest weight")
+@check(budget_s=20, what="error over the largest weight")
 def routing(ctx: Context, compare: Comparison) -> None:
     """The choice of experts in one launch is that of megatron-core's router, in each of its dtypes."""
     for backend in ctx.backends(backend_candidates.OPS, torch.float32):

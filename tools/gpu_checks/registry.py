@@ -128,8 +128,6 @@ class Check:
     """What its cases are compared by."""
     long: bool = False
     """Left out by --quick."""
-    needs: tuple[str, ...] = ()
-    """Packages of others that it is about; without them it is skipped."""
     alone: bool = False
     """It fills the device's memory or measures it: nothing else may run there meanwhile."""
     group: str = ""

@@ -10,7 +10,7 @@ from light.machine import measure
 from light.measures import lines
 
 from gpu_checks.context import Context
-from gpu_checks.registry import Comparison, Target, Unavailable, check
+from gpu_checks.registry import Comparison, Target, check
 
 DECODE_SHARE, COPY_SHARE, IDLE_SHARE = 0.8, 0.8, 0.03
 FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
@@ -55,19 +55,3 @@ def speed_llama_8b(ctx: Context, compare: Comparison) -> dict[str, Any]:
 def speed_hybrid_8b(ctx: Context, compare: Comparison) -> dict[str, Any]:
     """The same of a hybrid 8B shape."""
     return _measured(ctx, compare, "hybrid-8b")
-
-
-@check(budget_s=60, long=True, needs=("transformers", "tokenizers", "safetensors"))
-def speed_peer(ctx: Context, compare: Comparison) -> dict[str, Any]:
-    """Transformers' generate on the Llama-3-8B shape in the same process, for comparison."""
-    try:
-        import transformers
-    except ImportError as reason:
-        raise Unavailable(f"transformers: {reason}") from None
-    sizes = speed_of_light.SMALL if ctx.rehearse else speed_of_light.Sizes(batches=(1, 16, 64))
-    name = ctx.pick("llama-8b", "tiny-llama")
-    rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
-    speed_of_light.give_back()
-    compare.figure = ", ".join(f"{row['what'].split('generate ')[1]}: {row['ms']:.2f} ms" for row in rows)
-    rows = [{key: value for key, value in row.items() if key != "faster"} for row in rows]
-    return {"rows": rows, "version": transformers.__version__, "table": lines(rows)}

@@ -59,12 +59,8 @@ OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 class Absent(importlib.abc.MetaPathFinder):
     """Refuses imports of `ABSENT`, as a machine without those packages does."""
 
-    def __init__(self) -> None:
-        self.allowed: tuple[str, ...] = ()
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        root = name.partition(".")[0]
-        if root in ABSENT and root not in self.allowed:
+        if name.partition(".")[0] in ABSENT:
             raise ModuleNotFoundError(f"No module named {name!r} (absent in a rehearsal)", name=name)
 
 
@@ -93,18 +89,15 @@ def run_one(check: Check, ctx: Any) -> Result:
     return result
 
 
-def refuse_absent() -> Absent:
+def refuse_absent() -> None:
     """From here on this process cannot import what a GPU machine may lack."""
-    finder = Absent()
-    sys.meta_path.insert(0, finder)
-    return finder
+    sys.meta_path.insert(0, Absent())
 
 
-def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absent | None) -> NoReturn:
+def work(checks: Sequence[Check], make_context: Callable[[], Any]) -> NoReturn:
     """The worker's whole life, until a check fails: what has happened to the device then stays with this process.
 
-    Standard output carries the protocol; what checks print goes to standard error. absent: what refuses imports, but in
-    a check that is about packages of others.
+    Standard output carries the protocol; what checks print goes to standard error.
     """
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -117,8 +110,6 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     ctx = make_context()
     for check in checks:
         tell(start=check.name)
-        if absent is not None:
-            absent.allowed = ABSENT if check.needs else ()
         result = run_one(check, ctx)
         tell(done=check.name, result=result.to_dict())
         if result.status == FAILED:
