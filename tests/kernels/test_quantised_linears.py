@@ -51,6 +51,16 @@ def test_panels_of_int4_hold_the_nearest_codes(native_library, dtype, shape):
     assert (scales * 7.5 < span).all()
 
 
+def test_the_minimum_of_a_block_of_int4_with_few_inputs_is_fitted_to_these(native_library):
+    """A fit leaves no error in the mean; what is left comes from codes that change with the fit."""
+    weight = torch.randn(400, BLOCK + 5)
+    panels, _ = quantised_layout(native_library, torch.float32, "int4").pack(weight, None)
+    rounded = rounded_values(native_library, "int4", panels, tuple(weight.shape)).flatten(1)[:, : BLOCK + 5]
+    _, scales, _ = columns(native_library, "int4", panels, tuple(weight.shape))
+    means = (rounded - weight)[:, BLOCK:].mean(1) / scales[:, 1]
+    assert means.abs().mean() < 0.01
+
+
 def test_panels_of_int4_err_less_than_the_blocks_of_a_q4_1_file(native_library):
     weight = torch.randn(640, 1024)
     panels, _ = quantised_layout(native_library, torch.float32, "int4").pack(weight, None)

@@ -39,6 +39,10 @@ def test_steps_of_one_kind(make_scan, rows, consecutive, spec):
     check_case(make_scan(torch.float32), make_case(rows, spec=spec, num_decode=decode, consecutive=consecutive))
 
 
+def test_a_row_goes_on_from_its_convolutions_state_where_few_tokens_are_left_before_a_stretch_ends(make_scan):
+    check_case(make_scan(torch.float32), make_case([(254, 254), (9, 40)]))
+
+
 SHAPES = {
     "one group": {"num_groups": 1},
     "a group a head": {"num_groups": 6},
