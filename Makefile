@@ -37,7 +37,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 14
 MODEL_MINUTES ?= 18
 
-.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu gpu-tests test test-all check-kernels tritons kernels-table lint format bench clean
+.PHONY: install load-tools frameworks census census-packages demo rl-demo speech-demo gpu gpu-tests cuda-device test test-all check-kernels tritons kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -128,9 +128,13 @@ gpu:
 # The tests that need a GPU, by a Python that has torch, Triton, pytest, msgspec and megatron-core. Only files that hold some: the
 # others import what such a machine may lack, and one that cannot be imported ends a run.
 GPU_TESTS = $(shell grep -rlE '\bmark\.(triton|gpu)\b' tests --include='test_*.py' | LC_ALL=C sort)
-gpu-tests:
+gpu-tests: cuda-device
 	env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR):$$PYTHONPATH" HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m "triton or gpu" --durations=5 \
 		$(PYTEST_ARGS) $(GPU_TESTS)
+
+# Without one these tests would pass in Triton's interpreter, or be skipped.
+cuda-device:
+	@$(PYTHON) -c 'import torch; exit(None if torch.cuda.is_available() else "torch finds no CUDA device; make check-kernels runs what a CPU can")'
 
 # With PYTEST_ARGS=--share=I/N, of the cases that this leaves out (test-all) and of the kernels' a part.
 test: $(VENV)/.smollm2

@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="leave out the long checks, speed above all")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="write a report here, and one in Markdown beside it"
+        "--out", type=Path, metavar="FILE.json", help="write a report here, and one in Markdown next to it"
     )
     parser.add_argument("--list", action="store_true", help="print what has never been run on a GPU")
     parser.add_argument("--rehearse", action="store_true", help="run every check on the CPU at tiny shapes")

@@ -127,7 +127,6 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
     packages = {"flashinfer_rope", "fp8_training_model"}
-    packages = {"flashinfer_rope", "fp8_training_model"}
     assert set(by_status.get("skipped", ())) <= packages, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
@@ -186,10 +185,21 @@ def test_the_tests_for_a_gpu_are_found_where_what_other_tests_import_is_missing(
     (tmp_path / "absent_plugin.py").write_text("from gpu_checks import worker\nworker.refuse_absent()\n")
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(TOOL.parent)))
-    command = ["make", "gpu-tests", f"PYTHON={sys.executable}", "PYTEST_ARGS=--collect-only -p absent_plugin"]
+    options = (f"PYTHON={sys.executable}", "PYTEST_ARGS=--collect-only -p absent_plugin")
+    command = ["make", "--old-file=cuda-device", "gpu-tests", *options]  # collects without a GPU
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "test_device.py" in found.stdout and "test_attention.py" in found.stdout, found.stdout
+
+
+@pytest.mark.triton
+def test_the_tests_for_a_gpu_are_not_called_run_without_one():
+    command = ["make", "gpu-tests", f"PYTHON={sys.executable}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode and "no CUDA device" in result.stderr and "pytest" not in result.stdout
 
 
 class Device:

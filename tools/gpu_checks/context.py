@@ -20,7 +20,7 @@ from gpu_checks.registry import Unavailable
 
 T = TypeVar("T")
 ENOUGH_BYTES = 36 << 30
-"""Device memory in which every check has room: 16 GiB of weights, a cache, and the peer's activations."""
+"""Device memory in which every check has room: 16 GiB of weights, a cache, activations."""
 OTHERS_BYTES = 2 << 30
 """More than the driver's own part of a process: another process has the rest."""
 
