@@ -150,7 +150,7 @@ check-kernels: $(VENV)/.smollm2
 	$(COMPILE) --recheck 10
 	for triton in $(INSTALLED_TRITONS); do PYTHONPATH=$$triton $(COMPILE) --quick --recheck 10 || exit 1; done
 
-# After a kernel has changed: what is compiled anew is known from then on.
+# After a kernel has changed: the table again, with what the compiler gives for the new kernel.
 kernels-table: $(VENV)/.installed
 	$(COMPILE) --write
 	for triton in $(lastword $(INSTALLED_TRITONS)); do PYTHONPATH=$$triton $(COMPILE) --quick --write; done

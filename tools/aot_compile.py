@@ -14,7 +14,7 @@ not fit them. What a case launches in bf16, too, is compiled for the others in b
 code is the same. With --quick each variant is compiled for one architecture alone.
 
 With --table, what FOLDER has of the Triton that runs (`aot_table`) is not compiled again, save for --recheck variants
-taken at random, whose figures must be those of FOLDER. --write writes it anew from what was compiled or found;
+taken at random, whose figures must be those of FOLDER. --write writes all of it from what was compiled or found;
 `make kernels-table` does.
 """
 
@@ -212,8 +212,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = [(int(registers), int(stack)) for registers, stack in re.findall(r"REG:(\d+) STACK:(\d+)", told)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [(int(registers), int(stack)) for registers, stack in re.findall(r"REG:(\d+) STACK:(\d+)", printed)]
     return max(registers for registers, _ in found), max(stack for _, stack in found)
 
 
@@ -324,8 +324,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--write", action="store_true", help="write the table")
     options = parser.parse_args(arguments)
-    if options.write and options.table is None:
-        parser.error("--write writes into --table FOLDER")
+    if options.write and (options.table is None or options.only):
+        parser.error("--write writes the whole of --table FOLDER, without --only")
     return options
 
 

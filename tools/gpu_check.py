@@ -5,9 +5,9 @@
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
 One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a
-target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown next to it, anew after
+target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown next to it, after
 each check: a run that is killed leaves what it had found. A further run with the same FILE, commit and GPU keeps what
-was ok and runs the rest. Needs torch, triton, numpy and megatron-core only. Under NVIDIA's
+was ok and runs the rest. Needs torch, triton, numpy, msgspec and megatron-core. Under NVIDIA's
 memory checker: compute-sanitizer --target-processes all python tools/gpu_check.py --group attention --patience 50
 """
 

@@ -194,6 +194,12 @@ def test_each_version_of_triton_has_a_file_of_its_own(tmp_path):
     assert other.read_text() == "of another version\n" and other.with_name(f"{VERSION}.txt").exists()
 
 
+def test_a_table_of_some_kernels_is_not_written_over_that_of_all(tmp_path):
+    one = '("double", scaled, torch.float32, {"N": 64})'
+    process = ran(tmp_path, "--table", str(tmp_path), "--only", "double", "--write", planted=one)
+    assert process.returncode == 2 and "without --only" in process.stderr and not [*tmp_path.glob("*.txt")]
+
+
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
     process = ran(tmp_path, TRITON_INTERPRET="1")
     assert process.returncode == 2 and "unset it" in process.stdout
