@@ -61,7 +61,7 @@ def test_wrong_value_is_refused_by_name(name, value, message):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "excluded",
     [
         {"attention_backend": "torch"},
         {"sampling_backend": "torch"},
@@ -69,9 +69,9 @@ def test_wrong_value_is_refused_by_name(name, value, message):
         {"use_flashinfer_fused_rope": True},
     ],
 )
-def test_exact_mode_excludes_kernels_of_others(settings):
+def test_exact_mode_excludes_kernels_of_others(excluded):
     with pytest.raises(ConfigError, match="excludes batch_invariant=True"):
-        InferenceConfig(batch_invariant=True, **settings)
+        InferenceConfig(batch_invariant=True, **excluded)
     assert InferenceConfig(batch_invariant=True, attention_backend="native", sampling_backend="native").batch_invariant
 
 

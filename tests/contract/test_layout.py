@@ -107,9 +107,9 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("case", ALLOWED, ids=str)
-def test_what_is_allowed_passes(tmp_path, case):
-    assert _rules(tmp_path, *ALLOWED[case]) == set()
+@pytest.mark.parametrize("file", ALLOWED, ids=str)
+def test_what_is_allowed_passes(tmp_path, file):
+    assert _rules(tmp_path, *ALLOWED[file]) == set()
 
 
 def test_rooms_of_a_door_stand_next_to_each_other():

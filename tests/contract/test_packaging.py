@@ -28,9 +28,9 @@ def test_every_folder_with_code_is_a_package():
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
-@pytest.mark.parametrize("name", ["core.txt", "dev.txt", "plot.txt", "speech.txt"])
-def test_pins_of_ci_lie_within_the_ranges(name):
-    for item in _requirements(name):
+@pytest.mark.parametrize("file", ["core.txt", "dev.txt", "plot.txt", "speech.txt"])
+def test_pins_of_ci_lie_within_the_ranges(file):
+    for item in _requirements(file):
         assert item.name.lower() in PINS, f"{item.name} is not pinned in constraints-cpu.txt"
         assert item.specifier.contains(PINS[item.name.lower()]), item
 

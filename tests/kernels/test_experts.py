@@ -63,7 +63,7 @@ def test_a_token_has_the_same_choice_alone_and_in_company(native_library, name):
 
 
 @pytest.mark.parametrize(
-    ("rules", "dtype"),
+    ("rules", "of_logits"),
     [
         (RoutingRules(top_k=2, score_function="sqrtsoftplus"), torch.float32),
         (RoutingRules(top_k=4, score_function="softmax", num_groups=4, group_topk=1), torch.float32),
@@ -72,7 +72,9 @@ def test_a_token_has_the_same_choice_alone_and_in_company(native_library, name):
     ],
     ids=["score function", "too few experts", "float64", "many equal scores"],
 )
-def test_what_no_kernel_follows_is_left_to_torch(native_library, rules, dtype):
+def test_what_no_kernel_follows_is_left_to_torch(native_library, rules, of_logits):
     want = (torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.bool))
-    got = NativeOps(native_library, torch.float32).route(torch.zeros(3, 8, dtype=dtype), None, rules, lambda _: want)
+    got = NativeOps(native_library, torch.float32).route(
+        torch.zeros(3, 8, dtype=of_logits), None, rules, lambda _: want
+    )
     assert got is want

@@ -117,11 +117,11 @@ FAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("package", "name", "fake"), FAKES, ids=[name.partition(":")[2] for _, name, _ in FAKES])
-def test_stand_ins_take_what_the_real_functions_take_in_every_version(package, name, fake):
+@pytest.mark.parametrize(("package", "function", "fake"), FAKES, ids=[one.partition(":")[2] for _, one, _ in FAKES])
+def test_stand_ins_take_what_the_real_functions_take_in_every_version(package, function, fake):
     ours = foreign.inspect.signature(fake).parameters
     positional = [key for key, item in ours.items() if item.kind is item.POSITIONAL_OR_KEYWORD]
-    for version, parameters in foreign.of_versions(RECORDED[package][name]):
+    for version, parameters in foreign.of_versions(RECORDED[package][function]):
         real = list(foreign.signature(parameters).parameters)
         assert positional == real[: len(positional)], f"{version}: in the same order"
         assert set(ours) <= set(real), version

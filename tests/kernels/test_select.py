@@ -121,7 +121,7 @@ def test_changed_source_is_another_library(native_library, fresh_build, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("spec", "word"),
+    ("layer", "word"),
     [
         (AttendSpec(num_kv_heads=1, group_size=1, head_dim=24, scale=1.0), "head_dim"),
         (AttendSpec(num_kv_heads=1, group_size=1, head_dim=1024, scale=1.0), "head_dim"),
@@ -129,8 +129,8 @@ def test_changed_source_is_another_library(native_library, fresh_build, monkeypa
         (AttendSpec(num_kv_heads=1, group_size=1, head_dim=64, scale=1.0, rotary_dim=7), "rotary_dim"),
     ],
 )
-def test_a_layer_the_kernel_cannot_run_moves_attention_to_torch(native_library, spec, word):
-    chosen = choose(specs=[SPEC, spec])
+def test_a_layer_the_kernel_cannot_run_moves_attention_to_torch(native_library, layer, word):
+    chosen = choose(specs=[SPEC, layer])
     row = next(row for row in chosen.rows if row.operation == "attention")
     assert row.chosen == "torch" and word in row.reasons["native"]
     assert chosen.ops.name == "native"

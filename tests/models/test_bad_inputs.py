@@ -407,11 +407,11 @@ OLDER_KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OLDER_KEYS)
-def test_keys_of_published_checkpoints_change_nothing(case, tmp_path, recwarn):
+@pytest.mark.parametrize("family", OLDER_KEYS)
+def test_keys_of_published_checkpoints_change_nothing(family, tmp_path, recwarn):
     """Keys that released models carry and that the modelling files do not read (or read as what they already do)."""
-    random_model(case).save_pretrained(tmp_path)
+    random_model(family).save_pretrained(tmp_path)
     plan = open_source(tmp_path).config()
-    edit(tmp_path, OLDER_KEYS[case])
+    edit(tmp_path, OLDER_KEYS[family])
     assert open_source(tmp_path).config() == plan
     assert not [str(warning.message) for warning in recwarn if "keys not known" in str(warning.message)]

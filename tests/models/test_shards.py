@@ -99,18 +99,18 @@ def beside_pickled(model: Any, folder: Path) -> None:
 DIRECTORIES = (stale_before, stale_after, unnamed, beside_shards, beside_one, pickled, beside_pickled)
 
 
-@pytest.mark.parametrize("make", DIRECTORIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("arrange", DIRECTORIES, ids=lambda one: one.__name__)
 def test_a_directory_is_the_model_that_its_index_or_whole_file_says(
-    make: Callable[[Any, Path], None], original: Any, tmp_path: Path
+    arrange: Callable[[Any, Path], None], original: Any, tmp_path: Path
 ) -> None:
-    make(original, tmp_path)
+    arrange(original, tmp_path)
     expected = logits_of(original, IDS)
-    if make is not stale_after:  # transformers takes the tensor of the last shard, whatever the index says
+    if arrange is not stale_after:  # transformers takes the tensor of the last shard, whatever the index says
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         assert (logits_of(loaded, IDS) - expected).abs().max() < 1e-4
     got = full_logits(build_model(open_source(tmp_path)), IDS)
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
-    if make is not pickled:
+    if arrange is not pickled:
         assert torch.equal(read_weights(tmp_path)[NAME], original.state_dict()[NAME])
 
 

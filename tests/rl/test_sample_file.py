@@ -257,8 +257,8 @@ def test_spans_of_versions_without_adapters_are_read():
     assert sample_file.decode(content)[0].samples[0].spans == sample.spans
 
 
-@pytest.mark.parametrize(("bit", "dtype"), [(1 << 7, "uint8"), (1 << 8, "uint16"), (1 << 17, "uint32")])
-def test_more_outputs_than_a_byte_has_bits_are_written_and_read(monkeypatch, bit, dtype):
+@pytest.mark.parametrize(("bit", "width"), [(1 << 7, "uint8"), (1 << 8, "uint16"), (1 << 17, "uint32")])
+def test_more_outputs_than_a_byte_has_bits_are_written_and_read(monkeypatch, bit, width):
     prompt = [1, 2, 3]
     first, second = (make_sample(random.Random(seed), prompt, 5) for seed in range(2))
     groups = [RolloutGroup(group_id="a", prompt_ids=prompt, samples=[first, second])]
@@ -268,7 +268,7 @@ def test_more_outputs_than_a_byte_has_bits_are_written_and_read(monkeypatch, bit
     assert_equal(sample_file.decode(narrow)[0].samples[1], second)
     first.index_choices = np.arange(14, dtype=np.int32).reshape(7, 1, 2)
     content = sample_file.encode(groups)
-    assert safetensors.numpy.load(content)["parts"].dtype == dtype
+    assert safetensors.numpy.load(content)["parts"].dtype == width
     one, other = sample_file.decode(content)[0].samples
     assert np.array_equal(one.index_choices, first.index_choices)
     assert_equal(other, second)

@@ -307,9 +307,9 @@ def test_update_that_has_not_ended_cannot_be_made_final(tmp_path: Path) -> None:
     assert engine.generate([PROMPT], SamplingParams(max_tokens=1))[0].finished
 
 
-@pytest.mark.parametrize("dtype", [["F32"], {"a": 1}, None, 5])
-def test_type_of_a_tensor_that_is_no_text_is_refused(dtype: Any) -> None:
-    text = json.dumps({"a": {"dtype": dtype, "shape": [2], "data_offsets": [0, 8]}}).encode()
+@pytest.mark.parametrize("given", [["F32"], {"a": 1}, None, 5])
+def test_type_of_a_tensor_that_is_no_text_is_refused(given: Any) -> None:
+    text = json.dumps({"a": {"dtype": given, "shape": [2], "data_offsets": [0, 8]}}).encode()
     with pytest.raises(InferenceError, match="no safetensors file: a is"):
         entries_of(len(text).to_bytes(8, "little") + text + bytes(8))
 

@@ -47,16 +47,16 @@ def hostile(directory, changes):
     return directory
 
 
-@pytest.mark.parametrize("name", OF_FILE)
-def test_a_file_that_makes_the_library_panic_is_a_model_error(name, tmp_path):
+@pytest.mark.parametrize("mistake", OF_FILE)
+def test_a_file_that_makes_the_library_panic_is_a_model_error(mistake, tmp_path):
     with pytest.raises(ModelError, match="panicked"):
-        open_tokenizer(hostile(tmp_path, OF_FILE[name]))
+        open_tokenizer(hostile(tmp_path, OF_FILE[mistake]))
 
 
-@pytest.mark.parametrize("name", OF_TEXT)
+@pytest.mark.parametrize("mistake", OF_TEXT)
 @pytest.mark.parametrize("length", [1, 9000])
-def test_a_text_that_makes_the_library_panic_is_an_invalid_prompt(name, length, tmp_path):
-    tokenizer = Tokenizer.from_directory(hostile(tmp_path, OF_TEXT[name]))
+def test_a_text_that_makes_the_library_panic_is_an_invalid_prompt(mistake, length, tmp_path):
+    tokenizer = Tokenizer.from_directory(hostile(tmp_path, OF_TEXT[mistake]))
     with pytest.raises(InvalidPrompt, match="fails for this text: the library panicked"):
         tokenizer.encode("a" * length)
     with pytest.raises(InvalidPrompt):  # in a thread, as the server calls it

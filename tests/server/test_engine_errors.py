@@ -70,17 +70,17 @@ def test_engine_that_goes_on_no_more_is_a_503_and_not_the_callers_fault(error):
     assert (found.status, found.code) == (503, "engine_unavailable") and str(error) in found.message
 
 
-@pytest.mark.parametrize("name", ROUTES)
-def test_a_reply_has_an_error_status(case, name):
-    path, body = ROUTES[name]
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_reply_has_an_error_status(case, route):
+    path, body = ROUTES[route]
     reply = post(case, path, **body)
     assert reply.status_code == 500
     assert_error(reply.json())
 
 
-@pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_that_has_begun_ends_with_the_error_and_without_done(case, name):
-    path, body = ROUTES[name]
+@pytest.mark.parametrize("route", STREAMED)
+def test_a_stream_that_has_begun_ends_with_the_error_and_without_done(case, route):
+    path, body = ROUTES[route]
     with case.http.stream("POST", path, json={**body, "stream": True}) as reply:
         assert reply.status_code == 200
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]

@@ -339,13 +339,13 @@ def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, expected",
+    "size, element, expected",
     [((5, 4), torch.bfloat16, (5, 1)), ((5, 3), torch.bfloat16, None), ((5, 3), torch.float64, (5, 3))],
 )
-def test_elements_are_copied_as_words_where_they_divide(shape, dtype, expected):
-    tensor = torch.arange(shape[0] * shape[1]).view(shape).to(dtype)
+def test_elements_are_copied_as_words_where_they_divide(size, element, expected):
+    tensor = torch.arange(size[0] * size[1]).view(size).to(element)
     seen = words(tensor)
-    assert (seen.shape, seen.dtype) == ((expected, torch.int64) if expected else (shape, dtype))
+    assert (seen.shape, seen.dtype) == ((expected, torch.int64) if expected else (size, element))
     assert seen.data_ptr() == tensor.data_ptr()
 
 
