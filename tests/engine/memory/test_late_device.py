@@ -170,8 +170,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one != "graphs")) for one in RUNS])
 def test_a_device_far_behind_draws_the_same_tokens(name, models, expected, monkeypatch):
     kind, settings, between = RUNS[name]
     keeps_up = 0.02 if name == "swap" else 0.0
