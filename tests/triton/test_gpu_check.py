@@ -406,6 +406,29 @@ def test_what_runs_when_the_time_is_up_is_stopped_and_reported_as_skipped():
 
 
 @pytest.mark.triton
+def test_a_process_that_dies_before_its_first_check_fails_all_and_a_silent_one_the_check_that_it_should_begin(
+    monkeypatch,
+):
+    from gpu_checks import worker
+
+    def reported(code):
+        rows = []
+        worker.run_group(
+            *(checks_called("one", "two"), lambda names: [sys.executable, "-c", f"names = {names}; {code}"]),
+            *(dict(os.environ), lambda check, result: rows.append((check.name, result.status, result.reason))),
+            deadline=time.monotonic() + 60,
+        )
+        return rows
+
+    dead = reported("raise SystemExit('no driver')")
+    assert dead == [(name, "failed", "its process died, exit status 1: no driver") for name in ("one", "two")]
+    monkeypatch.setattr(worker, "START_S", 1.0)
+    silent = reported("import time; time.sleep(600 if len(names) == 2 else 0); raise SystemExit('it began')")
+    assert [row[:2] for row in silent] == [("one", "failed"), ("two", "failed")]
+    assert "did not begin within 1 s" in silent[0][2] and "process died" in silent[1][2]
+
+
+@pytest.mark.triton
 def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspends_and_speed(monkeypatch):
     import gpu_check
     from gpu_checks.registry import OK, Result
