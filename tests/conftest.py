@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _keep_few(items):
-    """Leave MOST_CASES of each such test to `make test`: other values in other tests."""
+    """Of a test over VARIANTS, or marked `few`, leave MOST_CASES to `make test`: other values in other tests."""
     every = defaultdict(list)
     for item in items:
         parameters = item.callspec.params.keys() if hasattr(item, "callspec") else set()
