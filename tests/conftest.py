@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _keep_few(items):
-    """Of a test over VARIANTS, or marked `few`, leave MOST_CASES to `make test`: other values in other tests."""
+    """Mark as long all but MOST_CASES cases of each test that is over VARIANTS or marked `few`."""
     every = defaultdict(list)
     for item in items:
         parameters = item.callspec.params.keys() if hasattr(item, "callspec") else set()

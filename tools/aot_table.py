@@ -17,7 +17,7 @@ import triton
 import triton.language
 
 FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch")
-"""Of a compiled kernel, whole numbers; the last is 0 or 1."""
+"""Columns of a compiled kernel in the table: integers; the last is a flag, 0 or 1."""
 FIRST_VERSION = "3.6.0"
 """Part of every hash, so that hashes stay as they were when the table was for one Triton."""
 

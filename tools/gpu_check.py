@@ -46,7 +46,7 @@ ORDER = ("attention", "models", "graphs", "sampling", "scan", "operations", *ALO
 """Groups in the order in which they are begun, others after them: whether the engine is right at all, then whether
 steps are captured. Checks that have the device to themselves come after those that share it."""
 SHARE_FIRST = 0.5
-"""Of the time limit; what is alone comes then: no slow compiler keeps suspends and speed from being measured."""
+"""Share of the time limit for the checks that share the device; those that run alone have the rest of it."""
 MOST_JOBS = 6
 
 
