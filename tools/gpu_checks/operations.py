@@ -32,7 +32,7 @@ class Definition(ReferenceOps):
     """The reference in float64, with norms of every kind."""
 
     @property
-    def norms(self) -> Definition:  # type: ignore[override]
+    def norms(self) -> Definition:
         return self
 
     def norm(
